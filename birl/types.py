@@ -1,0 +1,200 @@
+"""Every noun that crosses a stage boundary, in the order in which a prompt meets them. Standard library only.
+
+    Task -> Env -> Completion -> Turn -> Trajectory -> Group -> Sample        (then data/pack.py: Batch; learner/: StepStats)
+
+Each stage has its own frozen type; nothing is filled in later. Tokens are the truth and text is a view of them: text becomes
+tokens once, in `birl/text/`, and a mask comes from who produced a token, never from comparing with a pad id.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message, as the model's template sees it.
+
+    Example: Message(role="user", content="What is 3 + 4?")
+    """
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One row of a dataset: what to ask, what is right, and everything else the row carries.
+
+    `prompt` is messages (rendered with the chat template) or plain text (encoded as it is, for base models).
+    `columns` go to reward functions as keyword arguments; `source` groups validation results.
+
+    Example: Task(id="train.jsonl:17", prompt=(Message(role="user", content="What is 3 + 4?"),), answer="7",
+                  columns={"answer": "7"}, source="arithmetic")
+    """
+
+    id: str
+    prompt: tuple[Message, ...] | str
+    answer: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "data"
+
+
+class Stop(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # the model's end token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the context limit
+    ABORT = "abort"  # somebody asked for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion. The defaults sample from the model itself.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None takes one from the system.
+
+    Example: SamplingParams(max_tokens=64, temperature=1.0, stop=("</answer>",), seed=7)
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled: ids, the log-prob of each under the distribution it was sampled from, and the version of the
+    weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when it was not.
+
+    Example: Completion(tokens=(45, 2), logprobs=(-0.1, -0.02), versions=(3, 3), stop=Stop.STOP)
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop: Stop
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} logprobs, {len(self.versions)} versions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One call of the model within an episode: all ids that it saw, and what it answered.
+
+    Example: Turn(prompt=(1, 9, 4), completion=Completion(...))
+    """
+
+    prompt: tuple[int, ...]
+    completion: Completion
+
+
+class Outcome(StrEnum):
+    """How an episode ended. Only `ok` and `truncated` carry a reward that means something."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"  # a length limit cut the last answer
+    ENV_ERROR = "env_error"  # the environment or the reward failed
+    ENGINE_ERROR = "engine_error"
+    TIMEOUT = "timeout"
+    ABORTED = "aborted"
+
+    @property
+    def scored(self) -> bool:
+        return self in (Outcome.OK, Outcome.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One finished episode. `reward` is trained on, `score` is reported (they may differ); both are NaN unless
+    `outcome.scored`. `parts` holds each reward function's own figure, `detail` the first line of what went wrong.
+
+    Example: Trajectory(turns=(Turn(...),), reward=1.0, score=1.0, parts={"math": 1.0}, outcome=Outcome.OK)
+    """
+
+    turns: tuple[Turn, ...]
+    reward: float
+    score: float
+    outcome: Outcome
+    parts: Mapping[str, float] = field(default_factory=dict)
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """n episodes of one task: the unit of scheduling and of baselines. `index` counts admissions since the run's start.
+
+    Example: Group(index=12, task=Task(...), trajectories=(Trajectory(...), Trajectory(...)), start_version=3)
+    """
+
+    index: int
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    start_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One flat list of ids for the learner, and parallel lists. `mask` is True where the model itself produced the token:
+    only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
+    `advantage` holds for every trained token. `group` and `episode` say where it comes from.
+
+    Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
+                    versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
+    """
+
+    tokens: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    advantage: float
+    group: int
+    episode: int
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"a Sample's lists must be equally long, got {sorted(lengths)}")
+        if self.mask and self.mask[0]:
+            raise ValueError("the first token of a Sample has no context to be predicted from, so it cannot be trained")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """An environment's answer to one reply: new messages, and what the reply was worth.
+
+    Example: Feedback(messages=(Message(role="user", content="Too low."),), reward=0.0, done=False)
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    score: float | None = None  # None: the same as reward
+    done: bool = True
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One episode's world, in message space. Single use: it has no reset. Errors may be raised anywhere; they end the episode
+    with the outcome `env_error`, never with a reward of 0."""
+
+    async def start(self) -> tuple[Message, ...] | str: ...
+    async def step(self, reply: Message) -> Feedback: ...
+    async def close(self) -> None: ...
+
+
+class Engine(Protocol):
+    """Anything that samples tokens. `version` is the version of the weights it would sample with now."""
+
+    @property
+    def version(self) -> int: ...
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion: ...
+    async def close(self) -> None: ...
