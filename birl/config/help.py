@@ -1,0 +1,200 @@
+"""What each key means: the strings under the schema's fields, and the page that `birl rl --help` prints."""
+
+import ast
+import inspect
+import re
+import textwrap
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+PRESETS = Path(__file__).parent / "presets"
+WIDE = 120  # columns from which a key and its text share a line
+
+EXAMPLES = {
+    "rl": """\
+birl rl data.train=my.jsonl                                  # SmolLM2-135M, Dr. GRPO, math reward, on any machine
+birl rl data.train=my.jsonl reward=my_file.py:score          # your own reward function
+birl rl data.train=my.jsonl algorithm=grpo optimizer.lr=1e-5
+birl rl data.train=[a.jsonl,b.parquet] data.weights=[2,1] model=/path/to/model
+birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml seed=1     # a YAML file, then what differs from it
+birl rl data.train=my.jsonl --dry-run                        # load one batch, predict the memory, exit
+birl rl data.train=my.jsonl optimizer.lr=1e-6,1e-5 seed='range(0,3)' --multirun""",
+    "eval": """\
+birl eval data.validation=test.jsonl                         # SmolLM2-135M, greedy
+birl eval data.validation=test.jsonl model=/path/to/model
+birl eval data.validation=test.jsonl validation.samples=8 validation.k=[1,8] validation.temperature=1""",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doc:
+    """One key of a schema. `unit` is what the text names in brackets, and is empty where there is none.
+
+    Example: Doc(key="rollout.max_tokens", type="int", default=256, text="Longest answer.", unit="tokens per turn")
+    """
+
+    key: str
+    type: str
+    default: Any
+    text: str
+    unit: str = ""
+
+    @property
+    def section(self) -> str:
+        return self.key.rpartition(".")[0]
+
+
+@cache
+def documentation(schema: type) -> dict[str, Doc]:
+    """Every key of `schema`, dotted, in the order of the source. A field without a string has an empty text."""
+    return {doc.key: doc for doc in _walk(schema(), "")}
+
+
+def _walk(section: Any, prefix: str) -> list[Doc]:
+    texts = _strings_under_fields(type(section))
+    hints = get_type_hints(type(section))
+    found = []
+    for field in fields(section):
+        key, value = prefix + field.name, getattr(section, field.name)
+        if is_dataclass(value):
+            found += _walk(value, key + ".")
+        else:
+            text, unit = _split_unit(texts.get(field.name, ""))
+            found.append(Doc(key=key, type=_type_name(hints[field.name]), default=value, text=text, unit=unit))
+    return found
+
+
+def _strings_under_fields(cls: type) -> dict[str, str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
+            case _:
+                pass
+    return texts
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    found = re.search(r" ?\[([^\]=,\"]+)\]", text)
+    return (text[: found.start()] + text[found.end() :], found[1]) if found else (text, "")
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not getattr(hint, "__args__", ()) else str(hint)
+
+
+def presets(schema: type) -> dict[str, dict[str, Path]]:
+    """The config groups of `schema` (its fields that have a folder of presets), each with its files by name."""
+    names = [field.name for field in fields(schema)]
+    return {
+        name: {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
+        for name in names
+        if (PRESETS / name).is_dir()
+    }
+
+
+def render(command: str, schema: type, width: int, only: tuple[str, ...] = (), bold: bool = False) -> str:
+    """The help page, at most `width` columns wide. `only` keeps the keys that contain one of these words."""
+    strong = (lambda text: f"\033[1m{text}\033[0m") if bold else str
+    docs = [doc for doc in documentation(schema).values() if not only or any(word in doc.key for word in only)]
+    keys = _keys(docs, width, strong)
+    if only:
+        return keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
+    title = " ".join((inspect.getdoc(schema) or "").split())
+    usage = f"birl {command} [FILE.yaml] [key=value ...] [--print-config] [--dry-run] [--multirun] [--help [WORD ...]]"
+    if command != "rl":
+        usage = usage.replace("[--dry-run] ", "")
+    parts = [
+        _wrap(title, width, ""),
+        _wrap(usage, width, strong("Usage: "), "       "),
+        strong("Examples"),
+        _examples(EXAMPLES.get(command, ""), width),
+        strong("Presets"),
+        _presets(schema, width),
+        strong("Keys") + " (lists: [a,b]; text needs no quotes; ${other.key} copies another key's value)",
+        keys,
+    ]
+    return "\n".join([parts[0], "", parts[1], "", *parts[2:4], "", *parts[4:6], "", *parts[6:]])
+
+
+def _examples(text: str, width: int) -> str:
+    lines = []
+    for line in text.splitlines():
+        command, _, remark = line.partition("  #")
+        command = command.rstrip()
+        lines += (
+            [f"  {line}"]
+            if len(line) + 2 <= width
+            else [*_wrap_command(command, width), *([f"      #{remark}"] if remark else [])]
+        )
+    return "\n".join(lines)
+
+
+def _wrap_command(command: str, width: int) -> list[str]:
+    lines = textwrap.wrap(command, width - 8, break_long_words=False, break_on_hyphens=False)
+    return [
+        ("  " if i == 0 else "      ") + line + (" \\" if i < len(lines) - 1 else "") for i, line in enumerate(lines)
+    ]
+
+
+def _presets(schema: type, width: int) -> str:
+    lines = []
+    for group, files in presets(schema).items():
+        for name, path in files.items():
+            remark = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
+            lines.append(_wrap(remark, width, f"  {f'{group}={name}':<20}", " " * 22))
+    if "model" in presets(schema):
+        lines.append(
+            _wrap(
+                "A folder, a .gguf file or a hub id: short for model.path=ANY.", width, f"  {'model=ANY':<20}", " " * 22
+            )
+        )
+    lines.append(_wrap("Short for reward.functions=ANY.", width, f"  {'reward=ANY':<20}", " " * 22))
+    return "\n".join(lines)
+
+
+def _keys(docs: list[Doc], width: int, strong: Any) -> str:
+    lines, section = [], None
+    columns = max((len(_left(doc)) for doc in docs), default=0) + 4
+    for doc in docs:
+        if doc.section != section:
+            section = doc.section
+            lines += ["", strong(section or "the run")]
+        head = f"  {_left(doc)}"
+        if width >= WIDE:
+            lines.append(_wrap(doc.text, min(width, 200), f"{head:<{columns}}", " " * columns))
+        else:
+            lines += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+            lines.append(_wrap(doc.text, width, " " * 6, " " * 6))
+    return "\n".join(lines).lstrip("\n") if docs else ""
+
+
+def _left(doc: Doc) -> str:
+    unit = f" [{doc.unit}]" if doc.unit else ""
+    default = written(doc.default)
+    default = default if len(default) <= 24 else f"{default[:21]}..."
+    return f"{doc.key}={default}  {doc.type}{unit}"
+
+
+def written(value: Any) -> str:
+    """A value as one types it after `key=`."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{','.join(map(written, value))}]"
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
+
+
+def _wrap(text: str, width: int, first: str, rest: str = "") -> str:
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )

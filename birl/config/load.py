@@ -1,0 +1,383 @@
+"""`key=value` words and YAML files -> a checked `RL` or `Eval`. Hydra composes the presets; a mistake is one line.
+
+Order: the schema's defaults, then the chosen presets, then files and `key=value` words as they come. Later ones win.
+A text key takes what follows `=` as it is, so that paths, prompts and patterns need no second quoting.
+"""
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Sweep
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from birl.config.check import did_you_mean
+from birl.config.help import PRESETS, Doc, documentation, presets, written
+from birl.config.schema import RL, Eval, check
+from birl.errors import BirlError
+
+Config = TypeVar("Config", RL, Eval)
+
+DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
+SHORTHANDS = {"reward": "reward.functions"}
+EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+
+# What other systems call our keys: a name that difflib cannot find.
+ELSEWHERE = {
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "batch_size": "rollout.prompts",
+    "beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "kl_beta": "algorithm.kl_coef",
+    "learning_rate": "optimizer.lr",
+    "logging_dir": "run",
+    "max_completion_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model.path",
+    "n_samples": "rollout.group_size",
+    "num_generations": "rollout.group_size",
+    "num_train_epochs": "epochs",
+    "output_dir": "run",
+    "reward_funcs": "reward.functions",
+    "save_steps": "checkpoint.every",
+    "train_batch_size": "rollout.prompts",
+    "train_dataset": "data.train",
+    "total_epochs": "epochs",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One key, and what was written for it: the text after `=`, or a list from a YAML file. `source` is how to show it.
+
+    Example: Setting(key="optimizer.lr", value="1e-5", source="optimizer.lr=1e-5")
+    """
+
+    key: str
+    value: str | list[Any]
+    source: str
+
+
+def load(schema: type[Config], overrides: list[str]) -> Config:
+    """The checked configuration. Raises one `BirlError` that lists everything that is wrong."""
+    return load_with_choices(schema, overrides)[0]
+
+
+def load_with_choices(schema: type[Config], overrides: list[str]) -> tuple[Config, dict[str, str]]:
+    """Also the presets it was made from, by group: {"algorithm": "grpo", "model": "smollm2"}.
+
+    "model" is absent where `model=` named a folder, a file or a hub id: that is in `config.model.path`.
+    """
+    settings, errors = _read(overrides, schema)
+    choices, settings = _choose(settings, schema, errors)
+    config = _compose(schema, choices)
+    for setting in settings:
+        try:
+            _apply(config, setting, schema)
+        except BirlError as error:
+            errors.append(str(error))
+    if errors:
+        raise BirlError("\n".join(errors))
+    result = _to_object(config)
+    check(result)
+    return result, choices
+
+
+def _read(overrides: Iterable[str], schema: type) -> tuple[list[Setting], list[str]]:
+    settings, errors = [], []
+    for argument in overrides:
+        try:
+            settings += _read_file(argument) if _is_file(argument) else [_read_argument(argument, schema)]
+        except BirlError as error:
+            errors.append(str(error))
+    return settings, errors
+
+
+def _is_file(argument: str) -> bool:
+    return "=" not in argument and argument.endswith((".yaml", ".yml"))
+
+
+def _read_argument(argument: str, schema: type) -> Setting:
+    key, equals, value = argument.partition("=")
+    key = key.strip()
+    if key.startswith("-"):
+        raise BirlError(
+            f"{argument}: keys are written without dashes, as key=value: {key.lstrip('-')}={value or '...'}"
+        )
+    if not equals and key in documentation(schema):
+        raise BirlError(f"{argument}: has no value; write {key}=VALUE")
+    if not equals:
+        raise BirlError(f"{argument}: expected key=value or a .yaml file.{_suggest(key, schema)}")
+    if key[:1] in ("+", "~"):
+        raise BirlError(f"{argument}: keys can neither be added (+) nor removed (~), only set: {key.lstrip('+~')}=...")
+    if not key:
+        raise BirlError(f"{argument}: there is no key before the equals sign")
+    return Setting(key=key, value=value, source=f"{key}={value}")
+
+
+def _read_file(name: str) -> list[Setting]:
+    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean."""
+    try:
+        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise BirlError(f"{name}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BirlError(f"{name}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if content in ("", None):
+        return []
+    if not isinstance(content, dict):
+        raise BirlError(f"{name}: expected keys and values, found {type(content).__name__}")
+    flat = _flatten_mapping(content)
+    return [Setting(key=key, value=value, source=f"{name}: {key}: {written(value)}") for key, value in flat]
+
+
+def _flatten_mapping(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str | list[Any]]]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _flatten_mapping(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _choose(settings: list[Setting], schema: type, errors: list[str]) -> tuple[dict[str, str], list[Setting]]:
+    """Take the choices of presets out of the settings, and expand the shorthands."""
+    groups = presets(schema)
+    choices = {group: name for group, name in DEFAULT_PRESETS.items() if group in groups}
+    rest = []
+    for setting in settings:
+        group, value = setting.key, setting.value
+        if group not in groups:
+            rest.append(Setting(key=SHORTHANDS.get(group, group), value=value, source=setting.source))
+        elif isinstance(value, str) and value in groups[group]:
+            choices[group] = value
+            rest = [other for other in rest if not (group == "model" and other.key == "model.path")]
+        elif group == "model" and isinstance(value, str) and not _misspelt(value, groups[group]):
+            choices.pop("model", None)
+            rest.append(Setting(key="model.path", value=value, source=setting.source))
+        else:
+            errors.append(_unknown_preset(setting, list(groups[group])))
+    return choices, rest
+
+
+def _misspelt(value: str, names: Iterable[str]) -> bool:
+    listed = "," in value or value.startswith("[")
+    near = "/" not in value and not Path(value).exists() and difflib.get_close_matches(value, list(names), cutoff=0.8)
+    return not value or listed or bool(near)
+
+
+def _unknown_preset(setting: Setting, names: list[str]) -> str:
+    value = written(setting.value)
+    literal = f" For a folder, a file or a hub id of that name: model.path={value}" if setting.key == "model" else ""
+    hint = _multirun_hint(value) or did_you_mean(value, names)
+    return f"{setting.source}: no such preset of {setting.key}: {' | '.join(names)}.{hint}{literal}"
+
+
+def _multirun_hint(value: str) -> str:
+    return " To run once for each value, add --multirun." if "," in value or value.endswith(")") else ""
+
+
+def _compose(schema: type, choices: dict[str, str]) -> DictConfig:
+    name = f"birl_{schema.__name__.lower()}"
+    chosen = [{group: preset} for group, preset in DEFAULT_PRESETS.items() if group in presets(schema)]
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    store.store(name=name, node={"defaults": [f"{name}_schema", *chosen, "_self_"]})
+    OmegaConf.register_new_resolver("share", lambda whole, part: int(whole * part), replace=True)
+    with initialize_config_dir(config_dir=str(PRESETS.resolve()), version_base="1.3", job_name="birl"):
+        return compose(config_name=name, overrides=[f"{group}={preset}" for group, preset in choices.items()])
+
+
+def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
+    doc = documentation(schema).get(setting.key)
+    if doc is None:
+        raise BirlError(_unknown_key(setting, schema))
+    value = _convert(doc, setting)
+    try:
+        OmegaConf.update(config, setting.key, value)
+    except OmegaConfBaseException:
+        raise BirlError(_wrong_type(doc, setting)) from None
+
+
+def _convert(doc: Doc, setting: Setting) -> str | list[Any]:
+    """A list or a text for the key. Numbers and truth values stay text: OmegaConf converts them, or refuses."""
+    value, several = setting.value, doc.type.startswith("list")
+    if not isinstance(value, str):
+        if not several:
+            raise BirlError(_wrong_type(doc, setting))
+        return value
+    if value.strip() == "null":
+        raise BirlError(f"{setting.source}: no key can be null; its default is {doc.key}={written(doc.default)}")
+    if (several and value.startswith("[")) or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+        value = _parse(setting, value, literal=doc.type == "str")
+    elif several and "," in value:
+        raise BirlError(f"{setting.source}: a list goes in brackets: {doc.key}=[{value}].{_multirun_hint(value)}")
+    if several and not isinstance(value, list):
+        return [value] if value != "" else []
+    return value
+
+
+def _parse(setting: Setting, text: str, literal: bool) -> Any:
+    """What Hydra's grammar makes of a list or a quoted text; with `literal`, the text itself where it makes nothing of it."""
+    try:
+        value = OverridesParser.create().parse_override(f"key={text}").value()
+    except HydraException as error:
+        if literal:
+            return text
+        reason = str(error).splitlines()[0]
+        raise BirlError(
+            f"{setting.source}: is not complete or not readable ({reason}). "
+            "A list is [a,b]; put \"...\" around an element with unusual characters, and '...' around all of it for the shell."
+        ) from None
+    if isinstance(value, Sweep):
+        if literal:
+            return text
+        raise BirlError(f"{setting.source}: more than one value.{_multirun_hint(',')}")
+    return value
+
+
+def _wrong_type(doc: Doc, setting: Setting) -> str:
+    sample = written(doc.default) if doc.default else {"list[str]": "[a,b]"}.get(doc.type, "[1,2]")
+    expected = EXPECTED.get(doc.type) or f"a list such as {sample}"
+    unit = f" [{doc.unit}]" if doc.unit else ""
+    hint = _multirun_hint(written(setting.value))
+    return (
+        f"{setting.source}: {doc.key} takes {expected} ({doc.type}{unit}, default "
+        f"{written(doc.default) or 'empty'}).{hint} "
+        f"It is: {doc.text}"
+    )
+
+
+def _unknown_key(setting: Setting, schema: type) -> str:
+    key = setting.key
+    inside = [name for name in documentation(schema) if name.startswith(f"{key}.")]
+    if inside:
+        return f"{setting.source}: {key} is a section; set one of its keys: {', '.join(inside)}"
+    command = "eval" if schema is Eval else "rl"
+    return f"{setting.source}: there is no key {key}.{_suggest(key, schema)} `birl {command} --help` lists all keys."
+
+
+def _suggest(key: str, schema: type) -> str:
+    found = nearest_keys(key, schema)
+    return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+def nearest_keys(key: str, schema: type) -> list[str]:
+    """At most three keys that `key` may stand for: same last part, its name in another system, similar spelling."""
+    key = key.lower().replace("-", "_").strip("+~ ")
+    keys = list(documentation(schema))
+    last = key.rpartition(".")[2]
+    parts = {name: name.rpartition(".")[2] for name in keys}
+    found = [name for name in keys if parts[name] == last]
+    found += [ELSEWHERE[last]] if ELSEWHERE.get(last) in keys else []
+    if not found:
+        found += difflib.get_close_matches(key, keys, n=3, cutoff=0.7)
+        close = difflib.get_close_matches(last, list(parts.values()), n=3, cutoff=0.7)
+        found += [name for part in close for name in keys if parts[name] == part]
+    return list(dict.fromkeys(found))[:3]
+
+
+def _to_object(config: DictConfig) -> Any:
+    try:
+        return OmegaConf.to_object(config)
+    except InterpolationResolutionError as error:
+        reason = str(error).splitlines()[0]
+        raise BirlError(
+            f"{error.full_key}: {reason}. ${{section.key}} copies a key's value; write \\${{ for the text."
+        ) from None
+    except OmegaConfBaseException as error:
+        raise BirlError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+
+
+def to_yaml(config: RL | Eval) -> str:
+    """The whole configuration. `birl rl FILE.yaml` reads it back to the same values."""
+    return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _escape(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _escape(item) for key, item in value.items()}
+        case list():
+            return [_escape(item) for item in value]
+        case str():
+            return value.replace("${", "\\${")
+        case _:
+            return value
+
+
+def flatten(config: RL | Eval) -> dict[str, Any]:
+    """Every dotted key and its value, in the schema's order: {"model.path": "smollm2", ..., "threads": 0}."""
+    return dict(_flatten_mapping(asdict(config)))
+
+
+def sweep(overrides: list[str]) -> list[list[str]]:
+    """The jobs of `--multirun`: each combination of `key=a,b`, `key=range(0,3)` and `key=choice(a,b)`, last key fastest."""
+    return [list(job) for job in itertools.product(*(_values(argument) for argument in overrides))]
+
+
+def swept_keys(overrides: list[str]) -> list[str]:
+    """The keys that `sweep` varies."""
+    return [argument.partition("=")[0] for argument in overrides if len(_values(argument)) > 1]
+
+
+def _values(argument: str) -> list[str]:
+    """One word per value. A text that Hydra's grammar cannot read is one value: `load` takes it or explains it."""
+    if "=" not in argument:
+        return [argument]
+    try:
+        override: Override = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return [argument]
+    if override.is_discrete_sweep():
+        try:
+            values = list(override.sweep_string_iterator())
+        except HydraException as error:
+            raise BirlError(
+                f"{argument}: {str(error).splitlines()[0]}. Use a list, range(...) or choice(...)"
+            ) from None
+        if not values:
+            raise BirlError(f"{argument}: this sweep is empty")
+        return [f"{override.get_key_element()}={value}" for value in values]
+    if override.is_sweep_override():
+        raise BirlError(
+            f"{argument}: has no list of values to try; use {override.key_or_group}=a,b or range(...) or choice(...)"
+        )
+    return [argument]
+
+
+def run_folder(config: RL, choices: Mapping[str, str], without: Iterable[str] = ()) -> str:
+    """`config.run`, or runs/<model>-<data>-<preset>-<seed>, without the parts whose key is in `without` (those swept)."""
+    if config.run:
+        return config.run
+    left_out = {key.split(".")[0] for key in without if key != "reward"}
+    parts = {
+        "model": _short_name(config.model.path),
+        "data": _short_name(config.data.train[0]) if config.data.train else "",
+        "algorithm": choices.get("algorithm", ""),
+        "seed": str(config.seed),
+    }
+    name = "-".join(part for key, part in parts.items() if part and key not in left_out)
+    return f"runs/{name or 'multirun'}"
+
+
+def _short_name(path: str) -> str:
+    """gsm8k for `train@openai/gsm8k` and for data/gsm8k/train.jsonl."""
+    path = path.rpartition("@")[2].rstrip("/")
+    where = Path(path)
+    stem = where.stem if where.suffix in (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gguf") else where.name
+    parent = where.parent.name
+    return re.sub(r"[^\w.+-]+", "_", parent if stem in ("train", "data", "main") and parent else stem)

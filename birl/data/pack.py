@@ -1,0 +1,153 @@
+"""Samples -> Batches: many short sequences in one row without padding, prompts of a group only once.
+
+The answers to one prompt share its tokens. Packed as a tree (`models/attention.py`), the prompt is computed once and its
+gradient is the sum of what all answers send back: the same numbers as computing it n times, for less work.
+Two bounds hold: no micro-batch has more than `max_tokens` tokens, and micro-batches are as equal as the trees allow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from birl.errors import BirlError
+from birl.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branching:
+    """A prefix and the samples that start with it; `tail` of sample i is everything behind the prefix."""
+
+    prefix: tuple[int, ...]
+    samples: tuple[int, ...]  # indices
+    tails: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.prefix) + sum(map(len, self.tails))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One micro-batch. T packed tokens, N trained ones; the trained ones come sample by sample.
+
+    tokens, positions [T]; trees: (prefix, branch lengths) of each stretch of the row;
+    source [N]: which packed token's hidden state predicts the trained token; targets [N]: its id;
+    logprobs [N]: the engine's; versions [N]; advantages [N]; sample [N]: index of its sample in the step;
+    weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`.
+
+    Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    trees: tuple[tuple[int, tuple[int, ...]], ...]
+    source: Tensor
+    targets: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sample: Tensor
+
+    def to(self, device: torch.device | str) -> "Batch":
+        moved = {name: getattr(self, name) for name in self.__slots__}
+        return Batch(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in moved.items()})
+
+
+def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int) -> list[Batch]:
+    """All samples of one optimizer step as micro-batches. Raises `BirlError` when one sample alone exceeds max_tokens."""
+    longest = max((len(s.tokens) for s in samples), default=0)
+    if longest > max_tokens:
+        raise BirlError(
+            f"A sample of {longest} tokens does not fit into learner.tokens_per_microbatch={max_tokens}. "
+            f"Set learner.tokens_per_microbatch={longest} or more, or a smaller rollout.max_tokens."
+        )
+    numbered = enumerate(samples)
+    trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]
+    return [_batch([trees[i] for i in sorted(b)], samples, weights) for b in balance([len(t) for t in trees], max_tokens)]
+
+
+def branchings(numbered: Sequence[tuple[int, Sample]], max_tokens: int) -> list[Branching]:
+    """Samples of one group -> as few trees as fit into max_tokens each."""
+    prefix = shared_prefix([s for _, s in numbered])
+    trees: list[Branching] = []
+    members: list[tuple[int, tuple[int, ...]]] = []
+    size = len(prefix)
+
+    def close() -> None:
+        trees.append(Branching(prefix=prefix, samples=tuple(i for i, _ in members), tails=tuple(t for _, t in members)))
+
+    for index, sample in numbered:
+        tail = sample.tokens[len(prefix) :]
+        if members and size + len(tail) > max_tokens:
+            close()
+            members, size = [], len(prefix)
+        members.append((index, tail))
+        size += len(tail)
+    close()
+    return trees
+
+
+def shared_prefix(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """The longest start that all samples share and none trains: a trained token has its own advantage, so it stays apart.
+
+    At least one token of each sample is left over, as a branch must not be empty.
+    """
+    first = samples[0]
+    end = min(min((s.mask.index(True) if True in s.mask else len(s.tokens)) for s in samples), len(first.tokens) - 1)
+    end = min(end, *(len(s.tokens) - 1 for s in samples)) if len(samples) > 1 else end
+    n = 0
+    while n < end and all(s.tokens[n] == first.tokens[n] for s in samples):
+        n += 1
+    return first.tokens[:n]
+
+
+def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Item indices in the fewest bins found, filled as equally as possible: largest first, into the emptiest bin that fits."""
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    for count in range(max(1, -(-sum(sizes) // capacity)), len(sizes) + 1):
+        bins: list[list[int]] = [[] for _ in range(count)]
+        loads = [0] * count
+        for i in order:
+            emptiest = min(range(count), key=loads.__getitem__)
+            if loads[emptiest] + sizes[i] > capacity:
+                break
+            bins[emptiest].append(i)
+            loads[emptiest] += sizes[i]
+        else:
+            return bins
+    return [[i] for i in order]
+
+
+def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Sequence[float]) -> Batch:
+    tokens: list[int] = []
+    positions: list[int] = []
+    source: list[int] = []
+    trained: list[tuple[int, int]] = []  # (sample, place in the sample)
+    for tree in trees:
+        start, prefix = len(tokens), len(tree.prefix)
+        tokens += tree.prefix
+        positions += range(prefix)
+        for index, tail in zip(tree.samples, tree.tails, strict=True):
+            offset = len(tokens) - prefix  # packed place of sample token i >= prefix is offset + i
+            tokens += tail
+            positions += range(prefix, prefix + len(tail))
+            for i in range(prefix, prefix + len(tail)):
+                if samples[index].mask[i]:
+                    source.append(offset + i - 1 if i > prefix else start + prefix - 1)
+                    trained.append((index, i))
+    rows = [(samples[s], s, i) for s, i in trained]
+    return Batch(
+        tokens=torch.tensor(tokens),
+        positions=torch.tensor(positions),
+        trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees),
+        source=torch.tensor(source, dtype=torch.long),
+        targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),
+        logprobs=torch.tensor([s.logprobs[i] for s, _, i in rows]),
+        versions=torch.tensor([s.versions[i] for s, _, i in rows], dtype=torch.long),
+        advantages=torch.tensor([s.advantage for s, _, _ in rows]),
+        weights=torch.tensor([weights[n] for _, n, _ in rows]),
+        sample=torch.tensor([n for _, n, _ in rows], dtype=torch.long),
+    )

@@ -1,0 +1,178 @@
+"""The embedded engine: continuous batching over the module that the learner trains. No second copy of the weights, no sync.
+
+    generate() --adds--> Scheduler.waiting --admit--> running --decode--> finished --resolves--> generate()
+    (event loop)                            (compute thread, one for the whole process)           (event loop)
+
+Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared out twice.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from birl.engine.kv_cache import KVCache
+from birl.engine.request import Request
+from birl.engine.runner import Runner
+from birl.engine.sampler import sample
+from birl.engine.scheduler import Scheduler
+from birl.errors import BirlError
+from birl.text.chat import StopChecker
+from birl.types import Completion, SamplingParams, Stop
+
+
+@dataclass(slots=True)
+class Counters:
+    tokens: int = 0  # sampled
+    prefilled: int = 0  # prompt tokens, as if each prompt were computed for itself
+    seconds: float = 0.0  # spent computing
+    running: int = 0
+    finished: int = 0
+
+
+class EmbeddedEngine:
+    """Implements `birl.types.Engine`.
+
+    `version` is asked for at every step, and stamped on the tokens of that step. `context` is the longest sequence [tokens],
+    `kv_cache_gb` the memory for keys and values [GiB].
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        end_ids: frozenset[int],
+        context: int,
+        compute: Executor,
+        version: Callable[[], int] = lambda: 0,
+        max_batch: int = 64,
+        kv_cache_gb: float = 1.0,
+    ) -> None:
+        self.tokenizer, self.end_ids, self.context = tokenizer, end_ids, context
+        self.compute, self._version = compute, version
+        self.runner = Runner(model)
+        capacity = int(kv_cache_gb * 2**30) // KVCache.bytes_per_token(**Runner.cache_shape(model))
+        self.scheduler = Scheduler(max_batch=max_batch, capacity=capacity)
+        self.counters = Counters()
+        self._arrivals: list[Request] = []
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version()
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
+
+        Cancelling the caller aborts the request. Raises `BirlError` when the KV cache could not hold it.
+        """
+        room = min(params.max_tokens, self.context - len(prompt_ids))
+        if not prompt_ids:
+            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        if room <= 0:
+            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+        request = Request(
+            prompt=prompt_ids,
+            params=params,
+            max_tokens=room,
+            end_ids=frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.end_ids),
+            checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
+            future=asyncio.get_running_loop().create_future(),
+            session=session,
+        )
+        self._arrivals.append(request)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            request.aborted = True
+            raise
+
+    async def close(self) -> None:
+        if self._pump is not None and not self._pump.done():
+            for request in (*self._arrivals, *self.scheduler.waiting, *self.scheduler.running):
+                request.aborted = True
+            await asyncio.wait([self._pump])
+        self.runner.cache.clear()
+
+    async def _run(self) -> None:
+        """Compute until nobody waits. One task at a time owns the scheduler."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._settle()
+                for request in self._arrivals:
+                    self._accept(request)
+                self._arrivals.clear()
+                if not self.scheduler.busy:
+                    return
+                for request in await loop.run_in_executor(self.compute, self._compute):
+                    if not request.future.done():
+                        request.future.set_result(request.completion())
+        except Exception as error:
+            self._fail(error)
+
+    async def _settle(self) -> None:
+        """Let everybody who is about to ask do so. A batch then holds the same requests in every run of the same program, however
+        fast the machine is: floating-point sums depend on the batch, and a resumed run must give the same bits."""
+        quiet, known = 0, -1
+        while quiet < 8:
+            quiet = quiet + 1 if len(self._arrivals) == known else 0
+            known = len(self._arrivals)
+            await asyncio.sleep(0)
+
+    def _accept(self, request: Request) -> None:
+        try:
+            self.scheduler.add(request)
+        except BirlError as error:
+            request.future.set_exception(error)
+
+    def _fail(self, error: Exception) -> None:
+        everybody = (*self._arrivals, *self.scheduler.waiting, *self.scheduler.running)
+        self._arrivals.clear()
+        self.scheduler.waiting.clear()
+        self.scheduler.running.clear()
+        for request in everybody:
+            if not request.future.done():
+                request.future.set_exception(error)
+
+    def _compute(self) -> list[Request]:
+        """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who watch)."""
+        start = time.perf_counter()
+        finished: list[Request] = []
+        with torch.no_grad():
+            while not finished and self.scheduler.busy:
+                finished = self.step()
+                if self._arrivals or time.perf_counter() - start > 0.125:
+                    break
+        self.counters.seconds += time.perf_counter() - start
+        return finished
+
+    def step(self) -> list[Request]:
+        """One token for every running request. Returns those that ended."""
+        self.scheduler.preempt()
+        first = len(self.scheduler.running)
+        admitted = self.scheduler.admit()
+        running = self.scheduler.running
+        if running:
+            self.runner.cache.reserve(len(running), max(map(len, running)))
+            if admitted:
+                self.runner.prefill(admitted, first)
+                self.counters.prefilled += sum(map(len, admitted))
+            logits = self.runner.decode(running)
+            tokens, logprobs = sample(logits, [r.params for r in running], [r.uniform for r in running])
+            for request, token, logprob in zip(running, tokens.tolist(), logprobs.tolist(), strict=True):
+                request.append(token, logprob, self.version)
+            self.counters.tokens += len(running)
+        finished, moves = self.scheduler.retire()
+        for source, target in moves:
+            self.runner.cache.move(source, target, len(self.scheduler.running[target]))
+        self.counters.running, self.counters.finished = len(self.scheduler.running), self.counters.finished + len(finished)
+        return finished

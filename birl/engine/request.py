@@ -1,0 +1,66 @@
+"""One sequence on its way through the engine."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from birl.text.chat import StopChecker
+from birl.types import Completion, SamplingParams, Stop
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Prompt, what was sampled so far, and how to go on.
+
+    Randomness is counted, not consumed: token t of a request always uses number t of the stream that its seed names. So a result
+    depends neither on what else is in the batch nor on being preempted or run again.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int  # params.max_tokens, or what the context leaves
+    end_ids: frozenset[int]
+    checker: StopChecker | None
+    future: "asyncio.Future[Completion]"
+    session: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop: Stop | None = None
+    aborted: bool = False
+    _uniforms: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+        self._uniforms = np.random.Generator(np.random.Philox(key=seed)).random(self.max_tokens).tolist()
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def last_token(self) -> int:
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def uniform(self) -> float:
+        """The random number of the next token, in [0, 1)."""
+        return self._uniforms[len(self.tokens)]
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.end_ids or (self.checker is not None and self.checker.feed(token)):
+            self.stop = Stop.STOP
+        elif len(self.tokens) >= self.max_tokens:
+            self.stop = Stop.LENGTH
+
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            stop=self.stop or Stop.ABORT,
+        )

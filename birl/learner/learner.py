@@ -1,0 +1,149 @@
+"""The four verbs of training: forward, forward_backward, optim_step, state. Every loop is made of them.
+
+Not here: what is minimised (a loss is a function that is passed in), where the batches come from, when to save.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from birl.data.pack import Batch
+from birl.learner.optimizer import Masters, adamw
+from birl.models.forward import head, hidden_states, packed
+from birl.models.logprobs import token_logprobs
+
+#: logp [N], entropy [N], batch -> scalar loss, and figures to report: name -> [N]
+Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(slots=True)
+class Stats:
+    """Figures of one optimizer step, summed over its micro-batches. Means are over trained tokens."""
+
+    loss: float = 0.0
+    tokens: int = 0  # trained
+    computed: int = 0  # packed tokens that went through the model
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, loss: float, figures: dict[str, Tensor], computed: int) -> None:
+        self.loss += loss
+        self.computed += computed
+        count = 0
+        for name, values in figures.items():
+            count = len(values)
+            self.sums[name] = self.sums.get(name, 0.0) + values.sum(dtype=torch.float64).item()
+            self.maxima[name] = max(self.maxima.get(name, float("-inf")), values.max().item() if count else float("-inf"))
+        self.tokens += count
+
+    def mean(self, name: str) -> float:
+        return self.sums.get(name, 0.0) / max(self.tokens, 1)
+
+
+class Learner:
+    """A model, and (unless it is frozen) its optimizer. Weights are float32; `dtype` is what it computes in.
+
+    `version` counts optimizer steps: it names the weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        temperature: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        gradient_checkpointing: bool = False,
+        trainable: bool = True,
+    ) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.max_grad_norm = max_grad_norm
+        self.version = 0
+        model.requires_grad_(trainable)
+        model.eval()  # no dropout: the engine and the learner must see one and the same distribution
+        if not trainable:
+            model.to(dtype)
+            return
+        if gradient_checkpointing:
+            # transformers recomputes only in training mode; there is no dropout in it that train() could switch on
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+            model.train()
+        self.masters = Masters(model, dtype)
+        self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._make_optimizer_state()
+
+    @property
+    def device(self) -> torch.device:
+        return head(self.model).weight.device
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Tensor:
+        """Log-probs of the trained tokens under the sampling temperature, [N] float32."""
+        return self._logprobs(batch.to(self.device))[0]
+
+    def forward_backward(self, batch: Batch, loss: Loss, stats: Stats) -> None:
+        """Add this micro-batch's gradient to what is there, and its figures to `stats`."""
+        batch = batch.to(self.device)
+        logp, entropy = self._logprobs(batch)
+        value, figures = loss(logp, entropy, batch)
+        value.backward()
+        stats.add(value.item(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
+
+    def optim_step(self, lr: float) -> float:
+        """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone afterwards."""
+        tensors = list(self.masters.tensors.values())
+        for tensor in tensors:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        norm = torch.nn.utils.get_total_norm([t.grad for t in tensors if t.grad is not None])
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(tensors, self.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if norm.isfinite():
+            self.optimizer.step()
+            self.masters.publish()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        return norm.item()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers, optimizer state."""
+        found: dict[str, Tensor] = {}
+        for name, master in self.masters.tensors.items():
+            found[f"model.{name}"] = master.data
+            for key, value in self.optimizer.state[master].items():
+                found[f"optimizer.{name}.{key}"] = value
+        parameters = {id(p) for p in self.model.parameters()}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in parameters:
+                found[f"model.{name}"] = value
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """The float32 weights alone, by the model's own names."""
+        return {name: master.data for name, master in self.masters.tensors.items()}
+
+    def loaded(self, version: int) -> None:
+        """Call after new values were written into `tensors()`."""
+        self.masters.publish()
+        self.version = version
+
+    def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states(self.model, batch.tokens, batch.positions, packed(batch.trees, batch.tokens.device))
+        return token_logprobs(hidden[batch.source], head(self.model), batch.targets, self.temperature)
+
+    def _make_optimizer_state(self) -> None:
+        """AdamW makes its state at the first step; a checkpoint needs the tensors to exist before that."""
+        for master in self.masters.tensors.values():
+            self.optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(master.data),
+                "exp_avg_sq": torch.zeros_like(master.data),
+            }

@@ -1,0 +1,53 @@
+"""The model's forward passes, as both the engine and the learner use them, and the proof that they mean what we think."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from birl.errors import BirlError
+from birl.models.attention import Layout, Packed, Tree
+
+
+def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    """Last hidden state of each token: tokens [T], positions [T] -> [T, H]."""
+    body = model.base_model  # pyright: ignore
+    output = body(input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False)
+    return output.last_hidden_state[0]
+
+
+def head(model: nn.Module) -> nn.Linear:
+    """The layer that turns hidden states into logits."""
+    return model.get_output_embeddings()  # pyright: ignore
+
+
+def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -> Packed:
+    return Packed([Tree(prefix, branches) for prefix, branches in trees], device)
+
+
+@torch.no_grad()
+def verify(model: nn.Module) -> None:
+    """Refuse an architecture for which packing, shared prefixes or the bare head would be silently wrong: recurrent layers, logit
+    scaling, biases by absolute place. Compares three short sequences, separate and packed, with the model's own logits.
+
+    Raises `BirlError`.
+    """
+    vocabulary = head(model).weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (17,), generator=generator)
+    tree, other = Tree(5, (4, 3)), Tree(5)
+    device = head(model).weight.device
+    ids = ids.to(device)
+    positions = torch.tensor(tree.positions() + other.positions(), device=device)
+    rows = hidden_states(model, ids, positions, Packed([tree, other], device))
+    found = head(model)(rows).float()
+    separate = [ids[:9], torch.cat([ids[:5], ids[9:12]]), ids[12:]]
+    logits = [model(input_ids=s[None], use_cache=False).logits[0].float() for s in separate]
+    expected = torch.cat([logits[0], logits[1][5:], logits[2]])
+    gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+    bound = 1e-3 if rows.dtype == torch.float32 else 1.0
+    if not gap <= bound:
+        raise BirlError(
+            f"{type(model).__name__} gives other log-probs packed than alone (difference {gap:.2g}, allowed {bound}): its layers look "
+            "across packed sequences, or its logits are post-processed. birl cannot train this architecture."
+        )

@@ -1,0 +1,86 @@
+"""n episodes of one task, and their rewards."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from birl.rollout.episode import Limits, Translator, run_episode
+from birl.types import Engine, Env, Group, Message, Outcome, SamplingParams, Task, Trajectory
+
+
+class Scored(Protocol):
+    """What a reward gives for one completion (`birl.rewards.Score`)."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def parts(self) -> dict[str, float]: ...
+    @property
+    def outcome(self) -> Outcome: ...
+    @property
+    def detail(self) -> str: ...
+
+
+#: (task, completions as text) -> one Scored for each
+Scorer = Callable[[Task, list[str]], Awaitable[Sequence[Scored]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own reward."""
+
+    engine: Engine
+    chat: Translator
+    open_env: Callable[[Task], Env]
+    score: Scorer | None
+    limits: Limits
+    seed: int
+
+    async def group(self, index: int, task: Task, n: int, params: SamplingParams) -> Group:
+        """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed run
+        samples what the uninterrupted one would have."""
+        version = self.engine.version
+
+        async def one(episode: int) -> Trajectory:
+            def seed(turn: int) -> int:
+                return derive_seed(self.seed, index, episode, turn)
+
+            return await run_episode(self.open_env(task), self.engine, self.chat, params, self.limits, seed)
+
+        trajectories = await asyncio.gather(*(one(e) for e in range(n)))
+        if self.score is not None:
+            trajectories = await self._scored(task, trajectories)
+        return Group(index=index, task=task, trajectories=tuple(trajectories), start_version=version)
+
+    async def _scored(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The reward functions judge what the model said last; an episode that failed before has nothing to judge."""
+        assert self.score is not None
+        judged = [i for i, t in enumerate(trajectories) if t.outcome.scored]
+        texts = [last_reply(trajectories[i], self.chat).content for i in judged]
+        result = list(trajectories)
+        if not judged:
+            return result
+        for i, scored in zip(judged, await self.score(task, texts), strict=True):
+            before = trajectories[i]
+            good = scored.outcome is Outcome.OK
+            result[i] = replace(
+                before,
+                reward=before.reward + scored.value,
+                score=before.score + scored.value,
+                parts={**before.parts, **scored.parts},
+                outcome=before.outcome if good else scored.outcome,
+                detail=scored.detail,
+            )
+        return result
+
+
+def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
+    return chat.parse(trajectory.turns[-1].completion.tokens)
+
+
+def derive_seed(*numbers: int) -> int:
+    """A 64-bit seed from a few numbers; neighbours give unrelated streams."""
+    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

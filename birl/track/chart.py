@@ -1,0 +1,73 @@
+"""Small charts and big figures made of characters, with a plain ASCII form of each."""
+
+import math
+from collections.abc import Sequence
+
+_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .-=+*%#@"
+_DIGITS = {
+    "0": ("┏━┓", "┃ ┃", "┗━┛"),
+    "1": ("╺┓ ", " ┃ ", "╺┻╸"),
+    "2": ("╺━┓", "┏━┛", "┗━╸"),
+    "3": ("╺━┓", " ━┫", "╺━┛"),
+    "4": ("╻ ╻", "┗━┫", "  ╹"),
+    "5": ("┏━╸", "┗━┓", "╺━┛"),
+    "6": ("┏━╸", "┣━┓", "┗━┛"),
+    "7": ("╺━┓", "  ┃", "  ╹"),
+    "8": ("┏━┓", "┣━┫", "┗━┛"),
+    "9": ("┏━┓", "┗━┫", "╺━┛"),
+    "-": ("   ", "╺━╸", "   "),
+    ".": (" ", " ", "╹"),
+}
+
+
+def sparkline(values: Sequence[float], width: int, height: int = 1, ascii_only: bool = False) -> list[str]:
+    """The values as `height` lines of at most `width` columns, lowest value to highest. NaN leaves a gap.
+
+    Example: sparkline([0, 1, 2, 3], width=4) == ["▁▃▅█"]
+    """
+    columns = resampled(values, width)
+    finite = [value for value in columns if math.isfinite(value)]
+    if not finite:
+        return [""] * height
+    low, span = min(finite), max(finite) - min(finite)
+    marks = _ASCII if ascii_only else _BLOCKS
+    levels = [_level(value, low, span, 8 * height) for value in columns]
+    return ["".join(marks[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(height))]
+
+
+def _level(value: float, low: float, span: float, top: int) -> int:
+    """1 to `top`; a flat curve lies in the middle, and 0 is nothing."""
+    if not math.isfinite(value):
+        return 0
+    return 1 + round((top - 1) * (value - low) / span) if span > 0 else max(1, top // 2)
+
+
+def resampled(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values, each the mean of its finite neighbours."""
+    if len(values) <= width:
+        return list(values)
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [mean(values[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def big(text: str) -> list[str]:
+    """Digits three lines high. Characters other than digits, point and minus are left out."""
+    glyphs = [_DIGITS[char] for char in text if char in _DIGITS]
+    return ["".join(glyph[row] for glyph in glyphs) for row in range(3)]
+
+
+def split(shares: Sequence[float], width: int) -> list[int]:
+    """Whole columns for each share, `width` in all (largest remainders). Example: split([1, 1, 2], 8) == [2, 2, 4]"""
+    total = sum(shares)
+    if total <= 0 or width <= 0:
+        return [0] * len(shares)
+    exact = [width * value / total for value in shares]
+    columns = [int(value) for value in exact]
+    for index in sorted(range(len(exact)), key=lambda i: columns[i] - exact[i])[: width - sum(columns)]:
+        columns[index] += 1
+    return columns

@@ -1,0 +1,174 @@
+"""What the terminal shows while a run goes on: a live panel, one line a step, or nothing."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from birl.track.panel import ProgressPanel
+from birl.track.progress import Progress, validation_score
+from birl.track.units import count, duration
+from birl.track.visible import visible
+
+
+class View(Protocol):
+    """A console. Each call comes after `progress` has been brought up to date."""
+
+    def start(self) -> None: ...
+    def step(self) -> None: ...
+    def validation(self, step: int, metrics: dict[str, float]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Terminal(Console):
+    """A rich console that a run survives: output that nobody can read any more is dropped, not an error."""
+
+    def __init__(self, **options: Any) -> None:
+        # A character that the terminal's encoding lacks becomes a question mark, not an exception.
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """The cursor stays: after a `kill -9` nobody could bring it back."""
+        return False
+
+    def say(self, text: Text | str) -> None:
+        if self.quiet:
+            return
+        try:
+            self.print(text, soft_wrap=True)
+        except OSError:
+            self.quiet = True
+
+
+def open_view(mode: str, progress: Progress, console: Terminal) -> View:
+    """`mode` is track.console. A live panel needs a terminal, so without one even `live` means `plain`."""
+    if mode == "off":
+        return NoView()
+    if mode != "plain" and console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(progress, console)
+    return PlainView(progress, console)
+
+
+class NoView:
+    """Shows nothing."""
+
+    def start(self) -> None: ...
+    def step(self) -> None: ...
+    def validation(self, step: int, metrics: dict[str, float]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class PlainView:
+    """One aligned line a step, for files and pipes."""
+
+    def __init__(self, progress: Progress, console: Terminal) -> None:
+        self.progress, self.console = progress, console
+
+    def start(self) -> None:
+        self.console.say(f"birl: {visible(self.progress.title)}")
+
+    def step(self) -> None:
+        self.console.say(step_line(self.progress))
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        self.console.say(validation_line(self.progress, step, metrics))
+
+    def message(self, text: str) -> None:
+        self.console.say(visible(text))
+
+    def stop(self) -> None: ...
+
+
+class LiveView:
+    """A panel that is redrawn in place; prints, warnings and log lines scroll above it."""
+
+    def __init__(self, progress: Progress, console: Terminal) -> None:
+        self.progress, self.console = progress, console
+        # Two frames a second: the panel is drawn by a thread that takes the interpreter from the one that generates.
+        self._live = Live(
+            ProgressPanel(progress), console=console, refresh_per_second=2, vertical_overflow="crop", transient=False
+        )
+        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def start(self) -> None:
+        old = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
+        self._live.start()
+        # Handlers made earlier hold the streams that the panel has taken over; what they print would be drawn over.
+        for handler in _stream_handlers():
+            if name := old.get(id(handler.stream)):
+                self._moved.append((handler, handler.stream))
+                handler.setStream(getattr(sys, name))
+
+    def step(self) -> None: ...
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        self.console.say(validation_line(self.progress, step, metrics))
+
+    def message(self, text: str) -> None:
+        self.console.say(visible(text))
+
+    def stop(self) -> None:
+        for handler, stream in self._moved:
+            handler.setStream(stream)
+        self._moved.clear()
+        self.progress.phase = ""
+        with suppress(OSError):
+            self._live.stop()
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    known = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in known:
+        for handler in logger.handlers if isinstance(logger, logging.Logger) else []:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                yield handler
+
+
+def step_line(progress: Progress) -> str:
+    """`step 12/30  reward 0.781 (val 0.74)  len 14.2  ok 64/64  ...`; what a run does not measure is left out."""
+    m, total = progress.metrics, progress.total
+    digits = max(4, len(str(total or 0)))
+    parts = [f"step {progress.step:>{digits}}" + (f"/{total}" if total else "")]
+    value = m.get(progress.headline)
+    if value is not None:
+        parts.append(f"{'reward' if progress.headline == 'reward/mean' else 'loss'} {value:6.3f}")
+    if progress.validations:
+        parts[-1] += f" (val {progress.validations[-1][1]:.2f})"
+    parts += [text for name, text in _line_parts(m) if name in m]
+    if progress.eta is not None:
+        parts.append(f"eta {duration(progress.eta)}")
+    return "  ".join(parts)
+
+
+def _line_parts(m: dict[str, float]) -> Iterator[tuple[str, str]]:
+    asked = count(m.get("outcome/asked", 0))
+    yield "length/mean", f"len {m.get('length/mean', 0):5.1f}"
+    yield "outcome/asked", f"ok {count(m.get('outcome/ok', 0)):>{len(asked)}}/{asked}"
+    yield "kl", f"kl {m.get('kl', 0):.3f}"
+    yield "speed/generate", f"gen {count(m.get('speed/generate', 0)):>6} tok/s"
+    yield "speed/train", f"train {count(m.get('speed/train', 0)):>6} tok/s"
+    yield "time/step", f"{m.get('time/step', 0):6.1f} s"
+
+
+def validation_line(progress: Progress, step: int, metrics: dict[str, float]) -> str:
+    digits = max(4, len(str(progress.total or 0)))
+    score = validation_score(metrics)
+    line = f"step {step:>{digits}}" + (f"/{progress.total}" if progress.total else "") + "  validation"
+    line += f" {score:.3f}" if score is not None else ""
+    if len(progress.validations) > 1:
+        line += f" (at first {progress.validations[0][1]:.3f})"
+    sources = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/pass@1")}
+    sources.pop("all", None)
+    return line + "".join(f"  {visible(name)} {value:.3f}" for name, value in sources.items() if len(sources) > 1)

@@ -1,0 +1,129 @@
+"""JSON lines that survive: one whole line per record, a known length at each checkpoint, and a cut back to it on resume."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a full or failing disk into an error that names the file and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise BirlError(
+            f"cannot write {path}: {error.strerror or error}. Free some space (`birl checkpoints` can prune) or make the folder "
+            "writable, then start the same command again: the run goes on from its last checkpoint."
+        ) from error
+
+
+def encode(record: object) -> bytes:
+    """One JSON line. NaN and infinity become null. Floats inside lists (log-probs, mostly) keep six significant digits,
+    which a third of the bytes pays for."""
+    short = _short(record)
+    try:
+        text = _dumps(short)
+    except ValueError:
+        text = _dumps(_finite(short))
+    # A lone surrogate has no UTF-8, but its backslash form is the JSON escape for it.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _dumps(record: object) -> str:
+    return json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain)
+
+
+def _plain(value: Any) -> object:
+    """Scalars of numpy and torch as Python numbers; anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(inner) for key, inner in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return value
+    if value and isinstance(value[0], float):
+        return [float(f"{x:.6g}") if isinstance(x, float) else x for x in value]
+    return [_short(x) for x in value] if value and isinstance(value[0], (dict, list, tuple)) else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All records of a file. A last line without an end, left by a crash, is passed over; any other bad line is an error."""
+    # Not str.splitlines: it also splits at U+2028 and others, which JSON strings may hold as they are.
+    *lines, torn = Path(path).read_bytes().split(b"\n")
+    records = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
+    if torn:
+        try:
+            records.append(json.loads(torn))
+        except ValueError:
+            pass
+    return records
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise BirlError(f"{path}, line {number}: not JSON ({error}). Delete the line to read the rest.") from error
+
+
+class JsonLog:
+    """An append-only file of JSON lines.
+
+    Example: log = JsonLog(run / "metrics.jsonl"); log.append([{"step": 1}]); size = log.sync()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing(path):
+            # Unbuffered: a failed write leaves nothing behind that a later close would try to write again.
+            self._file = open(path, "ab", buffering=0)
+
+    def cut(self, size: int) -> bool:
+        """Drop everything behind the first `size` bytes. False when the file is shorter than that: then only a torn line goes."""
+        with writing(self.path):
+            have = os.path.getsize(self.path)
+            # truncate() to more than the file has would fill it up with zero bytes.
+            self._file.truncate(size if have >= size else self._whole(have))
+        return have >= size
+
+    def _whole(self, size: int) -> int:
+        """Length of the file up to its last line end."""
+        return self.path.read_bytes()[:size].rfind(b"\n") + 1
+
+    def append(self, records: Iterable[object]) -> None:
+        """Write the records as whole lines, or none of them."""
+        data = memoryview(b"".join(encode(record) for record in records))
+        with writing(self.path):
+            start = os.path.getsize(self.path)
+            try:
+                while data:
+                    data = data[self._file.write(data) or 0 :]
+            except OSError:
+                self._file.truncate(start)
+                raise
+
+    def sync(self) -> int:
+        """Put everything on the disk; the file's size in bytes."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+            return os.path.getsize(self.path)
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,80 @@
+"""What is known about a run so far: the state behind the console and the summary."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from birl.track.log import read_jsonl
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The run up to its last step.
+
+    Example: progress = Progress(title="smollm2", total=30); progress.add(1, {"reward/mean": 0.2, "time/step": 8.0})
+    """
+
+    title: str
+    total: int | None = None
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    curve: list[float] = field(default_factory=list)
+    validations: list[tuple[int, float]] = field(default_factory=list)
+    phase: str = ""
+    started: float = field(default_factory=time.monotonic)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step, self.metrics = step, dict(metrics)
+        self.curve.append(metrics.get(self.headline, math.nan))
+        self._recent.append(metrics.get("time/step", math.nan))
+
+    def validate(self, step: int, metrics: Mapping[str, float]) -> None:
+        value = validation_score(metrics)
+        if value is not None:
+            self.validations.append((step, value))
+
+    @property
+    def headline(self) -> str:
+        return headline(self.metrics)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to go, at the pace of the last twenty steps."""
+        known = [seconds for seconds in self._recent if math.isfinite(seconds)]
+        if not known or self.total is None:
+            return None
+        return max(0, self.total - self.step) * sum(known) / len(known)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+
+def headline(metrics: Iterable[str]) -> str:
+    """Name of the metric that a run is about: the reward where there is one."""
+    return "reward/mean" if "reward/mean" in metrics else "loss"
+
+
+def validation_score(metrics: Mapping[str, Any]) -> float | None:
+    """The one figure of a validation: pass@1 over all sources, or the nearest to it that there is."""
+    names = [name for name, value in metrics.items() if name.startswith("validation/") and isinstance(value, (int, float))]
+    for wanted in ("validation/all/pass@1", "validation/all/score", *names):
+        if wanted in names:
+            return float(metrics[wanted])
+    return None
+
+
+def stored(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's file, none where there is no file; null (NaN and infinity) reads as NaN."""
+    records = read_jsonl(path) if path.exists() else []
+    return [{key: math.nan if value is None else value for key, value in record.items()} for record in records]
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a stored record, without its step, time and samples."""
+    return {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}

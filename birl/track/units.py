@@ -1,0 +1,44 @@
+"""Figures as people read them."""
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """Example: duration(130) == "2m10s" """
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def count(value: float) -> str:
+    """Example: count(1930.4) == "1,930"; from ten million on, count(1.23e7) == "12.3M" """
+    if not math.isfinite(value):
+        return str(value)
+    for bound, unit in ((1e10, "G"), (1e7, "M")):
+        if abs(value) >= bound:
+            return f"{value / (bound / 10):.1f}{unit}"
+    return f"{value:,.0f}"
+
+
+def figure(value: float) -> str:
+    """A metric of unknown size in at most nine characters. Example: figure(0.00012) == "0.00012"; figure(0.5) == "0.500" """
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if value == int(value) and size < 1e6:
+        return f"{value:,.0f}"
+    if 0.01 <= size < 10:
+        return f"{value:.3f}"
+    return f"{value:,.1f}" if 10 <= size < 1e6 else f"{value:.2g}"
+
+
+def share(value: float) -> str:
+    """Example: share(0.123) == "12.3 %" """
+    return f"{100 * value:.1f} %" if math.isfinite(value) else str(value)

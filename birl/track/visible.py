@@ -1,0 +1,24 @@
+"""Model output is hostile text: what a terminal or a browser would obey instead of show is spelled out here."""
+
+import unicodedata
+
+_JOINERS = "\u200c\u200d"  # invisible, but emoji and Persian are wrong without them
+
+
+def visible(text: str) -> str:
+    """The text with control characters, bidi overrides, lone surrogates and invisible tags spelled out; newline, tab stay.
+
+    Example: visible("a\\x1b[2J") == "a⟪U+001B⟫[2J"
+    """
+    text = text.replace("\r\n", "\n")
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(_spelled(c) if _obeyed(c) else c for c in text)
+
+
+def _obeyed(char: str) -> bool:
+    return char not in "\n\t" and char not in _JOINERS and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def _spelled(char: str) -> str:
+    return f"⟪U+{ord(char):04X}⟫"

