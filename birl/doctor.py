@@ -21,7 +21,7 @@ MIN_DISK = 3.0  # GiB: the converted model and two checkpoints with optimizer st
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `mark`: ok, warn (works, but read this), missing (optional), bad (`birl rl` cannot run)."""
+    """One line of the report. `mark`: ok, warn (works, but read this), missing (optional), bad (nothing can run)."""
 
     mark: str
     name: str
@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """Something to install: its import name, its name for pip, the oldest version that works, its use, how to get it."""
+    """Something to install: its import name, its name for pip, the oldest version that works, its use, its command."""
 
     module: str
     dist: str

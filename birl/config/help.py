@@ -116,7 +116,9 @@ def render(command: str, schema: type, width: int, only: tuple[str, ...] = (), b
         _examples(EXAMPLES.get(command, ""), width),
         strong("Presets"),
         _presets(schema, width),
-        strong("Keys") + " (lists: [a,b]; text needs no quotes; ${other.key} copies another key's value)",
+        strong("Keys"),
+        _wrap("A list is [a,b]; text needs no quotes; ${other.key} copies another key's value.", width, "  ", "  "),
+        "",
         keys,
     ]
     return "\n".join([parts[0], "", parts[1], "", *parts[2:4], "", *parts[4:6], "", *parts[6:]])
@@ -169,7 +171,9 @@ def _keys(docs: list[Doc], width: int, strong: Any) -> str:
         if width >= WIDE:
             lines.append(_wrap(doc.text, min(width, 200), f"{head:<{columns}}", " " * columns))
         else:
-            lines += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+            lines += textwrap.wrap(
+                head.strip(), width, initial_indent="  ", subsequent_indent="      ", break_long_words=False
+            )
             lines.append(_wrap(doc.text, width, " " * 6, " " * 6))
     return "\n".join(lines).lstrip("\n") if docs else ""
 

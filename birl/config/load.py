@@ -175,7 +175,11 @@ def _choose(settings: list[Setting], schema: type, errors: list[str]) -> tuple[d
 
 def _misspelt(value: str, names: Iterable[str]) -> bool:
     listed = "," in value or value.startswith("[")
-    near = "/" not in value and not Path(value).exists() and difflib.get_close_matches(value, list(names), cutoff=0.8)
+    near = (
+        "/" not in value
+        and not Path(value).exists()
+        and difflib.get_close_matches(value.lower(), list(names), cutoff=0.8)
+    )
     return not value or listed or bool(near)
 
 
@@ -219,8 +223,10 @@ def _convert(doc: Doc, setting: Setting) -> str | list[Any]:
         if not several:
             raise BirlError(_wrong_type(doc, setting))
         return value
-    if value.strip() == "null":
-        raise BirlError(f"{setting.source}: no key can be null; its default is {doc.key}={written(doc.default)}")
+    if value.strip() in ("null", "???"):  # ??? is what OmegaConf calls a missing value
+        raise BirlError(
+            f"{setting.source}: no key can be null or missing; its default is {doc.key}={written(doc.default)}"
+        )
     if (several and value.startswith("[")) or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
         value = _parse(setting, value, literal=doc.type == "str")
     elif several and "," in value:
@@ -231,7 +237,7 @@ def _convert(doc: Doc, setting: Setting) -> str | list[Any]:
 
 
 def _parse(setting: Setting, text: str, literal: bool) -> Any:
-    """What Hydra's grammar makes of a list or a quoted text; with `literal`, the text itself where it makes nothing of it."""
+    """What Hydra's grammar makes of a list or a quoted text; with `literal`, the text itself where it cannot."""
     try:
         value = OverridesParser.create().parse_override(f"key={text}").value()
     except HydraException as error:
@@ -240,7 +246,8 @@ def _parse(setting: Setting, text: str, literal: bool) -> Any:
         reason = str(error).splitlines()[0]
         raise BirlError(
             f"{setting.source}: is not complete or not readable ({reason}). "
-            "A list is [a,b]; put \"...\" around an element with unusual characters, and '...' around all of it for the shell."
+            "A list is [a,b]; put \"...\" around an element with unusual characters, and '...' around all of it "
+            "for the shell."
         ) from None
     if isinstance(value, Sweep):
         if literal:
@@ -325,7 +332,7 @@ def flatten(config: RL | Eval) -> dict[str, Any]:
 
 
 def sweep(overrides: list[str]) -> list[list[str]]:
-    """The jobs of `--multirun`: each combination of `key=a,b`, `key=range(0,3)` and `key=choice(a,b)`, last key fastest."""
+    """The jobs of `--multirun`: every combination of `key=a,b`, `key=range(0,3)` and `key=choice(a,b)`."""
     return [list(job) for job in itertools.product(*(_values(argument) for argument in overrides))]
 
 
@@ -360,7 +367,7 @@ def _values(argument: str) -> list[str]:
 
 
 def run_folder(config: RL, choices: Mapping[str, str], without: Iterable[str] = ()) -> str:
-    """`config.run`, or runs/<model>-<data>-<preset>-<seed>, without the parts whose key is in `without` (those swept)."""
+    """`config.run`, or runs/<model>-<data>-<preset>-<seed> without the parts whose key is in `without` (the swept)."""
     if config.run:
         return config.run
     left_out = {key.split(".")[0] for key in without if key != "reward"}
@@ -379,5 +386,5 @@ def _short_name(path: str) -> str:
     path = path.rpartition("@")[2].rstrip("/")
     where = Path(path)
     stem = where.stem if where.suffix in (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gguf") else where.name
-    parent = where.parent.name
+    parent = where.parent.name.strip(".")
     return re.sub(r"[^\w.+-]+", "_", parent if stem in ("train", "data", "main") and parent else stem)

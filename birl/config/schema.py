@@ -250,8 +250,8 @@ class RL:
     run: str = ""
     """Folder of the run. Empty: runs/<model>-<data>-<preset>-<seed>."""
     resume: str = "auto"
-    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a checkpoint
-    folder."""
+    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
+    checkpoint folder."""
     threads: int = 0
     """CPU threads of the compute thread. 0: one for each core this process may use."""
 

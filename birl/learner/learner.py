@@ -20,11 +20,17 @@ Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(slots=True)
 class Stats:
-    """Figures of one optimizer step, summed over its micro-batches. Means are over trained tokens."""
+    """Figures of one training step, summed over its micro-batches. Means are over trained tokens."""
 
     loss: float = 0.0
     tokens: int = 0  # trained
     computed: int = 0  # packed tokens that went through the model
+    updates: int = 0  # optimizer steps
+    skipped: int = 0  # parts of the batch without any gradient
+    nonfinite: int = 0  # optimizer steps that were left out because the gradient was not finite
+    grad_norm: float = 0.0  # of the last one, before clipping
+    first_gap: float = 0.0  # mean |engine log-prob - learner log-prob| before the weights moved
+    staleness: int = 0  # optimizer steps between the oldest sampled token's weights and these
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
 

@@ -64,7 +64,7 @@ class Step:
 async def run(
     tasks: Iterator[Task],
     rollout: Callable[[int, Task], Awaitable[Group]],
-    train: Callable[[Step], Awaitable[bool]],
+    train: Callable[[Step], Awaitable[None]],
     *,
     keep: Callable[[Group], bool] = lambda group: True,
     groups_per_step: int,
@@ -73,40 +73,54 @@ async def run(
     first_step: int = 1,
     steps: int | None = None,
     position: int = 0,
+    stop: asyncio.Event | None = None,
 ) -> None:
-    """Until the tasks run out, `steps` is reached, or `train` returns False.
+    """Until the tasks run out, `steps` is reached, or `stop` is set: then what is being rolled out is abandoned (it is rolled out
+    again after a resume, as `position` only counts groups that were trained or refused in a finished step).
 
     A last step with fewer groups is trained like any other; nothing is dropped. `max_refill` bounds the refused groups of a step
     to that many times groups_per_step: then the step is handed over as it is.
     """
     slots = asyncio.Semaphore((max_staleness + 1) * groups_per_step)
     done = Ordered()
-    async with asyncio.TaskGroup() as everything:
+    running: set[asyncio.Task[None]] = set()
+    stop = stop or asyncio.Event()
+    async with asyncio.TaskGroup() as everything:  # an error on any side cancels the others
 
         async def produce() -> None:
             for index, task in enumerate(tasks, start=position):
                 await slots.acquire()
-                place = done.admitted
+                group = everything.create_task(one(done.admitted, index, task))
+                running.add(group)
+                group.add_done_callback(running.discard)
                 done.admitted += 1
-                everything.create_task(one(place, index, task))
             await done.close()
 
         async def one(place: int, index: int, task: Task) -> None:
             await done.put(place, await rollout(index, task))
 
         producer = everything.create_task(produce())
+        stopped = everything.create_task(stop.wait())
         consumed, number = position, first_step
         while steps is None or number <= steps:
-            step = await _collect(done, slots, keep, groups_per_step, max_refill, number, consumed)
-            consumed = step.position
+            collecting = everything.create_task(
+                _collect(done, slots, keep, groups_per_step, max_refill, number, consumed)
+            )
+            await asyncio.wait((collecting, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                running.add(collecting)  # pyright: ignore[reportArgumentType]
+                break
+            step = collecting.result()
             if not step.groups and not step.refused:
                 break
-            if not await train(step):
+            await train(step)
+            consumed, number = step.position, number + 1
+            if stop.is_set():
                 break
             for _ in range(len(step.groups)):
                 slots.release()
-            number += 1
-        producer.cancel()
+        for task in (producer, stopped, *running):
+            task.cancel()
 
 
 async def _collect(

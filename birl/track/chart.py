@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .-=+*%#@"
 _DIGITS = {
@@ -23,7 +24,7 @@ _DIGITS = {
 def sparkline(values: Sequence[float], width: int, height: int = 1, ascii_only: bool = False) -> list[str]:
     """The values as `height` lines of at most `width` columns, lowest value to highest. NaN leaves a gap.
 
-    Example: sparkline([0, 1, 2, 3], width=4) == ["▁▃▅█"]
+    Example: sparkline([0, 1, 2, 3], width=4) == ["▁▃▆█"]
     """
     columns = resampled(values, width)
     finite = [value for value in columns if math.isfinite(value)]
@@ -43,11 +44,12 @@ def _level(value: float, low: float, span: float, top: int) -> int:
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values, each the mean of its finite neighbours."""
+    """At most `width` values: each the mean of its finite neighbours, or, when they are few, repeated up to six times."""
     if len(values) <= width:
-        return list(values)
+        wide = min(width, 6 * len(values))
+        return [values[i * len(values) // wide] for i in range(wide)]
     edges = [round(i * len(values) / width) for i in range(width + 1)]
-    return [mean(values[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    return [mean(values[start:end]) for start, end in pairwise(edges)]
 
 
 def mean(values: Sequence[float]) -> float:

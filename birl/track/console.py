@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -31,7 +32,7 @@ class Terminal(Console):
 
     def __init__(self, **options: Any) -> None:
         # A character that the terminal's encoding lacks becomes a question mark, not an exception.
-        if hasattr(sys.stdout, "reconfigure"):
+        if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 

@@ -1,10 +1,10 @@
-"""JSON lines that survive: one whole line per record, a known length at each checkpoint, and a cut back to it on resume."""
+"""JSON lines that survive: whole lines only, a known length at each checkpoint, and a cut back to it on resume."""
 
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise BirlError(
-            f"cannot write {path}: {error.strerror or error}. Free some space (`birl checkpoints` can prune) or make the folder "
-            "writable, then start the same command again: the run goes on from its last checkpoint."
+            f"cannot write {path}: {error.strerror or error}. Free some space (`birl checkpoints` can prune) or make "
+            "the folder writable, then start the same command again: the run goes on from its last checkpoint."
         ) from error
 
 
@@ -64,15 +64,13 @@ def _finite(value: Any) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All records of a file. A last line without an end, left by a crash, is passed over; any other bad line is an error."""
+    """All records of a file. A torn last line, left by a crash, is passed over; any other bad line is an error."""
     # Not str.splitlines: it also splits at U+2028 and others, which JSON strings may hold as they are.
     *lines, torn = Path(path).read_bytes().split(b"\n")
     records = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
     if torn:
-        try:
+        with suppress(ValueError):
             records.append(json.loads(torn))
-        except ValueError:
-            pass
     return records
 
 
@@ -81,6 +79,14 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
         return json.loads(line)
     except ValueError as error:
         raise BirlError(f"{path}, line {number}: not JSON ({error}). Delete the line to read the rest.") from error
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Old content or new content, never half of it."""
+    new = path.with_name(path.name + ".new")
+    with writing(path):
+        new.write_bytes(data)
+        os.replace(new, path)
 
 
 class JsonLog:
@@ -93,10 +99,10 @@ class JsonLog:
         self.path = path
         with writing(path):
             # Unbuffered: a failed write leaves nothing behind that a later close would try to write again.
-            self._file = open(path, "ab", buffering=0)
+            self._file = path.open("ab", buffering=0)
 
     def cut(self, size: int) -> bool:
-        """Drop everything behind the first `size` bytes. False when the file is shorter than that: then only a torn line goes."""
+        """Drop everything behind the first `size` bytes. False when the file is shorter: then only a torn line goes."""
         with writing(self.path):
             have = os.path.getsize(self.path)
             # truncate() to more than the file has would fill it up with zero bytes.

@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterator
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.segment import Segment
 from rich.spinner import Spinner
@@ -41,8 +43,8 @@ class ProgressPanel:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plain = options.ascii_only
         inner = max(8, options.max_width - 4)
-        tall = console.height >= 18
-        body = Group(*_rows(self.progress, inner, plain, console.no_color, tall), self._phase(plain, console))
+        rows = _rows(self.progress, inner, console.height - 4, plain, console.no_color)
+        body = Group(*rows, self._phase(plain, console))
         title = Text(f" birl · {_short(self.progress.title, inner - 12)} ".replace("·", "-" if plain else "·"), "bold")
         shape = box.ASCII if plain else box.ROUNDED
         yield Panel(body, title=title, title_align="left", box=shape, border_style="bright_black", padding=(0, 1))
@@ -62,14 +64,16 @@ def _short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def _rows(progress: Progress, width: int, plain: bool, no_color: bool, tall: bool) -> Iterator[RenderableType]:
+def _rows(progress: Progress, width: int, height: int, plain: bool, no_color: bool) -> Iterator[RenderableType]:
+    tall = height >= 16
     yield _bar(progress, width, plain)
     if tall:
         yield Text("")
     yield from _curves(progress, width, plain, tall)
     if tall:
         yield Text("")
-    yield _cells(list(_figures(progress.metrics)), width)
+    # What does not fit goes, from the end: a cropped panel would lose the phase, which is its last line.
+    yield _cells(list(_figures(progress.metrics)), width, most=max(2, height - (11 if tall else 5)))
     yield from _time_split(progress.metrics, width, plain, no_color)
 
 
@@ -128,7 +132,7 @@ def _big_curve(name: str, values: list[float], style: str, width: int) -> Render
     digits = chart.big(f"{last:.3f}" if abs(last) < 100 else f"{last:.0f}") if finite else ["", str(last), ""]
     known = [value for value in values if math.isfinite(value)]
     notes = [f"{max(known):.3f} max", f"{values[0]:.3f} first", f"{min(known):.3f} min"] if known else [""] * 3
-    rows = chart.sparkline(values, max(4, width - 12 - len(digits[0]) - 2 - 12), 3)
+    rows = chart.sparkline(values, max(4, width - len(digits[0]) - 26), 3)
     block = Text(no_wrap=True, overflow="crop")
     for row in range(3):
         block.append(f"{name if row == 1 else '':<12}").append(f"{digits[row]}  ", style=f"bold {style}")
@@ -160,10 +164,10 @@ def _figures(m: dict[str, float]) -> Iterator[Cell]:
         if m.get(f"outcome/{name}"):
             yield name, count(m[f"outcome/{name}"])
     if m.get("groups/no_signal"):
-        yield "no signal", f"{count(m['groups/no_signal'])} groups"
+        yield "no signal", count(m["groups/no_signal"]) + (" group" if m["groups/no_signal"] == 1 else " groups")
 
 
-def _cells(cells: list[Cell], width: int) -> RenderableType:
+def _cells(cells: list[Cell], width: int, most: int) -> RenderableType:
     if not cells:
         return Text("")
     columns = max(1, min(len(cells), width // 24))
@@ -172,7 +176,7 @@ def _cells(cells: list[Cell], width: int) -> RenderableType:
     for _ in range(columns):
         grid.add_column(width=room, no_wrap=True)
     texts = [Text(f"{label:<10} ", "bright_black", overflow="crop").append(value, "default") for label, value in cells]
-    for start in range(0, len(texts), columns):
+    for start in range(0, min(len(texts), most * columns), columns):
         grid.add_row(*texts[start : start + columns])
     return grid
 
@@ -185,12 +189,12 @@ def _time_split(metrics: dict[str, float], width: int, plain: bool, no_color: bo
     total = metrics.get("time/step", sum(parts.values()))
     columns = chart.split(list(parts.values()), max(8, width - 21))
     bar = Text(f"{'time':<10} ", "bright_black", no_wrap=True, overflow="crop")
-    legend = Text(" " * 11, overflow="fold") if width >= 60 else Text()
+    legend: list[Text] = []
     for (name, seconds), size in zip(parts.items(), columns, strict=True):
         color, shade, letter = PHASES[name]
         mark = letter if plain else shade if no_color else "█"
         bar.append(mark * size, style=color)
-        legend.append("" if plain and width < 60 else mark + " ", style=color)
-        legend.append(f"{name} {100 * seconds / sum(parts.values()):.0f} %   ", style="bright_black")
+        percent = f"{name} {100 * seconds / sum(parts.values()):.0f} %"
+        legend.append(Text(mark, style=color).append(f" {percent}", style="bright_black"))
     yield bar.append(f"  {total:.1f} s", style="default")
-    yield legend
+    yield Padding(Columns(legend, padding=(0, 3, 0, 0)), (0, 0, 0, 11 if width >= 60 else 0))

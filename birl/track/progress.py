@@ -62,7 +62,9 @@ def headline(metrics: Iterable[str]) -> str:
 
 def validation_score(metrics: Mapping[str, Any]) -> float | None:
     """The one figure of a validation: pass@1 over all sources, or the nearest to it that there is."""
-    names = [name for name, value in metrics.items() if name.startswith("validation/") and isinstance(value, (int, float))]
+    names = [
+        name for name, value in metrics.items() if name.startswith("validation/") and isinstance(value, (int, float))
+    ]
     for wanted in ("validation/all/pass@1", "validation/all/score", *names):
         if wanted in names:
             return float(metrics[wanted])

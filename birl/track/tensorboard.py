@@ -1,7 +1,8 @@
-"""TensorBoard events, written with TensorBoard's own record format and without torch, TensorFlow or a thread."""
+"""TensorBoard events, written in TensorBoard's own record format, without torch, TensorFlow or a thread."""
 
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +17,33 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event: Any = Event
-        self._summary: Any = Summary
+        self._protos = _protos("event", "summary", "tensor", "tensor_shape")
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / _name(folder)
-            self._file = open(self.path, "xb", buffering=0)
+            self._file = self.path.open("xb", buffering=0)
         self._records = RecordWriter(self._file)
+        start = self._protos["SessionLog"]
         self._write(purge_step, file_version="brain.Event:2")
-        self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
+        self._write(purge_step, session_log=start(status=start.START))
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._write(step, summary=self._summary(value=values))
+        self._summary(step, [{"tag": name, "simple_value": value} for name, value in metrics.items()])
 
     def text(self, step: int, tag: str, markdown: str) -> None:
-        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-        from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
+        plugin = {"plugin_data": {"plugin_name": "text"}}
+        shape = self._protos["TensorShapeProto"](dim=[{"size": 1}])
+        data = [markdown.encode("utf-8", "replace")]
+        tensor = self._protos["TensorProto"](dtype="DT_STRING", string_val=data, tensor_shape=shape)
+        self._summary(step, [{"tag": tag, "metadata": plugin, "tensor": tensor}])
 
-        content = TextPluginData(version=0).SerializeToString()
-        plugin = SummaryMetadata.PluginData(plugin_name="text", content=content)
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        tensor: Any = TensorProto(dtype="DT_STRING", string_val=[markdown.encode("utf-8", "replace")], tensor_shape=shape)
-        value = self._summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
-        self._write(step, summary=self._summary(value=[value]))
+    def _summary(self, step: int, values: list[dict[str, Any]]) -> None:
+        self._write(step, summary=self._protos["Summary"](value=values))
 
     def _write(self, step: int, **what: Any) -> None:
-        event = self._event(step=step, wall_time=time.time(), **what)
+        event = self._protos["Event"](step=step, wall_time=time.time(), **what)
         with writing(self.path):
             self._records.write(event.SerializeToString())
 
@@ -56,8 +51,14 @@ class EventFile:
         self._file.close()
 
 
+def _protos(*names: str) -> dict[str, Any]:
+    """The message types of these protocol files. By name, because they exist only at run time."""
+    modules = [import_module(f"tensorboard.compat.proto.{name}_pb2") for name in names]
+    return {key: value for module in modules for key, value in vars(module).items()}
+
+
 def _name(folder: Path) -> str:
-    """Readers go through the files in the order of their names, and two starts may share a second: hence the counter."""
+    """Readers go through the files in the order of their names, and two starts may share a second: hence a counter."""
     return f"events.out.tfevents.{int(time.time()):010d}.birl.{len(list(folder.glob('*tfevents*'))):04d}"
 
 
@@ -69,4 +70,5 @@ def samples_table(samples: list[dict[str, Any]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return visible(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("\n", " ⏎ ")[:2000]
+    text = visible(text)[:2000]
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("\n", " ⏎ ")

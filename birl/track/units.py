@@ -28,7 +28,7 @@ def count(value: float) -> str:
 
 
 def figure(value: float) -> str:
-    """A metric of unknown size in at most nine characters. Example: figure(0.00012) == "0.00012"; figure(0.5) == "0.500" """
+    """A metric of unknown size, in few characters. Example: figure(0.00012) == "0.00012"; figure(0.5) == "0.500" """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)

@@ -6,7 +6,8 @@ _JOINERS = "\u200c\u200d"  # invisible, but emoji and Persian are wrong without 
 
 
 def visible(text: str) -> str:
-    """The text with control characters, bidi overrides, lone surrogates and invisible tags spelled out; newline, tab stay.
+    """The text with control characters, bidi overrides, lone surrogates and invisible tags spelled out; newline and
+    tab stay.
 
     Example: visible("a\\x1b[2J") == "a⟪U+001B⟫[2J"
     """

@@ -1,6 +1,7 @@
 """Weights & Biases, when asked for. Offline keeps everything in the run folder until `wandb sync`."""
 
 import importlib
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ class WandbRun:
             self._run = wandb.init(
                 project="birl",
                 name=run.name,
-                id=_run_id(run, wandb, resume),
+                id=_run_id(run, resume),
                 dir=str(run),
                 mode=mode,
                 config=dict(config),
@@ -30,7 +31,7 @@ class WandbRun:
             )
         except wandb.errors.Error as error:
             raise BirlError(
-                f"track.wandb={mode}: {error}. Run `wandb login` first, or use track.wandb=offline and `wandb sync` later."
+                f"track.wandb={mode}: {error}. Run `wandb login` first, or use track.wandb=offline, then `wandb sync`."
             ) from error
         self._wandb = wandb
 
@@ -53,9 +54,9 @@ def _module() -> Any:
         raise BirlError('track.wandb needs a package: pip install "birl[wandb]" (or track.wandb=off)') from error
 
 
-def _run_id(run: Path, wandb: Any, resume: bool) -> str:
+def _run_id(run: Path, resume: bool) -> str:
     path = run / "wandb_id"
     if not (resume and path.exists()):
         with writing(path):
-            path.write_text(wandb.util.generate_id())
+            path.write_text(secrets.token_hex(8))
     return path.read_text().strip()

@@ -1,0 +1,412 @@
+"""Configuration -> objects. The only place that turns names into things; everything below takes values."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from birl.config import schema
+from birl.config.load import flatten, to_yaml
+from birl.data.stream import TaskStream
+from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
+from birl.engine.engine import Counters, EmbeddedEngine
+from birl.envs.single_turn import SingleTurn
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.learner.learner import Learner
+from birl.loops import memory
+from birl.loops.evaluate import Plan, plan
+from birl.loops.machine import compute_thread
+from birl.models.forward import verify
+from birl.models.load import context_limit, end_ids, load_model, load_tokenizer, resolve, save_hf_config
+from birl.rewards import Rewards
+from birl.rollout.assemble import Usage
+from birl.rollout.episode import Limits
+from birl.rollout.group import Rollout, derive_seed
+from birl.text.chat import Chat
+from birl.track.tracker import Tracker
+from birl.types import SamplingParams, Task
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FREE = ("steps", "epochs", "resume", "run", "threads")  # keys that may change when a run goes on
+FREE_SECTIONS = ("track.", "checkpoint.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a Python program hands over instead of naming it: see `birl.Trainer`."""
+
+    rewards: Sequence[Callable[..., Any] | str] = ()
+    train: Any = None  # rows: a datasets.Dataset or a list of dicts
+    validation: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Policy:
+    """A model that can be sampled from, and the thread it computes on."""
+
+    folder: Path
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    chat: Chat
+    compute: ThreadPoolExecutor
+
+    @property
+    def context(self) -> int:
+        return context_limit(self.model)
+
+    def engine(self, config: schema.Engine, context: int, version: Callable[[], int]) -> EmbeddedEngine:
+        return EmbeddedEngine(
+            self.model,
+            self.tokenizer,
+            end_ids=end_ids(self.model, self.tokenizer),
+            context=context,
+            compute=self.compute,
+            version=version,
+            max_batch=config.max_batch,
+            kv_cache_gb=config.kv_cache_gb,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """All objects of one training run."""
+
+    config: schema.RL
+    run: Path
+    policy: Policy
+    learner: Learner
+    reference: Learner | None
+    engine: EmbeddedEngine
+    rewards: Rewards
+    rollout: Rollout
+    params: SamplingParams
+    train: list[Tasks]
+    plan_validation: Plan | None
+    tracker: Tracker
+    resume_from: Path | None
+    total_steps: int | None
+    started: float = field(default_factory=time.perf_counter)
+    counted: Counters = field(default_factory=Counters)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(failed=self.config.rollout.failed, truncated=self.config.rollout.truncated)
+
+    @property
+    def chat(self) -> Chat:
+        return self.policy.chat
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    @property
+    def validation_rollout(self) -> Rollout:
+        """The same but for its seed: validation draws other numbers than training."""
+        return replace(self.rollout, seed=derive_seed(self.config.seed, -1))
+
+    def stream(self, position: int) -> Iterator[Task]:
+        config = self.config
+        return iter(
+            TaskStream(
+                self.train,
+                weights=config.data.weights,
+                seed=config.seed,
+                shuffle=config.data.shuffle,
+                epochs=None if config.steps else config.epochs,
+                start=position,
+            )
+        )
+
+    async def on_compute_thread[T](self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.policy.compute, work)
+
+    def take_counters(self) -> Counters:
+        """What the engine did since the last call."""
+        now = self.engine.counters
+        taken = Counters(tokens=now.tokens - self.counted.tokens, seconds=now.seconds - self.counted.seconds)
+        self.counted = replace(now)
+        return taken
+
+    def plan(self) -> dict[str, Any]:
+        """`--dry-run`: what would happen, and how much memory it would take."""
+        task = next(self.stream(0))
+        prompt = self.chat.render(task.prompt)
+        prediction = memory.predict(self.policy.model, self.config, reference=self.reference is not None)
+        print(memory.render(prediction, self.config, steps=self.total_steps, task=task, prompt=self.chat.decode(prompt)))
+        return {"memory": prediction, "prompt_tokens": len(prompt), "steps": self.total_steps}
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.rewards.close()
+        self.tracker.close()
+        self.policy.compute.shutdown(wait=True, cancel_futures=True)
+
+
+async def training(config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool) -> Parts:
+    """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
+    run = Path(config.run or default_run(config, choices))
+    resume_from = find_checkpoint(config, run)
+    rewards = make_rewards(config.reward, given.rewards)
+    starting = asyncio.create_task(rewards.start())
+    try:
+        policy = await asyncio.to_thread(load_policy, config.model, config.threads)
+        context = min(config.model.max_length or policy.context, policy.context)
+        train, validation = load_data(config, given, policy.chat, context)
+        report_data(train, validation)
+        check_lengths(config, train, policy.chat)
+        await starting
+    except BaseException:
+        starting.cancel()
+        await rewards.close()
+        raise
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        reference = Learner(
+            deepcopy(policy.model),
+            dtype=DTYPES[config.model.dtype],
+            temperature=config.rollout.temperature,
+            trainable=False,
+        )
+    learner = make_learner(config, policy.model)
+    verify(policy.model)
+    engine = policy.engine(config.engine, context, lambda: learner.version)
+    rollout = Rollout(
+        engine=engine,
+        chat=policy.chat,
+        open_env=SingleTurn,
+        score=scorer(rewards),
+        limits=Limits(timeout=config.rollout.timeout, turns=config.rollout.max_turns),
+        seed=config.seed,
+    )
+    total = total_steps(config, train)
+    if not dry_run:
+        claim(run, config, resume_from)
+        save_hf_config(policy.model, policy.tokenizer, run / "model")
+    return Parts(
+        config=config,
+        run=run,
+        policy=policy,
+        learner=learner,
+        reference=reference,
+        engine=engine,
+        rewards=rewards,
+        rollout=rollout,
+        params=sampling(config.rollout),
+        train=train,
+        plan_validation=plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
+        if validation
+        else None,
+        tracker=Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config)),
+        resume_from=resume_from,
+        total_steps=total,
+    )
+
+
+def load_policy(config: schema.Model, threads: int) -> Policy:
+    compute = compute_thread(threads)
+    folder = resolve(config.path)
+    tokenizer = load_tokenizer(folder, config.chat_template)
+    model = load_model(folder)
+    return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=Chat(tokenizer), compute=compute)
+
+
+def make_learner(config: schema.RL, model: nn.Module) -> Learner:
+    optimizer = config.optimizer
+    return Learner(
+        model,
+        dtype=DTYPES[config.model.dtype],
+        temperature=config.rollout.temperature,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        gradient_checkpointing=config.learner.gradient_checkpointing,
+    )
+
+
+def make_rewards(config: schema.Reward, given: Sequence[Callable[..., Any] | str] = ()) -> Rewards:
+    return Rewards(
+        list(given) or config.functions,
+        weights=config.weights,
+        timeout=config.timeout,
+        workers=config.workers,
+        options={"format_pattern": config.format_pattern, "length_target": config.length_target},
+    )
+
+
+def scorer(rewards: Rewards):  # noqa: ANN201
+    """Reward functions see the prompt as the data has it, the completions as text, and the row's columns, once for each."""
+
+    async def score(task: Task, completions: list[str]) -> Sequence[Any]:
+        n = len(completions)
+        prompt = task.prompt if isinstance(task.prompt, str) else [{"role": m.role, "content": m.content} for m in task.prompt]
+        columns = {name: [value] * n for name, value in task.columns.items()}
+        return await rewards.score([prompt] * n, completions, columns, [task.answer] * n)
+
+    return score
+
+
+def sampling(config: schema.Rollout) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop=tuple(config.stop),
+    )
+
+
+def load_data(config: schema.RL, given: Given, chat: Chat, context: int) -> tuple[list[Tasks], list[Task]]:
+    """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted."""
+    data = config.data
+    train = load_tasks(data, "train", chat=chat.has_template, given=given.train)
+    validation = load_tasks(data, "validation", chat=chat.has_template, given=given.validation)
+    if data.validation_split > 0 and not validation:
+        train, validation = split_validation(train, data.validation_split, config.seed)
+    limit = data.max_prompt_tokens or context - config.rollout.max_tokens
+    if limit <= 0:
+        raise BirlError(
+            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in the context of {context} tokens. Lower it."
+        )
+    fitting: list[Tasks] = []
+    for tasks in train:
+        kept, dropped = filter_by_length(tasks, lambda t: len(chat.render(t.prompt)), limit)
+        if dropped:
+            print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
+        if len(kept) == 0:
+            raise BirlError(f"{tasks.name}: every prompt has more than {limit} tokens. Raise data.max_prompt_tokens or the context.")
+        fitting.append(kept)
+    held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
+    return fitting, held_out
+
+
+def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
+    shared = overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0
+    if shared:
+        print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
+
+
+def check_lengths(config: schema.RL, train: Sequence[Tasks], chat: Chat) -> None:
+    """A sample must fit into one micro-batch; better to know now than at step 300."""
+    longest = max(len(chat.render(t[i].prompt)) for t in train for i in range(len(t)))
+    need, have = longest + config.rollout.max_tokens, config.learner.tokens_per_microbatch
+    if need > have:
+        raise BirlError(
+            f"learner.tokens_per_microbatch={have} cannot hold the longest possible sample: a prompt of {longest} tokens and "
+            f"rollout.max_tokens={config.rollout.max_tokens}. Set learner.tokens_per_microbatch={need}, or lower "
+            "data.max_prompt_tokens or rollout.max_tokens."
+        )
+
+
+def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
+    if config.steps:
+        return config.steps
+    if config.algorithm.dynamic_sampling:
+        return None  # nobody knows how many prompts a step will take
+    return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
+
+
+def default_run(config: schema.RL, choices: Mapping[str, str]) -> str:
+    data = Path(config.data.train[0].split("@")[-1]) if config.data.train else Path("data")
+    name = data.parent.name if data.stem in ("train", "data") and data.parent.name else data.stem
+    model = Path(config.model.path).name
+    return f"runs/{model}-{name}-{choices.get('algorithm', 'dr_grpo')}-{config.seed}"
+
+
+def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
+    """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
+    if config.resume not in ("auto", "never"):
+        return Path(config.resume)
+    used = (run / "config.json").is_file()
+    if config.resume == "never":
+        if used:
+            raise BirlError(f"{run} holds a run already, and resume=never. Choose another folder (run=...) or delete this one.")
+        return None
+    if used:
+        before, now = json.loads((run / "config.json").read_text()), _plain(config)
+        changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _free(k)]
+        if changed:
+            lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
+            raise BirlError(
+                f"{run} belongs to a run with another configuration:\n{lines}\n"
+                f"To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: run=ANOTHER_FOLDER "
+                f"resume={run}/checkpoints/step-..."
+            )
+    return checkpoint.latest(run / "checkpoints")
+
+
+def claim(run: Path, config: schema.RL, resume_from: Path | None) -> None:
+    """Write the resolved configuration into the run folder."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.json").write_text(json.dumps(_plain(config), indent=1))
+        (run / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise BirlError(f"Cannot write into the run folder {run}: {error.strerror}. Choose another with run=...") from error
+
+
+def _plain(config: schema.RL) -> dict[str, Any]:
+    return json.loads(json.dumps(flatten(config)))
+
+
+def _free(key: str) -> bool:
+    return key in FREE or key.startswith(FREE_SECTIONS)
+
+
+def next_commands(run: Path, finished: bool) -> list[str]:
+    if not finished:
+        return ["run the same command again to go on"]
+    return [f"birl chat {run}", f"birl checkpoints {run}", f"tensorboard --logdir {run.parent}"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    plan: Plan
+    rollout: Rollout
+    rewards: Rewards
+    engine: EmbeddedEngine
+    compute: ThreadPoolExecutor
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.rewards.close()
+        self.compute.shutdown(wait=True, cancel_futures=True)
+
+
+async def evaluation(config: schema.Eval) -> Evaluation:
+    rewards = make_rewards(config.reward)
+    starting = asyncio.create_task(rewards.start())
+    try:
+        policy = await asyncio.to_thread(load_policy, config.model, config.threads)
+        policy.model.to(DTYPES[config.model.dtype]).requires_grad_(False)
+        verify(policy.model)
+        tasks = load_tasks(config.data, "validation", chat=policy.chat.has_template)
+        await starting
+    except BaseException:
+        starting.cancel()
+        await rewards.close()
+        raise
+    context = min(config.model.max_length or policy.context, policy.context)
+    engine = policy.engine(config.engine, context, lambda: 0)
+    rollout = Rollout(
+        engine=engine, chat=policy.chat, open_env=SingleTurn, score=scorer(rewards), limits=Limits(), seed=config.seed
+    )
+    return Evaluation(
+        plan=plan([t[i] for t in tasks for i in range(len(t))], config.validation, 512),
+        rollout=rollout,
+        rewards=rewards,
+        engine=engine,
+        compute=policy.compute,
+    )

@@ -1,0 +1,36 @@
+"""Ctrl-C and SIGTERM."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def saving_signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM sets `stop`, so that the run saves and ends; the second ends the process at once.
+
+    Not `loop.add_signal_handler`: that would wait for the loop, which is busy while models load.
+    """
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            sys.stderr.write("\nStopped at once; the newest checkpoint is complete.\n")
+            os._exit(128 + number)
+        sys.stderr.write("\nSaving, then stopping. Once more to stop at once.\n")
+        stop.set()
+        loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for the compute thread
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

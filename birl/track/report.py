@@ -1,0 +1,213 @@
+"""report.html: what a run did, in one file without scripts or outside parts, from the files of its folder alone."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from birl.track.log import replace
+from birl.track.panel import PHASES
+from birl.track.progress import headline, numbers, stored
+from birl.track.style import CSS
+from birl.track.summary import Pair, facts, pairs, shown, tally
+from birl.track.svg import Series, curves, escape, stacked
+from birl.track.units import count, duration
+from birl.types import Outcome
+
+PAIRS_SHOWN = 12
+# Nothing may load and no script may run, whatever a model has written into its answers.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+CHARTS = {  # title: what each line is called, and its metric
+    "Entropy [nats]": {"": "entropy"},
+    "KL [nats]": {"": "kl"},
+    "Answer length [tokens]": {"mean": "length/mean", "max": "length/max"},
+    "Gradient norm": {"": "grad_norm"},
+    "Clipped tokens [share]": {"": "clip_fraction"},
+    "Speed [tokens/s]": {"generate": "speed/generate", "train": "speed/train"},
+    "Engine against learner, |log-prob gap| [nats]": {"mean": "mismatch/mean", "max": "mismatch/max"},
+}
+Records = list[dict[str, Any]]
+
+
+def write_report(run: Path) -> Path:
+    """Write `run`/report.html. A run that goes on, or was stopped, gets a report of what there is."""
+    run = Path(run)
+    steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
+    summary = json.loads((run / "summary.json").read_text("utf-8")) if (run / "summary.json").exists() else {}
+    found = {**facts(run), **summary}
+    title = str(summary.get("title") or run.name)
+    body = [
+        _head(run, title, found, bool(summary)),
+        _curves(steps, validations),
+        _samples(pairs(validations)),
+        _counts(steps),
+        _next(summary.get("next"), bool(summary)),
+        _config(run / "config.yaml"),
+        _others(steps, validations),
+    ]
+    path = run / "report.html"
+    replace(path, _page(title, "".join(body)).encode("utf-8", "replace"))
+    return path
+
+
+def _page(title: str, body: str) -> str:
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>{escape(title)} · birl</title>'
+        f"<style>{CSS}</style></head>\n<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _head(run: Path, title: str, found: Mapping[str, Any], finished: bool) -> str:
+    cards = [_fact(*card) for card in _fact_cards(found)]
+    state = f"finished {escape(found.get('finished', ''))[:16].replace('T', ' ')} UTC" if finished else "not finished"
+    return (
+        f'<h1>{escape(title)}</h1><p class="soft">{escape(run)} · {state}</p><div class="facts">{"".join(cards)}</div>'
+    )
+
+
+def _fact_cards(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+    if v := found.get("validation"):
+        rise = 100 * (v["last"] - v["first"])
+        note = f"validation, step {v['first_step']} → {v['last_step']} ({rise:+.1f} points)"
+        yield f"{v['first']:.3f}", f"{v['last']:.3f}", note
+    name = found.get("headline", "loss")
+    if curve := found.get(name):
+        label = "training reward" if name == "reward/mean" else "training loss"
+        yield f"{curve['first']:.3f}", f"{curve['last']:.3f}", f"{label}, first → last step"
+    yield "", duration(found["seconds"]) if "seconds" in found else "?", f"for {count(found.get('steps', 0))} steps"
+    if "generated" in found:
+        yield "", count(found["generated"]), f"tokens generated, {count(found.get('trained', 0))} trained on"
+
+
+def _fact(before: str, value: str, note: str) -> str:
+    before = f"<i>{escape(before)} → </i>" if before else ""
+    return f'<div class="fact"><b>{before}{escape(value)}</b><span>{escape(note)}</span></div>'
+
+
+def _series(records: Records, names: Mapping[str, str]) -> list[Series]:
+    found = []
+    for label, name in names.items():
+        rows = [record for record in records if isinstance(record.get(name), (int, float))]
+        if rows:
+            found.append(Series(name=label, steps=[row["step"] for row in rows], values=[row[name] for row in rows]))
+    return found
+
+
+def _curves(steps: Records, validations: Records) -> str:
+    if not steps and not validations:
+        return '<p class="soft">No step was finished.</p>'
+    name = headline(steps[0]) if steps else "loss"
+    main = {"mean": "reward/mean", "std": "reward/std"} if name == "reward/mean" else {"": name}
+    tested = {metric.removeprefix("validation/"): metric for metric in _tested(validations)}
+    drawn = [
+        curves("Training reward" if name == "reward/mean" else "Training loss", _series(steps, main)),
+        curves("Validation", _series(validations, tested)),
+        *(curves(title, _series(steps, names)) for title, names in CHARTS.items()),
+        stacked("Where the time goes [s per step]", _time_series(steps)),
+    ]
+    return f'<h2>Curves</h2><div class="curves">{"".join(drawn)}</div>'
+
+
+def _tested(validations: Records) -> list[str]:
+    """Validation metrics that share an axis from 0 to 1. One source alone says the same as `all`."""
+    names = list(dict.fromkeys(name for record in validations for name in numbers(record) if "/pass@" in name))
+    sources = {name.split("/")[1] for name in names} - {"all"}
+    return [
+        name
+        for name in names
+        if len(sources) > 1 or name.split("/")[1] == "all" or "validation/all/pass@1" not in names
+    ]
+
+
+def _time_series(steps: Records) -> list[Series]:
+    """Only the parts that took any time; a step that lacks one took none of it."""
+    at = [record["step"] for record in steps]
+    parts = {part: [record.get(f"time/{part}", 0.0) for record in steps] for part in PHASES}
+    return [Series(name=part, steps=at, values=values) for part, values in parts.items() if any(v > 0 for v in values)]
+
+
+def _samples(all_pairs: list[Pair]) -> str:
+    if not all_pairs:
+        return ""
+    first = shown(all_pairs, PAIRS_SHOWN)
+    rest = [pair for pair in all_pairs if pair not in first]
+    inside = f'<div class="inside">{"".join(map(_side_by_side, rest))}</div>'
+    more = f"<details><summary>{len(rest)} more</summary>{inside}</details>"
+    body = "".join(map(_side_by_side, first)) + (more if rest else "")
+    return f'<h2>Before and after</h2><p class="soft">First and last validation: {escape(tally(all_pairs))}.</p>{body}'
+
+
+def _side_by_side(pair: Pair) -> str:
+    answer = f' <span class="soft">→ {escape(pair.answer)}</span>' if pair.answer else ""
+    asked = f'<div class="prompt text">{escape(pair.prompt)}{answer}</div>'
+    sides = _side("before", pair.before, pair.score_before) + _side("after", pair.after, pair.score_after)
+    return f'<div class="pair">{asked}<div class="sides">{sides}</div></div>'
+
+
+def _side(when: str, text: str, score: float) -> str:
+    kind = ("right" if score > 0.5 else "wrong") if math.isfinite(score) else "unscored"
+    figure = f", score {score:g}" if math.isfinite(score) and score not in (0, 1) else ""
+    verdict = f'<div class="verdict">{when}: {kind}{figure}</div>'
+    return f'<div class="side {kind}">{verdict}<div class="text">{escape(text)}</div></div>'
+
+
+def _counts(steps: Records) -> str:
+    total = {name: _sum(steps, f"outcome/{name}") for name in ("asked", *Outcome)}
+    if not total["asked"]:
+        return ""
+    rows = [(name, count(total[name]), f"{100 * total[name] / total['asked']:.1f} %") for name in Outcome]
+    closed = sum(total[name] for name in Outcome) == total["asked"]
+    groups = [
+        (name.replace("_", " "), count(_sum(steps, f"groups/{name}")), "") for name in ("kept", "no_signal", "refilled")
+    ]
+    note = (
+        "Every episode that was asked for ended in exactly one of these."
+        if closed
+        else "These do not add up: please report it."
+    )
+    tables = _table(("episodes", count(total["asked"]), ""), rows) + _table(("groups", "", ""), groups)
+    return f'<h2>Outcomes</h2><p class="soft">{note}</p><div class="tables">{tables}</div>'
+
+
+def _sum(steps: Records, name: str) -> float:
+    values = [record.get(name, 0.0) for record in steps]
+    return sum(value for value in values if math.isfinite(value))
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    return f'<div class="box"><table><tr>{top}</tr>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+
+
+def _next(commands: Any, finished: bool) -> str:
+    lines = "\n".join(map(str, commands or []))
+    note = "" if finished else "<p>Start the same command again: the run goes on from its newest checkpoint.</p>"
+    return f'<h2>How to go on</h2>{note}<div class="box"><pre>{escape(lines)}</pre></div>' if lines else note
+
+
+def _config(path: Path) -> str:
+    if not path.exists():
+        return ""
+    text = path.read_text("utf-8", "replace")
+    return f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"
+
+
+def _others(steps: Records, validations: Records) -> str:
+    """A chart for each metric that has none yet, new and unknown ones included; not for one that was always zero."""
+    known = {name for names in CHARTS.values() for name in names.values()} | {"reward/mean", "reward/std"}
+    known |= set(_tested(validations))
+    drawn = []
+    for records in (steps, validations):
+        names = list(dict.fromkeys(name for record in records for name in numbers(record)))
+        names = [name for name in names if name not in known and any(record.get(name) for record in records)]
+        drawn += [curves(name, _series(records, {"": name})) for name in names]
+    inside = f'<div class="inside"><div class="curves">{"".join(drawn)}</div></div>'
+    return (
+        f"<h2>Everything else</h2><details><summary>{len(drawn)} more curves</summary>{inside}</details>"
+        if drawn
+        else ""
+    )

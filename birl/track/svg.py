@@ -1,0 +1,182 @@
+"""Curves as inline SVG: axes, hover titles, colours from the page's style sheet; no script."""
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from birl.track.chart import mean
+from birl.track.units import figure
+from birl.track.visible import visible
+
+WIDTH, HEIGHT = 420, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
+MOST_POINTS = 240
+COLORS = 8  # .c0 to .c7 in the style sheet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Values over steps; NaN leaves a gap. Example: Series(name="mean", steps=[1, 2], values=[0.2, 0.4])"""
+
+    name: str
+    steps: Sequence[float]
+    values: Sequence[float]
+
+
+def escape(text: object) -> str:
+    """Text that no browser obeys: markup quoted, control and bidi characters spelled out."""
+    return html.escape(visible(str(text)), quote=True)
+
+
+def curves(title: str, series: Sequence[Series]) -> str:
+    """A line for each series. Empty when nothing finite is there to draw."""
+    thin = [thinned(one) for one in series]
+    values = [value for one in thin for value in one.values if math.isfinite(value)]
+    if not values:
+        return ""
+    axes = _Axes.around([step for one in thin for step in one.steps], min(values), max(values))
+    drawn = [_line(one, axes, index) for index, one in enumerate(thin)]
+    return _figure(title, [one.name for one in series], axes.frame() + "".join(drawn) + _hits(thin, axes))
+
+
+def stacked(title: str, series: Sequence[Series]) -> str:
+    """Bars of each step's parts on top of each other. All series share their steps."""
+    thin = [thinned(one) for one in series]
+    if not thin or not thin[0].steps:
+        return ""
+    heights = [
+        sum(max(0.0, v) for v in column if math.isfinite(v))
+        for column in zip(*(one.values for one in thin), strict=True)
+    ]
+    axes = _Axes.around(thin[0].steps, 0.0, max(heights), inset=True)
+    floor, bars = [0.0] * len(heights), []
+    for index, one in enumerate(thin):
+        parts = [max(0.0, value) if math.isfinite(value) else 0.0 for value in one.values]
+        tops = [low + part for low, part in zip(floor, parts, strict=True)]
+        bars.append(_bars(one.steps, floor, tops, axes, index))
+        floor = tops
+    return _figure(title, [one.name for one in series], axes.frame() + "".join(bars) + _hits(thin, axes))
+
+
+def thinned(series: Series) -> Series:
+    """At most MOST_POINTS points, each the mean of its neighbours, at the last of their steps."""
+    number = len(series.steps)
+    if number <= MOST_POINTS:
+        return series
+    edges = [round(i * number / MOST_POINTS) for i in range(MOST_POINTS + 1)]
+    spans = list(pairwise(edges))
+    values = [mean(series.values[start:end]) for start, end in spans]
+    return Series(name=series.name, steps=[series.steps[end - 1] for _, end in spans], values=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Axes:
+    """Data to picture: where a step and a value lie."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    tick: float
+    pad: float
+
+    @classmethod
+    def around(cls, steps: Sequence[float], low: float, high: float, inset: bool = False) -> "_Axes":
+        low = 0.0 if 0 < low <= high / 2 else low
+        step = nice((high - low or abs(high) or 1.0) / 4)
+        low, high = math.floor(low / step) * step, math.ceil(high / step) * step
+        pad = (WIDTH - LEFT - RIGHT) / max(2, 2 * len(steps)) if inset else 0.0
+        high = high if high > low else low + step
+        return cls(first=min(steps), last=max(steps), low=low, high=high, tick=step, pad=pad)
+
+    def x(self, step: float) -> float:
+        if self.last == self.first:
+            return (LEFT + WIDTH - RIGHT) / 2
+        return LEFT + self.pad + (WIDTH - LEFT - RIGHT - 2 * self.pad) * (step - self.first) / (self.last - self.first)
+
+    def y(self, value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
+
+    def frame(self) -> str:
+        rows = [
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.y(v):.1f}" y2="{self.y(v):.1f}"/>'
+            f'<text x="{LEFT - 6}" y="{self.y(v) + 4:.1f}" text-anchor="end">{tick(v)}</text>'
+            for v in ticks(self.low, self.high, self.tick)
+        ]
+        apart = max(1, nice((self.last - self.first or 1) / 6))
+        marks = [v for v in ticks(self.first, self.last, apart) if v == int(v)]
+        columns = [f'<text x="{self.x(v):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick(v)}</text>' for v in marks]
+        return "".join(rows + columns)
+
+
+def nice(size: float) -> float:
+    """The next of 1, 2, 2.5, 5, 10 times a power of ten. Example: nice(0.13) == 0.2"""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= size * 0.999999)
+
+
+def ticks(low: float, high: float, step: float) -> list[float]:
+    """Multiples of `step` from `low` to `high`."""
+    start = math.ceil(low / step - 1e-9)
+    return [round((start + i) * step, 12) for i in range(int((high - start * step) / step + 1e-9) + 1)]
+
+
+def tick(value: float) -> str:
+    for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= bound:
+            return f"{value / (1e3 if unit == 'k' else bound):g}{unit}"
+    return f"{value:.4g}"
+
+
+def _line(series: Series, axes: _Axes, index: int) -> str:
+    path, dots, pen = [], [], "M"
+    for step, value in zip(series.steps, series.values, strict=True):
+        if not math.isfinite(value):
+            pen = "M"
+            continue
+        path.append(f"{pen}{axes.x(step):.1f} {axes.y(value):.1f}")
+        pen = "L"
+        if len(series.steps) <= 30:
+            dots.append(f'<circle class="c{index % COLORS}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.4"/>')
+    return f'<path class="line c{index % COLORS}" d="{"".join(path)}"/>' + "".join(dots)
+
+
+def _bars(steps: Sequence[float], floor: list[float], tops: list[float], axes: _Axes, index: int) -> str:
+    width = (WIDTH - LEFT - RIGHT) / max(1, len(steps)) * (0.8 if len(steps) <= 60 else 1.0)
+    boxes = [
+        f"M{axes.x(step) - width / 2:.1f} {axes.y(low):.1f}h{width:.1f}V{axes.y(top):.1f}h{-width:.1f}z"
+        for step, low, top in zip(steps, floor, tops, strict=True)
+        if top > low
+    ]
+    return f'<path class="bar c{index % COLORS}" d="{"".join(boxes)}"/>'
+
+
+def _hits(series: Sequence[Series], axes: _Axes) -> str:
+    """Invisible columns that say all values of a step when the pointer rests on them."""
+    by_step: dict[float, list[str]] = {}
+    for one in series:
+        for step, value in zip(one.steps, one.values, strict=True):
+            by_step.setdefault(step, []).append(f"{one.name}: {figure(value)}")
+    steps = sorted(by_step)
+    places = [axes.x(step) for step in steps]
+    edges = [LEFT, *((left + right) / 2 for left, right in pairwise(places)), WIDTH - RIGHT]
+    size = f'y="{TOP}" height="{HEIGHT - TOP - BOTTOM}"'
+    boxes = [
+        f'<rect class="hit" x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}" {size}>'
+        f"<title>{escape(f'step {step:g}')}&#10;{'&#10;'.join(map(escape, by_step[step]))}</title></rect>"
+        for i, step in enumerate(steps)
+    ]
+    return "".join(boxes)
+
+
+def _figure(title: str, names: Sequence[str], drawing: str) -> str:
+    legend = "".join(
+        f'<span class="c{i % COLORS}"><i></i>{escape(name)}</span>' for i, name in enumerate(names) if name
+    )
+    view = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over steps"'
+    return (
+        f'<figure><figcaption><b>{escape(title)}</b><span class="legend">{legend}</span></figcaption>'
+        f"<svg {view}>{drawing}</svg></figure>"
+    )

@@ -1,0 +1,150 @@
+"""Everything that a run tells the world: its files, TensorBoard, W&B, the terminal and the report."""
+
+import atexit
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from birl.config.schema import Track
+from birl.track.console import Terminal, open_view
+from birl.track.log import JsonLog, encode, replace, writing
+from birl.track.progress import Progress, numbers, stored
+from birl.track.summary import closing, facts
+from birl.track.tensorboard import EventFile, samples_table
+from birl.track.wandb import WandbRun
+
+FILES = ("metrics.jsonl", "rollouts.jsonl", "validation.jsonl")
+SAMPLES_IN_TRACKERS = 8
+
+
+class Tracker:
+    """The one place that a loop reports to.
+
+    Example:
+        with Tracker(run, config.track, title="smollm2", total_steps=30, config=flat) as tracker:
+            tracker.rewind(offsets=None, step=0)
+            tracker.step(1, {"reward/mean": 0.2})
+            tracker.finish({"next": ["birl chat runs/x"]})
+    """
+
+    def __init__(
+        self, run: Path, track: Track, *, title: str, total_steps: int | None, config: dict[str, object]
+    ) -> None:
+        self.run, self.track, self.title, self.config = Path(run), track, title, config
+        self._console = Terminal()
+        self._progress = Progress(title=title, total=total_steps)
+        self._view = open_view(track.console, self._progress, self._console)
+        self._logs: dict[str, JsonLog] = {}
+        self._events: EventFile | None = None
+        self._wandb: WandbRun | None = None
+
+    def rewind(self, offsets: dict[str, int] | None, step: int) -> None:
+        """Open everything, once, at the start. `offsets` are those stored in the checkpoint of `step`: what was written
+        after it goes, so that the files end up like those of an uninterrupted run. None empties them: a new run."""
+        with writing(self.run):
+            self.run.mkdir(parents=True, exist_ok=True)
+        self._logs = {name: JsonLog(self.run / name) for name in FILES}
+        short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
+        if self.track.tensorboard:
+            self._events = EventFile(self.run / "tensorboard", purge_step=0 if offsets is None else step + 1)
+        if self.track.wandb != "off":
+            self._wandb = WandbRun(self.run, self.track.wandb, self.config, resume=offsets is not None)
+        self._recall()
+        atexit.register(self.close)
+        self._view.start()
+        for path in short:
+            self.message(f"warning: {path} is shorter than at the checkpoint; some earlier records are missing from it")
+
+    def _recall(self) -> None:
+        for record in stored(self.run / "metrics.jsonl"):
+            self._progress.add(record["step"], numbers(record))
+        for record in stored(self.run / "validation.jsonl"):
+            self._progress.validate(record["step"], numbers(record))
+
+    def offsets(self) -> dict[str, int]:
+        """Sizes of the files in bytes, once they are safely on the disk. They belong into the checkpoint."""
+        return {name: log.sync() for name, log in self._logs.items()}
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """One training step. Any metric name will do."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        self._logs["metrics.jsonl"].append([{"step": step, "time": _now(), **metrics}])
+        self._send(step, metrics)
+        self._progress.add(step, metrics)
+        self._view.step()
+
+    def validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """One validation after `step` steps, with a few dozen samples (prompt, completion, answer, score, source)."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        self._logs["validation.jsonl"].append([{"step": step, "time": _now(), **metrics, "samples": samples}])
+        self._send(step, metrics)
+        few = samples[:SAMPLES_IN_TRACKERS]
+        if self._events and few:
+            self._events.text(step, "validation/samples", samples_table(few))
+        if self._wandb and few:
+            self._wandb.samples(step, few)
+        self._progress.validate(step, metrics)
+        self._view.validation(step, metrics)
+
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        if self._events:
+            self._events.scalars(step, metrics)
+        if self._wandb:
+            self._wandb.log(step, metrics)
+
+    def rollouts(self, step: int, records: Iterable[dict[str, Any]]) -> None:
+        """One line per episode. Floats in lists (log-probs) are kept to six significant digits."""
+        if self.track.rollouts:
+            self._logs["rollouts.jsonl"].append({"step": step, **record} for record in records)
+
+    def phase(self, text: str) -> None:
+        """What happens now ("generating 37/64"); only the live panel shows it, and calling it costs nothing."""
+        self._progress.phase = text
+
+    def message(self, text: str) -> None:
+        """A line that stays."""
+        self._view.message(text)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Close everything, write summary.json and report.html, and print what the run came to. `summary["next"]` is
+        a list of commands to try now."""
+        self.close()
+        found = {"title": self.title, "finished": _now(), **facts(self.run), **summary}
+        replace(self.run / "summary.json", encode(found))
+        report = None
+        if self.track.report:
+            from birl.track.report import write_report
+
+            report = write_report(self.run)
+        if self.track.console != "off":
+            plain = not self._console.encoding.startswith("utf")
+            with suppress(OSError):
+                for part in closing(self.run, self.title, found, report, plain):
+                    self._console.print(part)
+
+    def close(self, failed: bool = False) -> None:
+        """Give the terminal back and close all files; a second call does nothing."""
+        atexit.unregister(self.close)
+        self._view.stop()
+        for closable in (*self._logs.values(), self._events):
+            if closable:
+                closable.close()
+        self._events, run = None, self._wandb
+        self._wandb = None
+        if run:
+            run.close(failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

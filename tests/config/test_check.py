@@ -1,0 +1,160 @@
+"""Impossible values and combinations are refused, each with the key, its value and the fix."""
+
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from birl.config.check import CHOICES, RANGES, did_you_mean, problems
+from birl.config.help import documentation
+from birl.config.load import flatten
+from birl.config.schema import RL, Data, Eval, check
+from birl.errors import BirlError
+
+T = TypeVar("T")
+
+
+def config(**values: object) -> RL:
+    """An RL configuration with `section__key=value` changed."""
+    return _set(RL(data=Data(train=["a.jsonl"])), values)
+
+
+def evaluation(**values: object) -> Eval:
+    return _set(Eval(data=Data(validation=["a.jsonl"])), values)
+
+
+def _set(target: T, values: dict[str, object]) -> T:
+    for name, value in values.items():
+        section, _, key = name.rpartition("__")
+        setattr(getattr(target, section) if section else target, key, value)
+    return target
+
+
+def test_defaults_pass():
+    assert problems(config()) == []
+    assert problems(evaluation()) == []
+
+
+def test_every_number_has_a_range_and_every_default_is_inside():
+    for schema in (RL, Eval):
+        numbers = {key for key, doc in documentation(schema).items() if "int" in doc.type or "float" in doc.type}
+        assert numbers - RANGES.keys() == set()
+    assert RANGES.keys() | CHOICES.keys() <= documentation(RL).keys()
+
+
+def test_every_choice_is_documented_under_its_key():
+    for key, allowed in CHOICES.items():
+        assert all(value in documentation(RL)[key].text for value in allowed), key
+
+
+@pytest.mark.parametrize("key", sorted(RANGES))
+def test_numbers_out_of_range_are_refused_by_name(key: str):
+    kind = documentation(RL)[key].type
+    bad = float("nan") if "float" in kind else -1
+    found = problems(config(**{key.replace(".", "__"): [bad] if kind.startswith("list") else bad}))
+    assert any(text.startswith(f"{key}=") for text in found)
+
+
+@pytest.mark.parametrize("key", sorted(CHOICES))
+def test_unknown_words_are_refused_with_the_list(key: str):
+    found = problems(config(**{key.replace(".", "__"): "nonsense"}))
+    assert any(text.startswith(f"{key}=nonsense: must be {CHOICES[key][0]}") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"data__train": []}, ["birl rl data.train=my.jsonl", "recipe"]),
+        ({"data__weights": [1.0, 2.0]}, ["2 weights for 1 training sets"]),
+        ({"data__weights": [0.0]}, ["all weights are 0"]),
+        ({"data__validation_split": 0.1, "data__validation": ["b"]}, ["data.validation_split=0.1", "drop one"]),
+        ({"data__validation_data_split": "test"}, ["data.validation is empty"]),
+        ({"data__max_validation_samples": 5}, ["no held-out data"]),
+        ({"data__system_prompt": "x", "data__apply_chat_template": False}, ["data.system_prompt"]),
+        ({"rollout__top_p": 0.9}, ["rollout.top_p=0.9", "another", "rollout.top_p=1"]),
+        ({"rollout__top_k": 50}, ["rollout.top_k=50", "rollout.top_k=0"]),
+        ({"rollout__min_p": 0.1}, ["rollout.min_p=0.1", "rollout.min_p=0"]),
+        ({"rollout__temperature": 0.0}, ["rollout.temperature=0", "greedy"]),
+        ({"rollout__max_staleness": 1}, ["asynchronous engines are not part of this version"]),
+        ({"rollout__stop": ["\\n"]}, ["rollout.stop", "line break"]),
+        ({"rollout__stop": [""]}, ["rollout.stop", "empty"]),
+        ({"rollout__group_size": 1}, ["rollout.group_size=1", "algorithm.baseline=none"]),
+        (
+            {"rollout__group_size": 1, "algorithm__baseline": "none", "algorithm__scale_rewards": "group"},
+            ["standard deviation of a group of one"],
+        ),
+        ({"algorithm__updates_per_batch": 9}, ["algorithm.updates_per_batch=9", "lower it to 8"]),
+        ({"algorithm__dynamic_sampling": True, "algorithm__baseline": "none"}, ["algorithm.dynamic_sampling=true"]),
+        ({"algorithm__dynamic_sampling": True, "algorithm__max_refill": 0.0}, ["algorithm.max_refill=0"]),
+        ({"algorithm__max_refill": 2.0}, ["algorithm.dynamic_sampling is false"]),
+        ({"algorithm__kl": "k1"}, ["algorithm.kl=k1", "algorithm.kl_coef"]),
+        ({"algorithm__overlong_penalty": 0.5}, ["algorithm.overlong_buffer=0"]),
+        ({"algorithm__overlong_buffer": 256}, ["algorithm.overlong_buffer=256", "51"]),
+        ({"algorithm__mask_truncated": True, "rollout__truncated": "drop"}, ["rollout.truncated=drop"]),
+        ({"model__max_length": 256}, ["rollout.max_tokens=256", "no room"]),
+        ({"model__max_length": 8192}, ["learner.tokens_per_microbatch=4096", "8192"]),
+        ({"rollout__max_tokens": 5000}, ["learner.tokens_per_microbatch=4096", "5000"]),
+        ({"model__max_length": 512, "data__max_prompt_tokens": 300}, ["lower it to 256"]),
+        ({"model__path": " "}, ["model.path is empty"]),
+        ({"model__path": "none.gguf"}, ["no such file"]),
+        ({"model__chat_template": "none.jinja"}, ["model.chat_template=none.jinja"]),
+        ({"reward__functions": []}, ["reward.functions is empty"]),
+        ({"reward__functions": ["maths"]}, ["Did you mean math?"]),
+        ({"reward__functions": ["none.py:score"]}, ["no file none.py"]),
+        ({"reward__functions": ["score.py"]}, ["my_file.py:my_function"]),
+        ({"reward__functions": ["math", "math"]}, ["twice"]),
+        ({"reward__weights": [1.0, 1.0]}, ["2 weights for 1 functions"]),
+        ({"reward__weights": [0.0]}, ["every reward would be 0"]),
+        ({"reward__format_pattern": "x"}, ["reward.functions does not name format"]),
+        ({"reward__format_pattern": "(", "reward__functions": ["format"]}, ["not a regular expression"]),
+        ({"reward__length_target": 9}, ["reward.functions does not name length"]),
+        ({"validation__k": [1, 4]}, ["validation.samples=4"]),
+        ({"validation__k": []}, ["validation.k is empty"]),
+        ({"validation__samples": 4}, ["greedy"]),
+        ({"validation__top_p": 0.9}, ["validation.temperature=0 is greedy"]),
+        ({"optimizer__min_lr_ratio": 0.1}, ["optimizer.schedule=constant"]),
+        ({"steps": 10, "optimizer__warmup_steps": 10}, ["only 10 optimizer steps"]),
+        ({"steps": 10, "epochs": 2}, ["epochs=2", "steps=10"]),
+        ({"resume": "atuo"}, ["resume=atuo", "Did you mean auto?"]),
+        ({"track__wandb": "ofline"}, ["Did you mean offline?"]),
+        ({"model__dtype": "bfloat16,float32"}, ["--multirun"]),
+    ],
+)
+def test_combinations(values: dict[str, object], parts: list[str]):
+    found = problems(config(**values))
+    assert len(found) == 1, found
+    for part in parts:
+        assert part in found[0]
+
+
+def test_an_option_that_evaluation_would_ignore_is_refused():
+    assert "data.validation=[a.jsonl]" in problems(Eval(data=Data(train=["a.jsonl"])))[0]
+    for values in ({"data__split": "x"}, {"data__shuffle": False}, {"validation__every": 3}, {"data__max_samples": 3}):
+        assert "does not train" in problems(evaluation(**values))[0]
+
+
+def test_existing_places_pass(tmp_path: Path):
+    (tmp_path / "r.py").write_text("")
+    (tmp_path / "t.jinja").write_text("")
+    good = config(resume=str(tmp_path), run=str(tmp_path), model__chat_template=str(tmp_path / "t.jinja"))
+    good.reward.functions = [f"{tmp_path}/r.py:score", "package.module:score"]
+    assert problems(good) == []
+    assert "is a file" in problems(config(run=str(tmp_path / "r.py")))[0]
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(BirlError) as error:
+        check(config(rollout__top_p=0.5, optimizer__schedule="linaer", seed=-1))
+    text = str(error.value)
+    assert len(text.splitlines()) == 3 and "Did you mean linear?" in text
+
+
+def test_problems_do_not_change_the_configuration():
+    one = config()
+    before = flatten(one)
+    problems(one)
+    assert flatten(one) == before
+
+
+def test_did_you_mean_says_nothing_when_nothing_is_close():
+    assert did_you_mean("zzzz", ["grpo"]) == ""

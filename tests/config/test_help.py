@@ -1,0 +1,82 @@
+"""Every key is documented, and the help page shows every key at any width."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from birl.config.help import EXAMPLES, documentation, presets, render, written
+from birl.config.load import flatten
+from birl.config.schema import RL, Eval
+
+
+@dataclass
+class Sample:
+    documented: int = 3
+    """How many there are, in two
+    lines [tokens]; more."""
+    bare: str = ""
+
+
+@pytest.mark.parametrize("schema", [RL, Eval])
+def test_every_key_has_a_text(schema: type):
+    assert [key for key, doc in documentation(schema).items() if not doc.text] == []
+
+
+def test_documentation_reads_text_unit_and_type():
+    docs = documentation(Sample)
+    assert docs["documented"].text == "How many there are, in two lines; more."
+    assert (docs["documented"].unit, docs["documented"].type, docs["documented"].default) == ("tokens", "int", 3)
+    assert docs["bare"].text == ""
+
+
+def test_documentation_of_real_keys():
+    docs = documentation(RL)
+    assert docs["rollout.max_tokens"].unit == "tokens per turn"
+    assert docs["data.train"].type == "list[str]" and docs["data.train"].section == "data"
+    assert docs["seed"].section == ""
+    assert {key: doc.default for key, doc in docs.items()} == flatten(RL())
+
+
+@pytest.mark.parametrize("width", [60, 80, 119, 120, 200])
+@pytest.mark.parametrize(("command", "schema"), [("rl", RL), ("eval", Eval)])
+def test_the_page_shows_everything_and_fits(command: str, schema: type, width: int):
+    page = render(command, schema, width)
+    assert max(map(len, page.splitlines())) <= width
+    assert "\033" not in page
+    words = " ".join(page.split())
+    for key, doc in documentation(schema).items():
+        assert f"{key}=" in page
+        assert doc.text in words
+    for group, files in presets(schema).items():
+        assert all(f"{group}={name}" in page for name in files)
+    assert f"birl {command} data." in page
+
+
+def test_words_after_help_filter():
+    page = render("rl", RL, 80, only=("optimizer.lr",))
+    assert "optimizer.lr=" in page and "seed=" not in page
+    assert "lists them all" in render("rl", RL, 80, only=("zzz",))
+
+
+def test_headings_are_bold_only_on_request():
+    assert "\033[1moptimizer\033[0m" in render("rl", RL, 80, bold=True)
+
+
+def test_examples_name_valid_keys():
+    for command, schema in (("rl", RL), ("eval", Eval)):
+        shorthands = {*presets(schema), "reward"}
+        for line in EXAMPLES[command].splitlines():
+            words = line.partition("  #")[0].split()[2:]
+            keys = {word.partition("=")[0] for word in words if "=" in word}
+            assert keys <= documentation(schema).keys() | shorthands
+
+
+def test_values_are_written_as_typed():
+    assert [written(value) for value in (True, [1, "a"], 1e-6, 0.04, "x", [])] == [
+        "true",
+        "[1,a]",
+        "1e-06",
+        "0.04",
+        "x",
+        "[]",
+    ]

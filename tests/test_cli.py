@@ -1,0 +1,195 @@
+"""The command line: dispatch, messages, exit codes, several runs, and that cheap commands stay cheap."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from birl import __version__
+from birl.cli import COMMANDS, job_names, main
+from birl.errors import BirlError
+
+TRAIN = "data.train=a.jsonl"
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
+    """Put a module in place of one that would load torch."""
+    module = types.ModuleType(name)
+    vars(module).update(functions)
+    package, _, last = name.rpartition(".")
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules.get(package) or __import__(package, fromlist=["x"]), last, module, raising=False)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"birl {__version__}\n"
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        page = capsys.readouterr().out
+        assert all(f"  {command} " in page for command in COMMANDS) and len(page.splitlines()) < 24
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]):
+    assert main([command, "--help"]) == 0
+    assert f"birl {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["evla"], "Did you mean eval?"),
+        (["seed=1"], "a command comes first"),
+        (["rl"], "birl rl data.train=my.jsonl"),
+        (["rl", TRAIN, "--dryrun"], "Did you mean --dry-run?"),
+        (["eval", "data.validation=a.jsonl", "--dry-run"], "belongs to `birl rl`"),
+        (["rl", TRAIN, "lr=1"], "Did you mean optimizer.lr?"),
+        (["checkpoints"], "name a run folder"),
+        (["doctor", "please"], "takes no words"),
+    ],
+)
+def test_mistakes_exit_2_with_a_message(words: list[str], part: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 2
+    streams = capsys.readouterr()
+    assert part in streams.err and "Traceback" not in streams.err and streams.out == ""
+    assert all(line.startswith("birl: ") for line in streams.err.splitlines())
+
+
+def test_print_config_is_yaml_that_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["rl", "--print-config", TRAIN, "algorithm=dapo", "seed=5"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("# presets: algorithm=dapo model=smollm2\n") and "seed: 5" in first
+    (tmp_path / "c.yaml").write_text(first)
+    assert main(["rl", "--print-config", str(tmp_path / "c.yaml")]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == first.splitlines()[1:]
+
+
+@pytest.mark.parametrize("words", [["rl", "--help"], ["rl", "--print-config", TRAIN], ["rl", "lr=1"], ["--help"]])
+def test_cheap_commands_import_nothing_heavy(words: list[str]):
+    code = (
+        "import sys; from birl.cli import main; main(sys.argv[1:]); "
+        "print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_survives_a_closed_pipe():
+    done = subprocess.run(
+        f"{sys.executable} -m birl rl --help | head -1", shell=True, capture_output=True, text=True, check=True
+    )
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[object, ...]] = []
+    fake(monkeypatch, "birl.loops.rl", train=lambda *args, **options: calls.append((*args, options)))
+    fake(monkeypatch, "birl.loops.evaluate", run=lambda config: calls.append((config,)))
+    assert main(["rl", TRAIN, "--dry-run", "algorithm=grpo"]) == 0
+    assert main(["eval", "data.validation=b.jsonl"]) == 0
+    (config, choices, options), (evaluation,) = calls
+    assert config.data.train == ["a.jsonl"] and choices["algorithm"] == "grpo" and options == {"dry_run": True}  # type: ignore[attr-defined]
+    assert evaluation.data.validation == ["b.jsonl"]  # type: ignore[attr-defined]
+
+
+def test_other_commands_get_their_words(monkeypatch: pytest.MonkeyPatch):
+    calls: list[object] = []
+    fake(monkeypatch, "birl.loops.chat", run=lambda target, overrides: calls.append((target, overrides)))
+    fake(monkeypatch, "birl.learner.checkpoint_cli", run=lambda words: calls.append(words) or 3)
+    fake(monkeypatch, "birl.models.cache_cli", run=lambda words: calls.append(words) or 4)
+    assert main(["chat"]) == 0
+    assert main(["chat", "runs/x", "seed=1"]) == 0
+    assert main(["chat", "seed=1"]) == 0
+    assert main(["checkpoints", "runs/x", "prune", "2"]) == 3
+    assert main(["cache"]) == 4
+    assert calls == [("smollm2", []), ("runs/x", ["seed=1"]), ("smollm2", ["seed=1"]), ["runs/x", "prune", "2"], []]
+
+
+def test_errors_and_ctrl_c_have_their_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def fail(error: BaseException):
+        def train(*args: object, **options: object) -> None:
+            raise error
+
+        return train
+
+    fake(monkeypatch, "birl.loops.rl", train=fail(BirlError("row 3: no prompt")))
+    assert main(["rl", TRAIN]) == 2
+    assert capsys.readouterr().err == "birl: row 3: no prompt\n"
+    fake(monkeypatch, "birl.loops.rl", train=fail(KeyboardInterrupt()))
+    assert main(["rl", TRAIN]) == 130
+
+
+def test_job_names_are_unique_folder_names():
+    jobs = [["optimizer.lr=1e-5", "seed=1", TRAIN], ["optimizer.lr=1e-5", "seed=2", TRAIN]]
+    assert job_names(jobs, ["optimizer.lr", "seed"]) == ["lr=1e-5,seed=1", "lr=1e-5,seed=2"]
+    assert job_names([["data.train=/x/a!"], ["data.train=/x/a?"]], ["data.train"]) == ["train=x_a", "train=x_a-1"]
+    same = [["rollout.top_k=1", "validation.top_k=2"]]
+    assert job_names(same, ["rollout.top_k", "validation.top_k"]) == ["rollout.top_k=1,validation.top_k=2"]
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in the place of Python: it writes down its words and fails where they contain seed=2."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase "$*" in *seed=2*) exit 7;; esac\n')
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return tmp_path / "calls"
+
+
+def test_multirun_runs_every_combination(stub: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["rl", TRAIN, "seed=1,2,3", "--multirun", "--dry-run"]) == 1
+    calls = stub.read_text().splitlines()
+    assert calls[0] == f"-m birl rl {TRAIN} seed=1 run=runs/smollm2-a-dr_grpo/seed=1 --dry-run"
+    assert len(calls) == 3, "a failed job does not stop the others"
+    table = [line.split()[:2] for line in capfd.readouterr().out.splitlines()[-3:]]
+    assert table == [["seed=1", "0"], ["seed=2", "7"], ["seed=3", "0"]]
+
+
+def test_multirun_keeps_run_and_output_apart(stub: Path):
+    assert main(["rl", TRAIN, "run=here", "algorithm=grpo,dapo", "-m"]) == 0
+    assert main(["eval", "data.validation=b", "output=x/r.json", "seed=4,5", "-m"]) == 0
+    words = [line.split() for line in stub.read_text().splitlines()]
+    assert [line[-1] for line in words] == [
+        "run=here/algorithm=grpo",
+        "run=here/algorithm=dapo",
+        "output=x/r/seed=4.json",
+        "output=x/r/seed=5.json",
+    ]
+
+
+def test_multirun_checks_every_job_before_the_first(stub: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["rl", TRAIN, "rollout.group_size=8,1", "--multirun"]) == 2
+    assert not stub.exists() and "rollout.group_size=1" in capsys.readouterr().err
+
+
+def test_ctrl_c_reaches_the_job_once_and_stops_the_rest(tmp_path: Path):
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\nimport signal, sys, time\ngot = []\n"
+        "signal.signal(signal.SIGINT, lambda *a: got.append(1))\n"
+        f"open({str(tmp_path / 'started')!r}, 'a').write('x')\n"
+        "while not got: time.sleep(0.02)\n"
+        f"time.sleep(0.2); open({str(tmp_path / 'signals')!r}, 'a').write(str(len(got)))\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    code = f"import sys; from birl.cli import main; sys.executable = {str(program)!r}; sys.exit(main(sys.argv[1:]))"
+    words = ["rl", TRAIN, "seed=1,2", "--multirun"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (tmp_path / "signals").read_text() == "1"
+    assert (tmp_path / "started").read_text() == "x" and "not run" in out
