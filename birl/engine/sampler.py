@@ -27,7 +27,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
     peak = logits.amax(-1, keepdim=True)
     shifted = logits.sub_(peak)
     cumulative = shifted.exp().cumsum(-1)
-    norm = cumulative[:, -1:]
+    norm = cumulative[:, -1:].contiguous()
     point = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)[:, None] * norm
     # The first place whose cumulative sum exceeds the point; at the far end, rounding must not lead past the last possible token.
     last = torch.searchsorted(cumulative, norm, right=False)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from birl.errors import BirlError
 
@@ -54,14 +55,12 @@ def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
         _sync(root)
-    except Exception as error:
-        cause = _os_error(error)
-        if cause is None:
-            raise
+    except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         shutil.rmtree(part, ignore_errors=True)
         raise BirlError(
-            f"Could not save the checkpoint {target}: {cause.strerror} ({_free(root)} free). The newest complete checkpoint is "
-            "untouched; make room (birl checkpoints RUN prune 1) and run the same command again to go on from it."
+            f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). The newest complete "
+            f"checkpoint is untouched. Make room, for example with `birl checkpoints {root.parent} prune 1`, and run the same "
+            "command again to go on from it."
         ) from error
     return target
 
@@ -88,6 +87,20 @@ def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     with _quiet():
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
     return read_state(path)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The float32 weights of a checkpoint by the model's own names, without needing the model."""
+    reader = dcp.FileSystemReader(path / "tensors")
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(tuple(m.size), dtype=m.properties.dtype)  # pyright: ignore
+        for name, m in entries.items()
+        if name.startswith("model.")
+    }
+    with _quiet():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix("model."): t for name, t in tensors.items()}
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -149,17 +162,15 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The OSError at the bottom of what torch.distributed.checkpoint wraps (it also only mentions it in text)."""
-    while error is not None:
-        if isinstance(error, OSError):
-            return error
-        for inner in getattr(error, "failures", {}).values():  # CheckpointException: rank -> (exception, traceback)
-            found = _os_error(inner[0])
-            if found is not None:
-                return found
-        error = error.__cause__ or error.__context__
-    return None
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost error. torch.distributed.checkpoint hides it in `failures`: rank -> (error, traceback)."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        return _reason(next(iter(failures.values()))[0])
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    inner = error.__cause__ or error.__context__
+    return _reason(inner) if inner is not None else str(error).splitlines()[0]
 
 
 def _free(path: Path) -> str:

@@ -78,7 +78,7 @@ class Learner:
             return
         if gradient_checkpointing:
             # transformers recomputes only in training mode; there is no dropout in it that train() could switch on
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+            model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
             model.train()
         self.masters = Masters(model, dtype)
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)

@@ -44,7 +44,7 @@ def _level(value: float, low: float, span: float, top: int) -> int:
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: each the mean of its finite neighbours, or, when they are few, repeated up to six times."""
+    """At most `width` values: each the mean of finite neighbours, or, where they are few, itself up to six times."""
     if len(values) <= width:
         wide = min(width, 6 * len(values))
         return [values[i * len(values) // wide] for i in range(wide)]

@@ -204,7 +204,7 @@ def _others(steps: Records, validations: Records) -> str:
     for records in (steps, validations):
         names = list(dict.fromkeys(name for record in records for name in numbers(record)))
         names = [name for name in names if name not in known and any(record.get(name) for record in records)]
-        drawn += [curves(name, _series(records, {"": name})) for name in names]
+        drawn += [curves(name, _series(records, {"": name}), points=100) for name in names]
     inside = f'<div class="inside"><div class="curves">{"".join(drawn)}</div></div>'
     return (
         f"<h2>Everything else</h2><details><summary>{len(drawn)} more curves</summary>{inside}</details>"

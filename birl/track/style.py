@@ -35,8 +35,9 @@ figcaption { display:flex; flex-wrap:wrap; gap:2px 14px; align-items:baseline; m
   margin-right:5px; }
 svg text { fill:var(--soft); font-size:10.5px; font-variant-numeric:tabular-nums; }
   .grid { stroke:var(--grid); }
-.line { fill:none; stroke:var(--c); stroke-width:1.8; stroke-linejoin:round; } circle, .bar { fill:var(--c); }
-.hit { fill:transparent; } .hit:hover { fill:var(--hover); }
+.line { fill:none; stroke:var(--c); stroke-width:1.8; stroke-linejoin:round; }
+.raw { opacity:.3; stroke-width:1; } circle, .bar { fill:var(--c); }
+.hit path { fill:transparent; } .hit path:hover { fill:var(--hover); }
 .c0{--c:var(--c0)} .c1{--c:var(--c1)} .c2{--c:var(--c2)} .c3{--c:var(--c3)} .c4{--c:var(--c4)}
   .c5{--c:var(--c5)} .c6{--c:var(--c6)} .c7{--c:var(--c7)}
 .pair { margin:0 0 12px; overflow:hidden; } .prompt { padding:10px 14px;
@@ -60,5 +61,6 @@ td:first-child, th:first-child { text-align:left; } th { color:var(--soft); font
   tr + tr > * { border-top:1px solid var(--edge); }
 @media (max-width:640px) { main { padding:20px 12px 48px; } .sides { grid-template-columns:1fr; }
   .side + .side { border-left:0; border-top:1px solid var(--edge); } h1 { font-size:21px; }
-  .fact b { font-size:22px; } }
+  .fact b { font-size:18px; }
+  .facts { grid-template-columns:1fr 1fr; } }
 """

@@ -11,8 +11,8 @@ from birl.track.units import figure
 from birl.track.visible import visible
 
 WIDTH, HEIGHT = 420, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
-MOST_POINTS = 240
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 24
+MOST_POINTS = 200
 COLORS = 8  # .c0 to .c7 in the style sheet
 
 
@@ -30,9 +30,9 @@ def escape(text: object) -> str:
     return html.escape(visible(str(text)), quote=True)
 
 
-def curves(title: str, series: Sequence[Series]) -> str:
+def curves(title: str, series: Sequence[Series], points: int = MOST_POINTS) -> str:
     """A line for each series. Empty when nothing finite is there to draw."""
-    thin = [thinned(one) for one in series]
+    thin = [thinned(one, points) for one in series]
     values = [value for one in thin for value in one.values if math.isfinite(value)]
     if not values:
         return ""
@@ -60,12 +60,12 @@ def stacked(title: str, series: Sequence[Series]) -> str:
     return _figure(title, [one.name for one in series], axes.frame() + "".join(bars) + _hits(thin, axes))
 
 
-def thinned(series: Series) -> Series:
-    """At most MOST_POINTS points, each the mean of its neighbours, at the last of their steps."""
+def thinned(series: Series, points: int = MOST_POINTS) -> Series:
+    """At most `points` points, each the mean of its neighbours, at the last of their steps."""
     number = len(series.steps)
-    if number <= MOST_POINTS:
+    if number <= points:
         return series
-    edges = [round(i * number / MOST_POINTS) for i in range(MOST_POINTS + 1)]
+    edges = [round(i * number / points) for i in range(points + 1)]
     spans = list(pairwise(edges))
     values = [mean(series.values[start:end]) for start, end in spans]
     return Series(name=series.name, steps=[series.steps[end - 1] for _, end in spans], values=values)
@@ -131,20 +131,39 @@ def tick(value: float) -> str:
 
 
 def _line(series: Series, axes: _Axes, index: int) -> str:
-    path, dots, pen = [], [], "M"
-    for step, value in zip(series.steps, series.values, strict=True):
-        if not math.isfinite(value):
-            pen = "M"
-            continue
-        path.append(f"{pen}{axes.x(step):.1f} {axes.y(value):.1f}")
-        pen = "L"
-        if len(series.steps) <= 30:
-            dots.append(f'<circle class="c{index % COLORS}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.4"/>')
-    return f'<path class="line c{index % COLORS}" d="{"".join(path)}"/>' + "".join(dots)
+    """A noisy long curve is drawn twice: faintly as it is, and smoothed."""
+    color = f"c{index % COLORS}"
+    points = list(zip(series.steps, series.values, strict=True))
+    if len(points) > 60:
+        smooth = list(zip(series.steps, smoothed(series.values, len(points) // 40), strict=True))
+        return f'<path class="line raw {color}" d="{_path(points, axes)}"/>' + (
+            f'<path class="line {color}" d="{_path(smooth, axes)}"/>'
+        )
+    dots = [
+        f'<circle class="{color}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.4"/>'
+        for step, value in points
+        if math.isfinite(value) and len(points) <= 30
+    ]
+    return f'<path class="line {color}" d="{_path(points, axes)}"/>' + "".join(dots)
+
+
+def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
+    path, pen = [], "M"
+    for step, value in points:
+        if math.isfinite(value):
+            path.append(f"{pen}{axes.x(step):.1f} {axes.y(value):.1f}")
+        pen = "L" if math.isfinite(value) else "M"
+    return "".join(path)
+
+
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Each value as the mean of itself and `reach` neighbours on either side."""
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [mean(window) if math.isfinite(value) else math.nan for value, window in zip(values, windows, strict=True)]
 
 
 def _bars(steps: Sequence[float], floor: list[float], tops: list[float], axes: _Axes, index: int) -> str:
-    width = (WIDTH - LEFT - RIGHT) / max(1, len(steps)) * (0.8 if len(steps) <= 60 else 1.0)
+    width = (WIDTH - LEFT - RIGHT) / max(1, len(steps)) * (0.8 if len(steps) <= 60 else 1.4)
     boxes = [
         f"M{axes.x(step) - width / 2:.1f} {axes.y(low):.1f}h{width:.1f}V{axes.y(top):.1f}h{-width:.1f}z"
         for step, low, top in zip(steps, floor, tops, strict=True)
@@ -162,13 +181,12 @@ def _hits(series: Sequence[Series], axes: _Axes) -> str:
     steps = sorted(by_step)
     places = [axes.x(step) for step in steps]
     edges = [LEFT, *((left + right) / 2 for left, right in pairwise(places)), WIDTH - RIGHT]
-    size = f'y="{TOP}" height="{HEIGHT - TOP - BOTTOM}"'
     boxes = [
-        f'<rect class="hit" x="{edges[i]:.1f}" width="{edges[i + 1] - edges[i]:.1f}" {size}>'
-        f"<title>{escape(f'step {step:g}')}&#10;{'&#10;'.join(map(escape, by_step[step]))}</title></rect>"
+        f'<path d="M{edges[i]:.1f} {TOP}H{edges[i + 1]:.1f}V{HEIGHT - BOTTOM}H{edges[i]:.1f}z">'
+        f"<title>step {step:g}\n{escape(chr(10).join(by_step[step]))}</title></path>"
         for i, step in enumerate(steps)
     ]
-    return "".join(boxes)
+    return f'<g class="hit">{"".join(boxes)}</g>'
 
 
 def _figure(title: str, names: Sequence[str], drawing: str) -> str:

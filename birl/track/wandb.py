@@ -30,8 +30,9 @@ class WandbRun:
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.errors.Error as error:
+            reason = str(error).rstrip(".")
             raise BirlError(
-                f"track.wandb={mode}: {error}. Run `wandb login` first, or use track.wandb=offline, then `wandb sync`."
+                f"track.wandb={mode}: {reason}. Run `wandb login` first, or use track.wandb=offline, then `wandb sync`."
             ) from error
         self._wandb = wandb
 

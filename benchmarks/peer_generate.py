@@ -1,0 +1,90 @@
+"""The peer's side: sampling with transformers' `generate`. Runs in .venv-trl and prints one JSON object.
+
+    .venv-trl/bin/python -m benchmarks.peer_generate --model DIR --data prompts.jsonl --batch 16 --tokens 128
+
+Every answer has exactly --tokens tokens (the end token is forbidden before that). `generate` computes no log-probs here,
+which is less work than an engine for reinforcement learning has to do.
+"""
+
+import argparse
+import json
+import os
+import time
+
+from benchmarks.peers import peak_rss_gb, rows, versions
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="transformers' generate; prints one JSON object")
+    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
+    parser.add_argument("--data", required=True, help="JSONL file, see benchmarks.peers.rows")
+    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--batch", type=int, default=16, help="sequences at once")
+    parser.add_argument("--group", type=int, default=1, help="answers per prompt; batch / group prompts are read")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser.add_argument("--repeats", type=int, default=2, help="timed calls, after one short one that warms up")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=0, help="0: what OMP_NUM_THREADS says")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.batch % args.group:
+        raise SystemExit(f"--group {args.group} does not divide --batch {args.batch}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.precision)).to(device).eval()
+    data = rows(args.data)
+    prompts = [data[i // args.group % len(data)]["prompt"] for i in range(args.batch)]
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
+
+    def sample(tokens: int) -> float:
+        start = time.perf_counter()
+        output = model.generate(
+            **inputs,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        assert output.shape[1] == inputs["input_ids"].shape[1] + tokens
+        return seconds
+
+    sample(min(8, args.tokens))
+    seconds = [sample(args.tokens) for _ in range(args.repeats)]
+    made = args.batch * args.tokens
+    result = {
+        "peer": "transformers.generate",
+        "precision": args.precision,
+        "batch": args.batch,
+        "group": args.group,
+        "tokens": args.tokens,
+        "prompt_tokens": int(inputs["attention_mask"].sum()),
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "seconds": seconds,
+        "tokens_per_s": made * len(seconds) / sum(seconds),
+        "best_tokens_per_s": made / min(seconds),
+        "peak_rss_gb": peak_rss_gb(),
+        "load": os.getloadavg(),
+        "versions": versions(),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What all benchmarks share: run one side in a process of its own, describe the machine, print the verdict.
+
+Standard library only, because both environments (.venv and .venv-trl) import it.
+
+A side is a module that prints one JSON object as its last line of standard output, such as `benchmarks.peer_trl`.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ROOT / ".venv" / "bin" / "python"
+PEER = ROOT / ".venv-trl" / "bin" / "python"
+PACKAGES = ("torch", "transformers", "trl", "birl", "accelerate", "datasets")
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The same settings for both sides.
+
+    A bounded spin keeps two threads of libgomp from stalling each other when anything else wants a core
+    (`birl/__init__.py`); without it, the peer would look slower than it is on a busy machine.
+    """
+    settings = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": "20000",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
+    return {**os.environ, **settings}
+
+
+def run(module: str, *, python: Path = PEER, threads: int, timeout: float = 3600.0, **options: Any) -> dict[str, Any]:
+    """`python -m module --key value ...` to its end; its last line as JSON, plus the load before it started.
+
+    True is a flag without a value, False and None are left out. Example: run("benchmarks.peer_trl", threads=2, steps=3)
+    """
+    if not python.exists():
+        target = "bench-setup" if python == PEER else "setup-dev"
+        raise SystemExit(f"{python} is missing: run `make {target}` first")
+    words = [str(python), "-m", module]
+    for key, value in options.items():
+        if value is not None and value is not False:
+            words += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    load = os.getloadavg()[0]
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(threads), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise SystemExit(f"{' '.join(words)}\nexited with {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(lines[-1]) | {"load_before": load}
+
+
+def in_turns(ours: Callable[[], dict[str, Any]], peer: Callable[[], dict[str, Any]], rounds: int) -> tuple[list, list]:
+    """ours, peer, peer, ours, ours, peer ... so that a drift of the machine hits both alike. -> (ours, peer)."""
+    results: tuple[list, list] = ([], [])
+    for i in range(rounds):
+        for side in (0, 1) if i % 2 == 0 else (1, 0):
+            results[side].append((ours, peer)[side]())
+            print(f"round {i + 1}/{rounds} {('ours', 'peer')[side]}: {results[side][-1]}", file=sys.stderr, flush=True)
+    return results
+
+
+def verdict(
+    name: str,
+    ours: Sequence[float],
+    peer: Sequence[float],
+    *,
+    goal: float,
+    unit: str,
+    lower_is_better: bool,
+    json_file: str | None = None,
+    details: dict[str, Any] | None = None,
+) -> int:
+    """Write the JSON file, print `name: ours X peer Y ratio N.NN goal M.MM` (medians) and return the exit status.
+
+    The ratio says how many times better ours is: peer / ours for seconds and bytes, ours / peer for rates.
+    """
+    a, b = median(ours), median(peer)
+    ratio = b / a if lower_is_better else a / b
+    if json_file:
+        figures = {"name": name, "unit": unit, "ours": list(ours), "peer": list(peer), "ratio": ratio, "goal": goal}
+        Path(json_file).write_text(json.dumps({**figures, "machine": machine(), **(details or {})}, indent=1) + "\n")
+    print(f"{name}: ours {a:.4g} {unit} peer {b:.4g} {unit} ratio {ratio:.2f} goal {goal:.2f}", flush=True)
+    return 0 if ratio >= goal else 1
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, memory, load and versions."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    facts = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
+    facts = {k.strip(): v.strip() for k, v in facts.items()}
+    flags = facts.get("flags", "").split()
+    return {
+        "cpu": facts.get("model name", platform.processor() or platform.machine()),
+        "cpu_model": facts.get("model", ""),
+        "instructions": [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if f in flags],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Those of PACKAGES that are installed in the environment this runs in."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def peak_rss_gb() -> float:
+    """Largest resident set of this process so far [GB = 10^9 bytes]."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    """A JSONL file as {"prompt": messages, "answer": text or None} in the file's order, for both sides.
+
+    A prompt is the column `messages`, `prompt` or `question`; text becomes one user message. The answer is
+    `ground_truth`, `answer` or `solution`; of GSM8K's answers, what follows `####`.
+    """
+    result = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        prompt = next(row[k] for k in ("messages", "prompt", "question") if k in row)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        answer = next((row[k] for k in ("ground_truth", "answer", "solution") if k in row), None)
+        result.append({"prompt": prompt, "answer": None if answer is None else str(answer).split("####")[-1].strip()})
+    if not result:
+        raise SystemExit(f"{path} has no rows")
+    return result

@@ -1,0 +1,92 @@
+"""`birl checkpoints RUN [verify [STEP] | export STEP FOLDER | prune N]`"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from birl.errors import BirlError
+from birl.learner import checkpoint
+
+USAGE = """birl checkpoints RUN                         list
+birl checkpoints RUN verify [STEP]           check every file against its SHA-256
+birl checkpoints RUN export STEP FOLDER      write a model folder in Hugging Face format (STEP: a number, or last, or best)
+birl checkpoints RUN prune N                 keep the newest N and the best"""
+
+
+def run(words: Sequence[str]) -> int:
+    match list(words):
+        case [folder]:
+            return _list(_root(folder))
+        case [folder, "verify", *steps] if len(steps) < 2:
+            return _verify(_root(folder), steps)
+        case [folder, "export", step, target]:
+            return _export(_root(folder), step, Path(target))
+        case [folder, "prune", count] if count.isdigit() and int(count) > 0:
+            return _prune(_root(folder), int(count))
+        case _:
+            raise BirlError(f"Usage:\n{USAGE}")
+
+
+def _root(folder: str) -> Path:
+    root = Path(folder) / "checkpoints"
+    if not root.is_dir():
+        raise BirlError(f"{folder} is not the folder of a run: there is no {root}.")
+    return root
+
+
+def _list(root: Path) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    best = best_step(root)
+    table = Table("step", "saved", "size", "validation score", "")
+    for entry in checkpoint.saved(root):
+        state = checkpoint.read_state(entry.path)
+        score = ((state.get("last_validation") or {}).get("metrics") or {}).get("validation/all/score")
+        size = sum(f.stat().st_size for f in entry.path.rglob("*") if f.is_file()) / 2**30
+        from datetime import datetime
+
+        when = datetime.fromtimestamp(entry.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+        table.add_row(
+            str(entry.step), when, f"{size:.2f} GiB", "" if score is None else f"{score:.3f}", "best" if entry.step == best else ""
+        )
+    Console().print(table)
+    return 0
+
+
+def best_step(root: Path) -> int | None:
+    newest = checkpoint.latest(root)
+    return None if newest is None else checkpoint.read_state(newest).get("best_step")
+
+
+def _verify(root: Path, steps: Sequence[str]) -> int:
+    chosen = [_find(root, steps[0])] if steps else [s.path for s in checkpoint.saved(root)]
+    bad = 0
+    for path in chosen:
+        problems = checkpoint.verify(path)
+        bad += bool(problems)
+        print(f"{path.name}: {'; '.join(problems) or 'intact'}")
+    return 1 if bad else 0
+
+
+def _find(root: Path, step: str) -> Path:
+    found = {s.step: s.path for s in checkpoint.saved(root)}
+    wanted = max(found, default=None) if step == "last" else best_step(root) if step == "best" else int(step) if step.isdigit() else None
+    if wanted not in found:
+        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, found)) or 'none'}.")
+    return found[wanted]
+
+
+def _export(root: Path, step: str, target: Path) -> int:
+    from birl.learner.export import export
+
+    source = _find(root, step)
+    export(source, root.parent / "model", target)
+    print(f"{source} -> {target}")
+    return 0
+
+
+def _prune(root: Path, count: int) -> int:
+    best = best_step(root)
+    for path in checkpoint.prune(root, count, {best} if best is not None else set()):
+        print(f"deleted {path}")
+    return 0

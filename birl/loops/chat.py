@@ -1,0 +1,91 @@
+"""`birl chat`: talk to a model, or to what a run has learned."""
+
+import asyncio
+from pathlib import Path
+
+from birl.config import schema
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.types import Message, SamplingParams
+
+SETTINGS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512, "seed": 0, "dtype": "bfloat16", "system": ""}
+
+
+def run(target: str, overrides: list[str]) -> None:
+    """`target`: a run folder, a checkpoint of a run, or anything `model.path` takes. Overrides: the keys of `SETTINGS`."""
+    asyncio.run(_converse(target, read_settings(overrides)))
+
+
+def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
+    settings: dict[str, float | int | str] = dict(SETTINGS)
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key not in SETTINGS:
+            raise BirlError(f"birl chat has no key {key!r}; it has {', '.join(SETTINGS)}.")
+        try:
+            settings[key] = type(SETTINGS[key])(value)
+        except ValueError:
+            raise BirlError(f"{word}: {key} is a {type(SETTINGS[key]).__name__}.") from None
+    return settings
+
+
+async def _converse(target: str, settings: dict) -> None:
+    from birl.loops import build
+
+    policy = build.load_policy(schema.Model(path=model_of(target)), threads=0)
+    policy.model.to(build.DTYPES[settings["dtype"]]).requires_grad_(False)
+    engine = policy.engine(schema.Engine(), policy.context, lambda: 0)
+    messages = [Message(role="system", content=settings["system"])] if settings["system"] else []
+    print("An empty line starts a new conversation, Ctrl-D ends.")
+    try:
+        while True:
+            text = await asyncio.to_thread(_ask)
+            if text is None:
+                return
+            if not text:
+                messages = messages[:1] if settings["system"] else []
+                continue
+            messages.append(Message(role="user", content=text))
+            prompt = tuple(messages) if policy.chat.has_template else text
+            params = SamplingParams(
+                max_tokens=settings["max_tokens"],
+                temperature=settings["temperature"],
+                top_p=settings["top_p"],
+                seed=settings["seed"] + len(messages),
+            )
+            completion = await engine.generate(policy.chat.render(prompt), params)
+            messages.append(policy.chat.parse(completion.tokens))
+            print(messages[-1].content)
+    finally:
+        await engine.close()
+        policy.compute.shutdown()
+
+
+def _ask() -> str | None:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return None
+
+
+def model_of(target: str) -> str:
+    """A model path: for a run or one of its checkpoints, an export in Hugging Face format next to it, made once."""
+    from birl.learner.export import export
+
+    path = Path(target)
+    if (path / "manifest.json").is_file() and (path / "tensors").is_dir():
+        chosen = path
+    elif (path / "config.json").is_file() and (path / "model").is_dir():
+        chosen = checkpoint.latest(path / "checkpoints")
+        if chosen is None:
+            raise BirlError(f"The run {path} has no checkpoint yet.")
+    else:
+        return target
+    run = chosen.parent.parent
+    goal = run / "export" / chosen.name
+    if not goal.is_dir():
+        print(f"Exporting {chosen} ...")
+        export(chosen, run / "model", goal)
+    return str(goal)
+
+

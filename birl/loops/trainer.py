@@ -1,0 +1,137 @@
+"""`from birl import Trainer`: four lines to train, with the parameter names that TRL and MRL users know.
+
+    from birl import Trainer
+    trainer = Trainer(model="smollm2", reward_funcs=my_reward, train_dataset="train.jsonl", max_steps=20)
+    summary = trainer.train()
+    print(summary["after"]["metrics"])
+
+Every parameter is one key of the configuration; anything else goes into `overrides`, as on the command line.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+
+LOSS_TYPES = {  # what MRL and TRL call a loss, as our keys
+    "grpo": {"algorithm.denominator": "sequence"},
+    "bnpo": {"algorithm.denominator": "token"},
+    "dapo": {"algorithm.denominator": "token"},
+    "dr_grpo": {"algorithm.denominator": "constant"},
+}
+SCALES = {"group": "group", "batch": "batch", "none": "none", True: "group", False: "none"}
+
+Reward = Callable[..., Sequence[float]] | str
+
+
+class Trainer:
+    """Group-relative policy optimisation of a language model.
+
+    model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a list of them;
+    each takes (completions, prompts, **columns) and returns one number for each completion. train_dataset and eval_dataset: a
+    path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or `messages`, `question`) column.
+    num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1 means num_epochs. beta: weight of the KL to the
+    first weights. epsilon, epsilon_high: clip range. loss_type: grpo | bnpo | dapo | dr_grpo. scale_rewards: group | batch | none.
+    output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule": "cosine"}.
+
+    Raises `BirlError` at once for a wrong value.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        reward_funcs: Reward | Sequence[Reward] = "math",
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        reward_weights: Sequence[float] = (),
+        num_generations: int = 8,
+        batch_size: int = 8,
+        max_steps: int = -1,
+        num_epochs: int = 1,
+        learning_rate: float = 1e-6,
+        loss_type: str = "dr_grpo",
+        beta: float = 0.0,
+        epsilon: float = 0.2,
+        epsilon_high: float | None = None,
+        scale_rewards: str | bool = "none",
+        temperature: float = 1.0,
+        max_tokens: int = 256,
+        mask_truncated_completions: bool = False,
+        seed: int = 0,
+        output_dir: str = "",
+        overrides: dict[str, Any] | None = None,
+    ) -> None:
+        from birl.config.load import load_with_choices
+        from birl.config.schema import RL
+        from birl.loops.build import Given
+
+        if loss_type not in LOSS_TYPES:
+            raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
+        if scale_rewards not in SCALES:
+            raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
+        rewards = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
+        keys: dict[str, Any] = {
+            "model.path": model,
+            "reward.functions": [name if isinstance(name, str) else f"given:{_name(name)}" for name in rewards],
+            "reward.weights": list(reward_weights),
+            "rollout.group_size": num_generations,
+            "rollout.prompts": batch_size,
+            "rollout.temperature": temperature,
+            "rollout.max_tokens": max_tokens,
+            "optimizer.lr": learning_rate,
+            "algorithm.kl_coef": beta,
+            "algorithm.clip_low": epsilon,
+            "algorithm.clip_high": epsilon if epsilon_high is None else epsilon_high,
+            "algorithm.scale_rewards": SCALES[scale_rewards],
+            "algorithm.mask_truncated": mask_truncated_completions,
+            "data.train": _source(train_dataset),
+            "data.validation": _source(eval_dataset),
+            "seed": seed,
+            "run": output_dir,
+            **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
+            **LOSS_TYPES[loss_type],
+            **(overrides or {}),
+        }
+        self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
+        self._given = Given(rewards=rewards, train=_rows(train_dataset), validation=_rows(eval_dataset))
+
+    @property
+    def run(self) -> Path:
+        """The run folder: config.yaml, metrics.jsonl, rollouts.jsonl, checkpoints/, report.html."""
+        from birl.config.load import run_folder
+
+        return Path(run_folder(self.config, self.choices))
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
+        from birl.loops.rl import train
+
+        return train(self.config, self.choices, given=self._given)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _source(dataset: Any) -> list[str]:
+    if dataset is None:
+        return []
+    if isinstance(dataset, str):
+        return [dataset]
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(d, str) for d in dataset):
+        return list(dataset)
+    return ["given"]
+
+
+def _rows(dataset: Any) -> Any:
+    return dataset if _source(dataset) == ["given"] else None
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(repr(v) if isinstance(v, str) else str(v) for v in value) + "]"
+    return str(value)

@@ -1,0 +1,207 @@
+"""What a reward function is: found by name, given the columns it asks for, and its answer checked.
+
+A reward function is a plain callable, `(completions, prompts, **columns) -> list[float]`. This file is used on both sides of
+the pipe to a worker process, so it imports nothing heavy.
+"""
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.types import Outcome
+
+BUILTINS = {
+    "math": "birl.rewards.math:math",
+    "format": "birl.rewards.text:format",
+    "length": "birl.rewards.text:length",
+}
+OPTIONS = {"format_pattern": ("format", "pattern"), "length_target": ("length", "target")}
+
+Answers = list[float | str]
+"""One entry for each completion: its value, or what is wrong with it."""
+
+
+class CallFailed(Exception):
+    """A call gave no values at all. `isolate`: trying the completions one by one may find the culprit."""
+
+    def __init__(self, outcome: Outcome, detail: str, *, isolate: bool = True, seconds: float = 0.0) -> None:
+        super().__init__(detail)
+        self.outcome = outcome
+        self.detail = detail
+        self.isolate = isolate
+        self.seconds = seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Which arguments a function takes by name, and whether it takes any other as well (`**kwargs`).
+
+    Example: Parameters(required=("completions",), optional=("gold",), anything=False)
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    anything: bool = False
+    bound: tuple[str, ...] = ()  # already set, as an option: a column of that name must not overwrite it
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Parameters":
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # some callables written in C do not tell
+            return cls(required=(), anything=True)
+        bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
+        by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in bound]
+        return cls(
+            required=tuple(p.name for p in by_name if p.default is p.empty),
+            optional=tuple(p.name for p in by_name if p.default is not p.empty),
+            anything=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            bound=bound,
+        )
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+    def select(self, name: str, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """The offered arguments that the function takes. Raises `BirlError` when it needs one that nobody offers."""
+        missing = [parameter for parameter in self.required if parameter not in offered]
+        if missing:
+            near = difflib.get_close_matches(missing[0], offered, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise BirlError(
+                f"reward function {name!r} has a parameter {missing[0]!r}, but there is no such column.{hint} "
+                f"It can have: {', '.join(sorted(offered))}."
+            )
+        taken = set(offered) - set(self.bound) if self.anything else self.named
+        return {key: value for key, value in offered.items() if key in taken}
+
+
+def is_file(spec: str) -> bool:
+    return spec.rpartition(":")[0].endswith(".py")
+
+
+def resolve(spec: str, folder: Path) -> str:
+    """The spec with its file path made absolute. Raises `BirlError` for what can be seen to be wrong without importing."""
+    place, colon, function = spec.rpartition(":")
+    if not colon:
+        if spec in BUILTINS:
+            return spec
+        if spec.endswith(".py"):
+            raise BirlError(f"reward {spec!r} names a file but no function: write {spec}:my_function")
+        near = difflib.get_close_matches(spec, BUILTINS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise BirlError(
+            f"there is no reward function {spec!r}.{hint} "
+            f"Use {', '.join(BUILTINS)}, my_file.py:my_function or package.module:function."
+        )
+    if not place or not function:
+        raise BirlError(f"reward {spec!r} must look like my_file.py:my_function or package.module:function")
+    if not is_file(spec):
+        return spec
+    path = (folder / Path(place).expanduser()).resolve()
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise BirlError(f"reward {spec!r}: there is no file {place} (looked in {path.parent}).{hint}")
+    return f"{path}:{function}"
+
+
+def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import a resolved spec, with its options bound. Raises `BirlError` that says what is wrong and where."""
+    place, _, name = BUILTINS.get(spec, spec).rpartition(":")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]:
+            raise BirlError(f"reward {spec!r}: there is no module {place!r}") from error
+        raise BirlError(f"reward {spec!r} cannot be imported: {describe(error, place)}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" It has: {', '.join(sorted(known)) or 'none'}."
+        raise BirlError(f"reward {spec!r}: {place} has no function {name!r}.{hint}")
+    if not callable(function):
+        raise BirlError(f"reward {spec!r}: {name!r} in {place} is a {type(function).__name__}, not a function")
+    bound = {OPTIONS[key][1]: value for key, value in options.items() if OPTIONS[key][0] == spec}
+    return functools.partial(function, **bound) if bound else function
+
+
+def _import_file(path: Path) -> Any:
+    if str(path.parent) not in sys.path:
+        sys.path.insert(1, str(path.parent))  # files next to it can be imported
+    loader_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert loader_spec is not None and loader_spec.loader is not None
+    module = importlib.util.module_from_spec(loader_spec)
+    # under a name of its own: a file called math.py must not take the place of the standard module
+    sys.modules[f"birl_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"] = module
+    loader_spec.loader.exec_module(module)
+    return module
+
+
+def digest(spec: str) -> str:
+    """Content digest of the file that a spec names, so that a change during a run is noticed. Empty for modules."""
+    return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest() if is_file(spec) else ""
+
+
+def describe(error: BaseException, file: str = "") -> str:
+    """`file:line: Type: message`, one line; the deepest line within `file` where there is one."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno))
+    inside = [frame for frame in frames if file and os.path.realpath(frame[0]) == os.path.realpath(file)]
+    place = (inside or frames)[-1:]
+    where = "".join(f"{os.path.relpath(name) if _below(name) else name}:{line}: " for name, line in place)
+    message = next(iter(str(error).splitlines()), "")
+    return f"{where}{type(error).__name__}{': ' if message else ''}{message}"[:400]
+
+
+def _below(name: str) -> bool:
+    return os.path.realpath(name).startswith(os.getcwd() + os.sep)
+
+
+def source_file(function: Callable[..., Any]) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    code = getattr(inspect.unwrap(inner), "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return code.co_filename if code is not None else ""
+
+
+def failed(error: BaseException, function: Callable[..., Any]) -> CallFailed:
+    return CallFailed(Outcome.ENV_ERROR, describe(error, source_file(function)))
+
+
+def checked(result: object, n: int) -> Answers:
+    """A function's result, value by value. Raises `CallFailed` when it is not a list of n things."""
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
+        raise CallFailed(
+            Outcome.ENV_ERROR, f"returned {type(result).__name__}, not a list of {n} numbers", isolate=False
+        )
+    values: Sequence[object] = list(result)
+    if len(values) != n:
+        raise CallFailed(Outcome.ENV_ERROR, f"returned {len(values)} values for {n} completions", isolate=False)
+    return [_number(value) for value in values]
+
+
+def _number(value: object) -> float | str:
+    if value is None:
+        return "returned None instead of a number"
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        return f"returned a {type(value).__name__} instead of a number"
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except Exception as error:
+        return f"returned a {type(value).__name__} that is no number ({error})".splitlines()[0]
+    return number if math.isfinite(number) else f"returned {number}"

@@ -1,0 +1,116 @@
+"""A process that computes rewards and may be killed at any time: `python -m birl.rewards.worker SPEC...`.
+
+One JSON object a line. First in: {"options": {...}}; first out: {"functions": [...]} or {"problem": "..."}. Then for each
+{"function": index, "arguments": {...}, "n": completions, "timeout": seconds} one {"values": [...]} or {"error": ..., "isolate": ...}.
+"""
+
+import faulthandler
+import inspect
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from birl.errors import BirlError
+from birl.rewards.functions import CallFailed, Parameters, checked, digest, failed, load
+
+GRACE = 5.0  # seconds after a call's deadline at which a worker that nobody killed ends itself
+
+
+def claim_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The two pipes of the protocol, out of reach of reward functions: what they print goes to stderr."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return requests, replies
+
+
+def behave() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    try:  # when memory runs out, the kernel takes this process and not the training
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        pass
+
+
+def read_requests(pipe: BinaryIO, requests: "queue.SimpleQueue[bytes]") -> None:
+    """Runs in a thread, so that the parent's end is noticed while a reward function is still at work."""
+    for line in pipe:
+        requests.put(line)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # with everything that the functions have started
+    os._exit(0)
+
+
+def respond(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+    # A C call that holds the interpreter lock (9**9**9) also blocks the thread that would notice the parent's end; this
+    # timer is a C thread and does not need the lock.
+    faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
+    try:
+        result = function(**request["arguments"])
+        if inspect.isawaitable(result):
+            result = _run(result)
+        return {"values": checked(result, request["n"])}
+    except CallFailed as failure:
+        return {"error": failure.detail, "isolate": failure.isolate}
+    except (Exception, SystemExit) as error:
+        return {"error": failed(error, function).detail, "isolate": True}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+_loop: Any = None
+
+
+def _run(awaitable: Any) -> Any:
+    global _loop
+    if _loop is None:  # one loop for all calls: HTTP clients and locks that a function keeps belong to it
+        import asyncio
+
+        _loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(_loop)
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return _loop.run_until_complete(wait())
+
+
+def main(specs: list[str]) -> None:
+    pipe, replies = claim_pipes()
+    behave()
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=read_requests, args=(pipe, requests), daemon=True).start()
+
+    def send(reply: dict[str, Any]) -> None:
+        data = json.dumps(reply).encode() + b"\n"
+        while data:
+            data = data[replies.write(data) :]
+
+    options = json.loads(requests.get())["options"]
+    try:
+        functions = [load(spec, options) for spec in specs]
+        digests = [digest(spec) for spec in specs]
+    except (BirlError, OSError) as error:
+        return send({"problem": str(error)})
+    send({"functions": [asdict(Parameters.of(function)) for function in functions], "digests": digests})
+    while True:
+        request = json.loads(requests.get())
+        send(respond(functions[request["function"]], request))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

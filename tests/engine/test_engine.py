@@ -1,0 +1,186 @@
+"""Invariant 1: what the engine says it sampled is what the learner computes."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from birl.data.pack import pack
+from birl.engine.engine import EmbeddedEngine
+from birl.errors import BirlError
+from birl.learner.learner import Learner
+from birl.models.load import load_model, load_tokenizer
+from birl.types import Completion, Sample, SamplingParams, Stop
+
+PROMPTS = [tuple(range(5, 5 + n)) for n in (1, 4, 9, 9, 17, 30)]
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
+        yield executor
+
+
+class Bench:
+    """A learner and an engine over the same module."""
+
+    def __init__(self, folder: Path, compute: ThreadPoolExecutor, dtype: torch.dtype = torch.float32, **options: float) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        temperature = options.pop("temperature", 1.0)
+        self.learner = Learner(load_model(folder), dtype=dtype, temperature=temperature)
+        self.engine = EmbeddedEngine(
+            self.learner.model,
+            self.tokenizer,
+            end_ids=frozenset({2}),
+            context=int(options.pop("context", 256)),
+            compute=compute,
+            version=lambda: self.learner.version,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def generate(self, prompts: list[tuple[int, ...]], params: list[SamplingParams]) -> list[Completion]:
+        async def main() -> list[Completion]:
+            return await asyncio.gather(*(self.engine.generate(p, q) for p, q in zip(prompts, params, strict=True)))
+
+        return asyncio.run(asyncio.wait_for(main(), 60))
+
+    def gap(self, prompts: list[tuple[int, ...]], completions: list[Completion]) -> torch.Tensor:
+        samples = [
+            Sample(
+                tokens=p + c.tokens,
+                mask=(False,) * len(p) + (True,) * len(c.tokens),
+                logprobs=(0.0,) * len(p) + c.logprobs,
+                versions=(-1,) * len(p) + c.versions,
+                advantage=1.0,
+                group=i,
+                episode=0,
+            )
+            for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
+        ]
+        return torch.cat([self.learner.forward(b) - b.logprobs for b in pack(samples, [1.0] * len(samples), 200)])
+
+
+def seeded(n: int, **options: object) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=40, seed=100 + i, **options) for i in range(n)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_engine_and_learner_agree(tiny: Path, compute: ThreadPoolExecutor, temperature: float) -> None:
+    bench = Bench(tiny, compute, temperature=temperature)
+    completions = bench.generate(PROMPTS, seeded(len(PROMPTS), temperature=temperature))
+    assert bench.gap(PROMPTS, completions).abs().max() <= 1e-5
+
+
+def test_they_agree_after_training_moved_the_weights(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """The engine has no copy that could be stale: it runs the module that was trained, in bfloat16 too."""
+    bench = Bench(tiny, compute, torch.bfloat16)
+    before = bench.generate(PROMPTS, seeded(len(PROMPTS)))
+    for tensor in bench.learner.masters.tensors.values():
+        tensor.grad = torch.randn_like(tensor)
+    bench.learner.optim_step(3e-3)
+    after = bench.generate(PROMPTS, seeded(len(PROMPTS)))
+    assert [c.tokens for c in before] != [c.tokens for c in after]
+    assert {v for c in before for v in c.versions} == {0} and {v for c in after for v in c.versions} == {1}
+    assert bench.gap(PROMPTS, after).abs().mean() < 0.05
+    assert bench.gap(PROMPTS, before).abs().mean() > 0.1
+
+
+def test_a_result_does_not_depend_on_the_rest_of_the_batch(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    bench = Bench(tiny, compute)
+    params = seeded(len(PROMPTS))
+    together = bench.generate(PROMPTS, params)
+    for prompt, param, expected in zip(PROMPTS, params, together, strict=True):
+        (alone,) = bench.generate([prompt], [param])
+        assert alone.tokens == expected.tokens
+        assert alone.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"kv_cache_gb": 75 * 1024 / 2**30}])
+def test_nor_on_slots_or_preemption(tiny: Path, compute: ThreadPoolExecutor, options: dict[str, float]) -> None:
+    """75 cache places: the prompt of 30 with its answer of 40 just fits alone, so others are preempted and computed again."""
+    params = seeded(len(PROMPTS), ignore_eos=True)
+    expected = Bench(tiny, compute).generate(PROMPTS, params)
+    found = Bench(tiny, compute, **options).generate(PROMPTS, params)
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+
+
+def test_a_groups_prompt_is_prefilled_once(tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tiny, compute)
+    computed: list[int] = []
+    original = bench.engine.runner._prefill
+    monkeypatch.setattr(bench.engine.runner, "_prefill", lambda slots: (computed.extend(map(len, slots)), original(slots)))
+    bench.generate([PROMPTS[4]] * 5 + [PROMPTS[2]] * 2, seeded(7))
+    assert sorted(computed) == [8, 16]
+
+
+def test_stops(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    bench = Bench(tiny, compute, context=48)
+    (free,) = bench.generate([PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True)])
+    assert len(free.tokens) == 30 and free.stop is Stop.LENGTH
+    (cut,) = bench.generate([PROMPTS[5]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True)])
+    assert len(cut.tokens) == 18 and cut.stop is Stop.LENGTH
+    (full,) = bench.generate([tuple(range(3, 60))], [SamplingParams(max_tokens=30, seed=1)])
+    assert full.tokens == () and full.stop is Stop.LENGTH
+    (by_id,) = bench.generate(
+        [PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop_ids=(free.tokens[4],))]
+    )
+    assert by_id.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1] and by_id.stop is Stop.STOP
+    text = bench.tokenizer.decode(free.tokens[6:9])
+    (by_text,) = bench.generate([PROMPTS[2]], [SamplingParams(max_tokens=30, seed=1, ignore_eos=True, stop=(text,))])
+    assert by_text.stop is Stop.STOP and by_text.tokens == free.tokens[: len(by_text.tokens)]
+    assert text in bench.tokenizer.decode(by_text.tokens)
+
+
+def test_the_end_token_is_part_of_the_answer_only_when_it_was_sampled(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """EasyRL's defects: the end token never trained as pad == eos, and appended to answers that were cut."""
+    bench = Bench(tiny, compute)
+    with torch.no_grad():
+        bench.learner.model.lm_head.weight[2] *= 3  # type: ignore[union-attr]
+    completions = bench.generate(PROMPTS * 4, seeded(4 * len(PROMPTS)))
+    assert {c.stop for c in completions} == {Stop.STOP, Stop.LENGTH}
+    for c in completions:
+        assert (c.tokens[-1] == 2) == (c.stop is Stop.STOP)
+        assert 2 not in c.tokens[:-1]
+
+
+def test_impossible_requests_are_refused_and_others_go_on(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    bench = Bench(tiny, compute, kv_cache_gb=40 * 1024 / 2**30)
+
+    async def main() -> None:
+        good = asyncio.create_task(bench.engine.generate(PROMPTS[1], SamplingParams(max_tokens=5, seed=1)))
+        with pytest.raises(BirlError, match=r"engine\.kv_cache_gb"):
+            await bench.engine.generate(PROMPTS[5], SamplingParams(max_tokens=40, seed=1))
+        with pytest.raises(BirlError, match="prompt is empty"):
+            await bench.engine.generate((), SamplingParams(max_tokens=5))
+        assert (await good).tokens
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_cancelling_the_caller_frees_the_slot(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    bench = Bench(tiny, compute, max_batch=1)
+
+    async def main() -> None:
+        long = asyncio.create_task(bench.engine.generate(PROMPTS[1], SamplingParams(max_tokens=200, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        long.cancel()
+        assert (await bench.engine.generate(PROMPTS[2], SamplingParams(max_tokens=3, seed=1))).tokens
+        await bench.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_broken_forward_reaches_every_caller(tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tiny, compute)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine.runner, "decode", lambda requests: 1 / 0)
+
+        async def main() -> list[object]:
+            calls = (bench.engine.generate(p, SamplingParams(max_tokens=3)) for p in PROMPTS)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        assert all(isinstance(e, ZeroDivisionError) for e in asyncio.run(asyncio.wait_for(main(), 60)))
+    assert bench.generate(PROMPTS, seeded(len(PROMPTS)))

@@ -1,0 +1,66 @@
+import math
+import random
+
+import pytest
+import torch
+
+from birl.engine.sampler import restrict, sample
+from birl.types import SamplingParams
+
+
+def params(**options: float) -> SamplingParams:
+    return SamplingParams(max_tokens=8, **options)  # type: ignore[arg-type]
+
+
+def reference_support(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The definition in plain Python floats."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if top_k:
+        order = order[:top_k]
+    total = sum(math.exp(logits[i]) for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if mass >= top_p:
+            break
+        kept.append(i)
+        mass += math.exp(logits[i]) / total
+    return {i for i in kept if math.exp(logits[i]) >= min_p * math.exp(logits[order[0]])}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_restrict_keeps_what_the_definition_keeps(seed: int) -> None:
+    rng = random.Random(seed)
+    logits = [rng.gauss(0, 2) for _ in range(30)]
+    top_k, top_p, min_p = rng.choice([0, 1, 5]), rng.choice([1.0, 0.9, 0.3]), rng.choice([0.0, 0.05, 0.5])
+    found = restrict(torch.tensor(logits, dtype=torch.float64), params(top_k=top_k, top_p=top_p, min_p=min_p))
+    assert {i for i, v in enumerate(found.tolist()) if v > -math.inf} == reference_support(logits, top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7, "temperature": 1.5}, {"min_p": 0.2}])
+def test_frequencies_and_log_probs_belong_to_the_distribution(options: dict[str, float]) -> None:
+    rows = 20_000
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
+    rng = random.Random(0)
+    tokens, logprobs = sample(logits.repeat(rows, 1), [params(**options)] * rows, [rng.random() for _ in range(rows)])
+    tempered = logits / options.get("temperature", 1.0)
+    expected = restrict(tempered, params(**options)).softmax(-1)
+    torch.testing.assert_close(logprobs, expected.log()[tokens], atol=1e-5, rtol=1e-5)
+    frequency = torch.bincount(tokens, minlength=12) / rows
+    assert (frequency - expected).abs().max() < 4 * (0.25 / rows) ** 0.5
+    assert (frequency[expected == 0] == 0).all()
+
+
+def test_greedy_takes_the_likeliest_and_leaves_its_neighbours_alone() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(-1)
+    tokens, logprobs = sample(logits.clone(), [params(temperature=0), params(), params(temperature=0)], [0.99, 0.5, 0.0])
+    assert tokens[0] == expected[0].argmax() and tokens[2] == expected[2].argmax()
+    torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_interval_never_pick_an_impossible_token(uniform: float) -> None:
+    logits = torch.full((1, 1000), -math.inf)
+    logits[0, 300] = logits[0, 600] = 0.0
+    tokens, _ = sample(logits, [params()], [uniform])
+    assert int(tokens[0]) in (300, 600)

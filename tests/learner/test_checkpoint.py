@@ -1,0 +1,101 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from birl.errors import BirlError
+from birl.learner import checkpoint
+
+
+def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"model.a": torch.arange(6.0).view(2, 3) * scale, "optimizer.a.step": torch.tensor(3.0) * scale}
+
+
+def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 7, tensors(), {"position": 12})
+    found = {k: torch.zeros_like(t) for k, t in tensors().items()}
+    state = checkpoint.load(path, found)
+    assert state["step"] == 7 and state["position"] == 12
+    assert all(torch.equal(found[k], t) for k, t in tensors().items())
+    assert checkpoint.latest(tmp_path) == path
+    assert torch.equal(checkpoint.read_weights(path)["a"], tensors()["model.a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.a"), "model.a is not in the model"),
+        (lambda t: t.update({"module.model.a": torch.zeros(1)}), "module.model.a is missing"),
+        (lambda t: t.update({"model.a": torch.zeros(3, 2)}), r"\[2, 3\] float32 in the checkpoint and \[3, 2\]"),
+        (lambda t: t.update({"model.a": torch.zeros(2, 3, dtype=torch.bfloat16)}), "bfloat16 in the model"),
+    ],
+)
+def test_any_difference_in_key_shape_or_type_is_refused(tmp_path: Path, change, message: str) -> None:  # noqa: ANN001
+    """EasyRL's defect: every key had a prefix, strict=False, and nothing was loaded without a word."""
+    path = checkpoint.save(tmp_path, 1, tensors(), {})
+    wanted = tensors(0.0)
+    change(wanted)
+    with pytest.raises(BirlError, match=message):
+        checkpoint.load(path, wanted)
+    assert all(not t.any() for t in wanted.values())
+
+
+def test_damage_is_found_and_named(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, tensors(), {})
+    file = next((path / "tensors").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert "SHA-256" in checkpoint.verify(path)[0]
+    with pytest.raises(BirlError, match=r"damaged.*SHA-256"):
+        checkpoint.load(path, tensors())
+    file.write_bytes(content[:-3])
+    assert "bytes instead of" in checkpoint.verify(path)[0]
+    (path / "manifest.json").unlink()
+    assert "missing" in checkpoint.verify(path)[0]
+
+
+def test_a_crash_while_saving_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = checkpoint.save(tmp_path, 1, tensors(), {})
+    for place in ("digest", "_sync", "_files"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, place, lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.save(tmp_path, 2, tensors(2.0), {})
+        assert checkpoint.latest(tmp_path) == first and not checkpoint.verify(first)
+    checkpoint.save(tmp_path, 2, tensors(2.0), {})
+    assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 2]
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    first = checkpoint.save(tmp_path, 1, tensors(), {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(BirlError, match="Could not save the checkpoint"):
+            checkpoint.save(tmp_path, 2, {"model.a": torch.zeros(10**6)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint.save(tmp_path, step, tensors(), {})
+    (tmp_path / "step-000005.part").mkdir()
+    checkpoint.prune(tmp_path, 2, {1})
+    assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
+    assert not (tmp_path / "step-000005.part").exists()
+    checkpoint.prune(tmp_path, 0, set())
+    assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
+
+
+def test_the_state_is_json(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, tensors(), {"best": 0.5})
+    assert json.loads((path / "state.json").read_text())["best"] == 0.5

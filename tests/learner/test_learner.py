@@ -1,0 +1,111 @@
+"""Invariants 2, 5 and 8: packing, micro-batches and masked tokens."""
+
+import pytest
+import torch
+
+from birl.data.pack import Batch, pack
+from birl.learner.learner import Learner, Stats
+from birl.models import attention
+from tests.data.test_pack import groups, make
+from tests.tiny import tiny_model
+
+
+def learner(dtype: torch.dtype = torch.float32, **options: object) -> Learner:
+    model = tiny_model()
+    model.set_attn_implementation(attention.NAME)
+    return Learner(model, dtype=dtype, **options)  # type: ignore[arg-type]
+
+
+def reinforce(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -(logp * batch.advantages * batch.weights).sum(), {"entropy": entropy}
+
+
+def gradients(batches: list[Batch]) -> tuple[dict[str, torch.Tensor], Stats]:
+    policy, stats = learner(), Stats()
+    for batch in batches:
+        policy.forward_backward(batch, reinforce, stats)
+    return {n: t.grad.clone() for n, t in policy.masters.tensors.items() if t.grad is not None}, stats
+
+
+@pytest.mark.parametrize("capacity", [17, 40, 100])
+def test_packing_changes_neither_loss_nor_gradient(capacity: int) -> None:
+    samples = groups(3)
+    weights = [1 / (i + 2) for i in range(len(samples))]
+    whole, stats = gradients(pack(samples, weights, 10_000))
+    split, split_stats = gradients(pack(samples, weights, capacity))
+    alone, alone_stats = gradients([b for s, w in zip(samples, weights, strict=True) for b in pack([s], [w], 100)])
+    assert stats.loss == pytest.approx(split_stats.loss, abs=1e-5) == alone_stats.loss
+    for name in whole:
+        torch.testing.assert_close(whole[name], split[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(whole[name], alone[name], atol=1e-5, rtol=1e-4)
+
+
+def test_order_does_not_matter() -> None:
+    samples = groups(4)
+    one, _ = gradients(pack(samples, [0.1] * len(samples), 60))
+    other, _ = gradients(pack(samples[::-1], [0.1] * len(samples), 60))
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_masked_token_has_no_gradient_of_its_own() -> None:
+    """Changing what is trained on a masked place (its log-prob, its advantage) changes nothing, since it is not in the batch."""
+    base = make((1, 5, 9), (7, 8, 2), 0, 0)
+    changed = type(base)(
+        tokens=base.tokens,
+        mask=base.mask,
+        logprobs=(9.0, 9.0, 9.0, *base.logprobs[3:]),
+        versions=(7, 7, 7, *base.versions[3:]),
+        advantage=base.advantage,
+        group=0,
+        episode=0,
+    )
+    one, _ = gradients(pack([base], [1.0], 64))
+    other, _ = gradients(pack([changed], [1.0], 64))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_log_probs_use_the_sampling_temperature() -> None:
+    (batch,) = pack(groups(5), [1.0] * 12, 10_000)
+    assert not torch.allclose(learner(temperature=0.6).forward(batch), learner(temperature=1.0).forward(batch))
+
+
+def test_the_norm_is_global_and_clipping_uses_it() -> None:
+    policy, stats = learner(max_grad_norm=0.5), Stats()
+    for batch in pack(groups(6), [1.0] * 12, 40):
+        policy.forward_backward(batch, reinforce, stats)
+    expected = torch.cat([t.grad.flatten() for t in policy.masters.tensors.values() if t.grad is not None]).norm().item()
+    assert expected > 0.5
+    assert policy.optim_step(1e-3) == pytest.approx(expected, rel=1e-5)
+    assert policy.version == 1
+
+
+def test_gradient_checkpointing_changes_no_number() -> None:
+    batches = pack(groups(7), [1.0] * 12, 40)
+    plain, _ = gradients(batches)
+    policy, stats = learner(gradient_checkpointing=True), Stats()
+    for batch in batches:
+        policy.forward_backward(batch, reinforce, stats)
+    for name, tensor in policy.masters.tensors.items():
+        torch.testing.assert_close(plain[name], tensor.grad)
+
+
+def test_micro_batch_gradients_are_summed_in_float32() -> None:
+    """In bfloat16, 256 equal small gradients added one after another would get stuck; in float32 they do not."""
+    (batch,) = pack([make((1, 5, 9), (7, 8, 2), 0, 0)], [1.0], 64)
+    policy, stats = learner(torch.bfloat16), Stats()
+    policy.forward_backward(batch, reinforce, stats)
+    name = "model.layers.0.mlp.down_proj.weight"
+    once = policy.masters.tensors[name].grad.clone()  # type: ignore[union-attr]
+    for _ in range(299):
+        policy.forward_backward(batch, reinforce, stats)
+    torch.testing.assert_close(policy.masters.tensors[name].grad, once * 300, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
+    policy = learner()
+    before = {n: t.clone() for n, t in policy.weights().items()}
+    for tensor in policy.masters.tensors.values():
+        tensor.grad = torch.full_like(tensor, float("nan"))
+    assert not torch.tensor(policy.optim_step(1e-3)).isfinite()
+    assert all(torch.equal(before[n], t) for n, t in policy.weights().items())

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from birl.learner.learner import Learner
+from birl.learner.optimizer import learning_rate
+from birl.models import attention
+from tests.tiny import tiny_model
+
+
+def test_weights_move_at_the_learning_rates_of_rl() -> None:
+    """EasyRL's defect: AdamW on bfloat16 weights of size 0.02 at lr 1e-6 leaves every one where it was."""
+    naive = torch.nn.Parameter(torch.full((64,), 0.02, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([naive], lr=1e-6, weight_decay=0.0)
+    for _ in range(50):
+        naive.grad = torch.ones_like(naive)
+        optimizer.step()
+    assert torch.equal(naive, torch.full((64,), 0.02, dtype=torch.bfloat16))
+
+    model = tiny_model()
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, dtype=torch.bfloat16, max_grad_norm=0)
+    before = {n: t.clone() for n, t in learner.weights().items()}
+    for _ in range(50):
+        for tensor in learner.masters.tensors.values():
+            tensor.grad = torch.ones_like(tensor)
+        learner.optim_step(1e-6)
+    for name, tensor in learner.weights().items():
+        torch.testing.assert_close(before[name] - tensor, torch.full_like(tensor, 50e-6), rtol=2e-2, atol=1e-7)
+    assert all(torch.equal(p, learner.masters.tensors[n].bfloat16()) for n, p in learner.masters.parameters.items())
+
+
+def test_decay_is_for_matrices_only() -> None:
+    model = tiny_model()
+    learner = Learner(model, dtype=torch.float32, weight_decay=0.1)
+    learner.optim_step(1e-2)
+    norm, matrix = model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(norm, torch.ones_like(norm))
+    torch.testing.assert_close(matrix, tiny_model().model.layers[0].mlp.up_proj.weight * (1 - 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.775, 0.325, 0.1]),
+    ],
+)
+def test_schedules(schedule: str, expected: list[float]) -> None:
+    options = {"peak": 1.0, "schedule": schedule, "warmup": 2, "total": 6, "min_ratio": 0.1}
+    assert [learning_rate(s, **options) for s in range(6)] == pytest.approx(expected)  # type: ignore[arg-type]
+    assert learning_rate(99, **options) == pytest.approx(expected[-1])  # type: ignore[arg-type]

@@ -1,0 +1,120 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from birl.track import chart
+from birl.track.console import Terminal, step_line, validation_line
+from birl.track.panel import ProgressPanel
+from birl.track.progress import Progress
+from birl.track.units import count, duration, figure
+from tests.track import runs
+
+
+def _progress(steps: int, total: int | None = 30) -> Progress:
+    progress = Progress(title="smollm2 · " + runs.HOSTILE, total=total, phase="generating 37/64")
+    for step in range(1, steps + 1):
+        progress.add(step, runs.metrics(step))
+        if step % 5 == 0:
+            progress.validate(step, runs.validation(step))
+    return progress
+
+
+def _render(progress: Progress, width: int, height: int = 40, encoding: str = "utf-8", **options: object) -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="\n")
+    console = Console(file=file, width=width, height=height, force_terminal=True, legacy_windows=False, **options)  # type: ignore
+    console.print(ProgressPanel(progress))
+    file.flush()
+    raw = file.buffer
+    assert isinstance(raw, io.BytesIO)
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 56, 60, 80, 100, 120, 200, 400])
+@pytest.mark.parametrize("steps", [0, 1, 12, 500])
+@pytest.mark.parametrize("height", [5, 24, 60])
+def test_panel_fits_every_width(width: int, steps: int, height: int) -> None:
+    shown = _render(_progress(steps, total=500), width, height, color_system=None)
+    assert all(len(line) <= width for line in shown.splitlines()), shown
+    if width >= 40:
+        assert f"{steps}/500" in shown and "generating 37/64" in shown
+    if width >= 40 and steps and height >= 24:
+        assert "812 tok/s" in shown and "1,930 tok/s" in shown and "generate 6" in shown
+    if height >= 24 and width >= 40:
+        assert len(shown.splitlines()) <= height
+
+
+def test_panel_without_utf8_and_colours() -> None:
+    progress = _progress(12)
+    progress.title = "smollm2"
+    shown = _render(progress, 80, encoding="cp1252", no_color=True)
+    assert "GGGG" in shown and "reward" in shown and shown.isascii()
+
+
+def test_panel_survives_not_a_number_and_no_total() -> None:
+    progress = Progress(title="x", total=None)
+    progress.add(1, {"reward/mean": math.nan, "grad_norm": math.inf, "time/train": math.nan, "speed/train": math.nan})
+    progress.validate(1, {"validation/odd": math.nan})
+    for width in (40, 80, 200):
+        assert "nan" in _render(progress, width)
+    assert "nan" in step_line(progress)
+
+
+def test_panel_obeys_no_model_output() -> None:
+    assert "\x1b[2J" not in _render(_progress(3), 200) and "\u202e" not in _render(_progress(3), 200)
+
+
+def test_plain_line() -> None:
+    progress = _progress(12)
+    line = step_line(progress)
+    assert line.startswith("step   12/30  reward  0.440 (val 0.40)  len  14.2  ok 62/64  kl 0.00")
+    assert "gen    812 tok/s  train  1,930 tok/s" in line and "eta 2m2" in line
+
+
+def test_plain_lines_are_aligned() -> None:
+    progress = _progress(9)
+    before = step_line(progress)
+    progress.add(10, runs.metrics(10))
+    assert before.index("gen") == step_line(progress).index("gen")
+
+
+def test_plain_line_without_rewards_shows_the_loss() -> None:
+    progress = Progress(title="sft", total=3)
+    progress.add(1, {"loss": 2.5, "anything": 1.0})
+    assert step_line(progress) == "step    1/3  loss  2.500"
+
+
+def test_validation_line_names_sources_when_there_are_several() -> None:
+    progress = _progress(5)
+    metrics = {"validation/all/pass@1": 0.3, "validation/a/pass@1": 0.4, "validation/b/pass@1": 0.2}
+    progress.validate(10, metrics)
+    assert validation_line(progress, 10, metrics) == "step   10/30  validation 0.300 (at first 0.300)  a 0.400  b 0.200"
+
+
+def test_characters_that_the_terminal_lacks_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", file)
+    Terminal().say("smollm2 · 中 ✓")
+    file.flush()
+    assert isinstance(file.buffer, io.BytesIO) and file.buffer.getvalue() == b"smollm2 ? ? ?\n"
+
+
+def test_sparkline() -> None:
+    assert chart.sparkline([0, 1, 2, 3], 4) == ["▁▃▆█"]
+    assert chart.sparkline([0, math.nan, 3], 3) == ["▁ █"]
+    assert chart.sparkline([1, 1], 2) == ["▄▄"]
+    assert chart.sparkline([], 5, height=2) == ["", ""]
+    assert len(chart.sparkline(range(1000), 37)[0]) == 37
+
+
+def test_split_gives_every_column_away() -> None:
+    assert chart.split([1, 1, 2], 8) == [2, 2, 4]
+    assert sum(chart.split([0.1, 5, 0.3], 37)) == 37
+    assert chart.split([0, 0], 10) == [0, 0]
+
+
+def test_units() -> None:
+    assert [duration(s) for s in (8.4, 130, 7260, 90000, math.nan)] == ["8s", "2m10s", "2h01m", "1d01h", "?"]
+    assert [count(v) for v in (1930.4, 1.23e7, 5e10, math.inf)] == ["1,930", "12.3M", "50.0G", "inf"]
+    assert [figure(v) for v in (0.5, 0.00012, 62, 15.23, 0.0)] == ["0.500", "0.00012", "62", "15.2", "0"]

@@ -1,0 +1,135 @@
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+from birl.track import svg
+from birl.track.report import write_report
+from birl.track.summary import Pair, pairs, shown, tally
+from birl.track.visible import visible
+from tests.track import runs
+
+TAGS = re.findall(
+    r"\w+",
+    "html head meta title style body main h1 h2 p div b i span figure figcaption svg line text path circle g "
+    "details summary table tr td th pre",
+)
+
+
+class Page(HTMLParser):
+    """Collects all tags, attributes and text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def _report(run: Path, steps: int = 10, finish: bool = True) -> str:
+    run.mkdir(exist_ok=True)
+    (run / "config.yaml").write_text(
+        f"model: smollm2\nsystem_prompt: '{visible(runs.HOSTILE)}</pre><script>'\n", "utf-8"
+    )
+    with runs.tracker(run) as tracker:
+        tracker.rewind(None, 0)
+        if steps:
+            runs.train(tracker, 1, steps)
+        if finish:
+            tracker.finish({"next": ["birl chat <run>"]})
+    return write_report(run).read_text("utf-8")
+
+
+def test_report_says_what_happened(tmp_path: Path) -> None:
+    page = Page(_report(tmp_path / "run"))
+    text = " ".join(page.words)
+    for words in (
+        "smollm2 · sums",
+        "0.400",
+        "0.220",
+        "2 became right",
+        "What is 3 + 4?",
+        "96.9 %",
+        "birl chat <run>",
+        "new/<thing>",
+    ):
+        assert words in text
+    assert page.tags.count("svg") > 10
+    assert "ended in exactly one of these" in text
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    html = _report(tmp_path / "<run>")
+    page = Page(html)
+    assert set(page.tags) <= set(TAGS)
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href", "xlink:href")]
+    assert "<script>alert(1)</script>" in " ".join(page.words)
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028\ud800-\udfff]", html)
+    assert "default-src 'none'" in html
+    assert "http://" not in html and "https://" not in html
+
+
+def test_svg_is_well_formed(tmp_path: Path) -> None:
+    html = _report(tmp_path / "run")
+    for figure in re.findall("<figure>.*?</figure>", html, re.S):
+        ElementTree.fromstring(figure)
+
+
+def test_report_of_a_stopped_and_of_an_empty_run(tmp_path: Path) -> None:
+    assert "not finished" in _report(tmp_path / "stopped", steps=3, finish=False)
+    assert "No step was finished" in _report(tmp_path / "empty", steps=0, finish=False)
+    (tmp_path / "bare").mkdir()
+    assert "bare" in write_report(tmp_path / "bare").read_text("utf-8")
+
+
+def test_long_runs_are_thinned_and_gaps_stay() -> None:
+    series = svg.Series(
+        name="a", steps=range(10_000), values=[math.nan if 4000 < i < 6000 else i for i in range(10_000)]
+    )
+    drawn = svg.curves("long", [series])
+    assert drawn.count("<title>") == svg.MOST_POINTS and len(drawn) < 60_000
+    assert drawn.count("M") >= 2
+    assert svg.curves("nothing", [svg.Series(name="a", steps=[1], values=[math.nan])]) == ""
+    assert "<svg" in svg.curves("one point", [svg.Series(name="a", steps=[5], values=[0.0])])
+    assert "<svg" in svg.stacked("one bar", [svg.Series(name="a", steps=[5], values=[0.0])])
+
+
+def test_axis_ticks() -> None:
+    assert svg.ticks(0, 1, svg.nice(1 / 4)) == [0, 0.25, 0.5, 0.75, 1]
+    assert [svg.tick(v) for v in (0.25, 2000, 12000, 3e6)] == ["0.25", "2000", "12k", "3M"]
+
+
+def test_pairs_are_matched_by_prompt_and_no_loss_is_hidden() -> None:
+    def record(step: int, *rows: tuple[str, str, float]) -> dict[str, object]:
+        return {
+            "step": step,
+            "samples": [{"prompt": p, "completion": c, "score": s, "source": "x"} for p, c, s in rows],
+        }
+
+    first = record(0, ("p", "a", 0), ("p", "b", 1), ("q", "c", 0), ("gone", "d", 0), ("r", "e", 0))
+    last = record(9, ("r", "E", 1), ("q", "C", 1), ("p", "A", 1), ("p", "B", 0))
+    found = pairs([first, {"step": 5}, last])
+    assert [(pair.before, pair.after) for pair in found] == [("a", "A"), ("b", "B"), ("c", "C"), ("e", "E")]
+    assert [pair.change for pair in shown(found, 3)] == [1, 1, -1]
+    assert tally(found) == "of 4 answers 3 became right, 1 became wrong, 0 stayed right, 0 stayed wrong"
+    assert pairs([first]) == []
+
+
+def test_a_pair_without_scores_is_neither() -> None:
+    pair = Pair(prompt="p", answer="", before="a", after="b", score_before=math.nan, score_after=math.nan)
+    assert pair.change == 0
+
+
+def test_visible_keeps_what_is_harmless() -> None:
+    family = "👨\u200d👩 naïve\tنص\n中"
+    assert visible(family) == family
+    assert visible("a\x1b[2J\u202eb\ud800\r\n") == "a⟪U+001B⟫[2J⟪U+202E⟫b⟪U+D800⟫\n"
