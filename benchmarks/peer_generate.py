@@ -2,7 +2,7 @@
 
     .venv-trl/bin/python -m benchmarks.peer_generate --model DIR --data prompts.jsonl --batch 16 --tokens 128
 
-Every answer has exactly --tokens tokens (the end token is forbidden before that). `generate` computes no log-probs here,
+Every answer has exactly --tokens tokens (the end token is forbidden before that). `generate` computes no log-probs,
 which is less work than an engine for reinforcement learning has to do.
 """
 

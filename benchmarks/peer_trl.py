@@ -6,11 +6,10 @@
                   --prompts 8 --group 8 --tokens 32 --lr 1e-5 --steps 30 --target 0.95
 
 For speed, every answer has exactly --tokens tokens (the end token is forbidden before that), prompts come in the file's
-order, and the reward is cheap and differs within a group, so that no step is without a gradient. For learning, the reward
-is math-verify's, and every second since the process started counts: imports, model loading, all.
+order, and the reward is cheap and differs within a group, so that no step is without a gradient. For learning, the
+reward is math-verify's, and every second since the process started counts: imports, model loading, all.
 
-TRL gets its best settings for this size: no gradient checkpointing, no reference model, no logging beyond its own, the
-whole batch in one pass unless --microbatch says otherwise.
+TRL gets its best settings for this size: no gradient checkpointing, no reference model, no logging beyond its own.
 """
 
 import time
@@ -41,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="tokens per answer: exactly, or with --learn at most")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--microbatch", type=int, default=0, help="answers per pass; 0: all of a step")
+    parser.add_argument("--microbatch", type=int, default=16, help="answers per pass, or all of a step if fewer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="0: what OMP_NUM_THREADS says")
     parser.add_argument("--learn", action="store_true", help="train on the answers of --data, and report rewards")
@@ -84,7 +83,7 @@ def main() -> None:
     else:
         data = [data[i % len(data)] for i in range(args.prompts * args.steps)]
     batch = args.prompts * args.group
-    microbatch = args.microbatch or batch
+    microbatch = min(args.microbatch, batch)
     if batch % microbatch:
         raise SystemExit(f"--microbatch {microbatch} does not divide the {batch} answers of a step")
     config = GRPOConfig(

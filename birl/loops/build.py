@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from birl.loops.evaluate import Plan, plan
 from birl.loops.machine import compute_thread
 from birl.models.forward import verify
 from birl.models.load import context_limit, end_ids, load_model, load_tokenizer, resolve, save_hf_config
-from birl.rewards import Rewards
+from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
 from birl.rollout.group import Rollout, derive_seed
@@ -36,6 +36,7 @@ from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import SamplingParams, Task
 
+T = TypeVar("T")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FREE = ("steps", "epochs", "resume", "run", "threads")  # keys that may change when a run goes on
 FREE_SECTIONS = ("track.", "checkpoint.")
@@ -128,7 +129,7 @@ class Parts:
             )
         )
 
-    async def on_compute_thread[T](self, work: Callable[[], T]) -> T:
+    async def on_compute_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.policy.compute, work)
 
     def take_counters(self) -> Counters:

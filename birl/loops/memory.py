@@ -34,7 +34,7 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
         "optimizer state": 8.0 * parameters,
         "reference model": float(wide * parameters) if reference else 0.0,
         "activations": float(tokens * (layers * kept + per_layer)),
-        "logits of one chunk": float(CHUNK * shape.vocab_size * 14),
+        "logits of one chunk": float(CHUNK * 14),
         "keys and values": min(config.engine.kv_cache_gb * GIB, float(cache)),
     }
 

@@ -1,7 +1,7 @@
 """What a reward function is: found by name, given the columns it asks for, and its answer checked.
 
-A reward function is a plain callable, `(completions, prompts, **columns) -> list[float]`. This file is used on both sides of
-the pipe to a worker process, so it imports nothing heavy.
+A reward function is a plain callable, `(completions, prompts, **columns) -> list[float]`. This file is used on both
+sides of the pipe to a worker process, so it imports nothing heavy.
 """
 
 import difflib
@@ -94,7 +94,7 @@ def is_file(spec: str) -> bool:
 
 
 def resolve(spec: str, folder: Path) -> str:
-    """The spec with its file path made absolute. Raises `BirlError` for what can be seen to be wrong without importing."""
+    """The spec with its file path made absolute. Raises `BirlError` for what is wrong before anything is imported."""
     place, colon, function = spec.rpartition(":")
     if not colon:
         if spec in BUILTINS:
@@ -140,14 +140,19 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     return functools.partial(function, **bound) if bound else function
 
 
+def make_importable(folder: Path) -> None:
+    """After the standard library, before installed packages: a user's math.py must not take the place of Python's."""
+    if str(folder) not in sys.path:
+        installed = (i for i, place in enumerate(sys.path) if place.endswith(("site-packages", "dist-packages")))
+        sys.path.insert(next(installed, len(sys.path)), str(folder))
+
+
 def _import_file(path: Path) -> Any:
-    if str(path.parent) not in sys.path:
-        sys.path.insert(1, str(path.parent))  # files next to it can be imported
-    loader_spec = importlib.util.spec_from_file_location(path.stem, path)
+    make_importable(path.parent)
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # no other module has it
+    loader_spec = importlib.util.spec_from_file_location(name, path)
     assert loader_spec is not None and loader_spec.loader is not None
-    module = importlib.util.module_from_spec(loader_spec)
-    # under a name of its own: a file called math.py must not take the place of the standard module
-    sys.modules[f"birl_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(loader_spec)
     loader_spec.loader.exec_module(module)
     return module
 

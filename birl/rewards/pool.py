@@ -1,4 +1,4 @@
-"""Where a call of a reward function happens: in a worker process, in a thread, or in the event loop. Each with a deadline."""
+"""Where a reward function is called: in a worker process, in a thread, or in the event loop. Always with a deadline."""
 
 import asyncio
 import contextlib
@@ -12,27 +12,30 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from birl.errors import BirlError
-from birl.rewards.functions import Answers, CallFailed, Parameters, checked, failed
+from birl.rewards.functions import Answers, CallFailed, checked, failed
 from birl.types import Outcome
 
 START_TIMEOUT = 120.0  # seconds a worker may take to import the functions
+CLOSED = "the rewards were closed"
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 )
 
 
 class Executor(Protocol):
-    """What a keeper thread calls functions with. `kill` comes from other threads and ends a call in progress."""
+    """What a keeper thread calls functions with. Only `kill` comes from another thread: it ends a call in progress."""
 
+    def start(self) -> Any: ...
     def call(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> Answers: ...
     def kill(self) -> None: ...
+    def end(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -45,21 +48,29 @@ class Job:
 
 
 class Pool:
-    """Daemon threads that take jobs from one queue, each with an executor of its own. They belong to no event loop, and one
-    that hangs does not hold up the end of the program."""
+    """Daemon threads that take jobs from one queue, each with an executor of its own. They belong to no event loop, and
+    one that hangs does not hold up the end of the program."""
 
-    def __init__(self, executors: list[Any]) -> None:
+    def __init__(self, executors: Sequence[Executor]) -> None:
         self.executors = executors
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.closed = False
-        self.threads = [threading.Thread(target=self._keep, args=(e,), daemon=True) for e in executors]
-        for thread in self.threads:
+        self.started: list[Future[Any]] = [Future() for _ in executors]
+        self.threads = [
+            threading.Thread(target=self._keep, args=pair, daemon=True)
+            for pair in zip(executors, self.started, strict=True)
+        ]
+        for future, thread in zip(self.started, self.threads, strict=True):
+            future.set_running_or_notify_cancel()  # from now on, nobody who waits for it can cancel it
             thread.start()
+
+    async def start(self) -> list[Any]:
+        return [await asyncio.wrap_future(future) for future in self.started]
 
     async def run(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> tuple[Answers, float]:
         """The answers, and the seconds that the call itself took."""
         if self.closed:
-            raise CallFailed(Outcome.ABORTED, "the rewards were closed", isolate=False)
+            raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
         job = Job(function, arguments, n, timeout)
         self.jobs.put(job)
         return await asyncio.wrap_future(job.future)
@@ -73,26 +84,34 @@ class Pool:
         for thread in self.threads:
             thread.join(timeout=10.0)
 
-    def _keep(self, executor: Executor) -> None:
+    def _keep(self, executor: Executor, started: "Future[Any]") -> None:
+        try:
+            started.set_result(executor.start())
+        except BaseException as error:
+            started.set_exception(error)
         while (job := self.jobs.get()) is not None:
-            if not job.future.set_running_or_notify_cancel():
-                continue
-            began = time.monotonic()
-            try:
-                if self.closed:
-                    raise CallFailed(Outcome.ABORTED, "the rewards were closed", isolate=False)
-                answers = executor.call(job.function, job.arguments, job.n, job.timeout)
-                job.future.set_result((answers, time.monotonic() - began))
-            except BaseException as error:
-                if isinstance(error, CallFailed):
-                    error.seconds = min(time.monotonic() - began, job.timeout)  # a restart of the worker does not count
-                job.future.set_exception(error)
+            if job.future.set_running_or_notify_cancel():
+                self._do(job, executor)
+        executor.end()
+
+    def _do(self, job: Job, executor: Executor) -> None:
+        began = time.monotonic()
+        try:
+            if self.closed:
+                raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
+            answers = executor.call(job.function, job.arguments, job.n, job.timeout)
+            job.future.set_result((answers, time.monotonic() - began))
+        except BaseException as error:
+            if isinstance(error, CallFailed):
+                error.seconds = min(time.monotonic() - began, job.timeout)  # a restart of the worker does not count
+            job.future.set_exception(error)
 
 
 class Worker:
     """A worker process: started when first needed, killed with all its children when late, then started again.
 
-    Example: Worker(["math"], options={}, folder=Path.cwd()).call(0, {"completions": ["7"], "gold": ["7"]}, n=1, timeout=10)
+    Example: worker = Worker(["math"], options={}, folder=Path.cwd())
+             worker.call(0, {"completions": ["7"], "gold": ["7"]}, n=1, timeout=10) == [1.0]
     """
 
     def __init__(self, specs: list[str], *, options: Mapping[str, Any], folder: Path) -> None:
@@ -114,54 +133,67 @@ class Worker:
         request = {"function": function, "arguments": arguments, "n": n, "timeout": timeout}
         reply = self._exchange(request, timeout)
         if reply is None:
-            raise CallFailed(Outcome.TIMEOUT, f"took longer than {timeout:.3g} s")
+            raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s")
         if "error" in reply:
             raise CallFailed(Outcome.ENV_ERROR, reply["error"], isolate=reply["isolate"])
         return reply["values"]
 
     def start(self) -> dict[str, Any]:
-        """Make sure that the process runs and has imported its functions. Raises `BirlError` that says why it cannot."""
+        """Make sure that the process runs and has imported its functions. Raises `BirlError` where it cannot."""
         if self._process is not None and self._process.poll() is None and self.hello is not None:
             return self.hello
-        self._end()
+        self.end()
         self._spawn()
         try:
             hello = self._exchange({"options": self.options}, START_TIMEOUT)
         except CallFailed as failure:
-            raise BirlError(f"reward functions {', '.join(self.specs)}: {failure.detail}") from failure
+            raise BirlError(f"reward {', '.join(self.specs)}: {failure.detail}") from failure
         if hello is None:
-            raise BirlError(f"reward functions {', '.join(self.specs)} took longer than {START_TIMEOUT:.0f} s to import")
+            raise BirlError(f"reward {', '.join(self.specs)} took longer than {START_TIMEOUT:.0f} s to import")
         if "problem" in hello:
-            self._end()
+            self.end()
             raise BirlError(hello["problem"])
         if self.hello is not None and hello != self.hello:
-            self._end()
-            raise BirlError("the file with the reward function was changed during the run; start again to use the new one")
+            self.end()
+            raise BirlError("the file with the reward function was changed during the run; restart to use the new one")
         self.hello = hello
         return hello
 
     def kill(self) -> None:
         with self._lock:
             self._closed = True
-        self._end()
+            if self._process is not None:
+                _kill_group(self._process)
+
+    def end(self) -> None:
+        """Leaves no process, zombie or open pipe behind. Like `call`, only for the thread that keeps this worker."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return
+        _kill_group(process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5.0)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _spawn(self) -> None:
-        package = str(Path(__file__).parents[2])  # where `birl` is, in case it is not installed
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _checkout())))
         with self._lock:
             if self._closed:
-                raise BirlError("the rewards were closed")
+                raise BirlError(CLOSED)
             self._buffer = b""
             self._stderr.clear()
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "birl.rewards.worker", *self.specs],
+                [sys.executable, "-P", "-m", "birl.rewards.worker", *self.specs],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 cwd=self.folder,
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-                start_new_session=True,  # a group of its own: Ctrl-C does not reach it, and killpg takes its children too
+                start_new_session=True,  # a group of its own: Ctrl-C does not reach it, killpg takes its children too
             )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
@@ -169,7 +201,7 @@ class Worker:
         threading.Thread(target=self._relay, args=(process,), daemon=True).start()
 
     def _relay(self, process: "subprocess.Popen[bytes]") -> None:
-        """What functions print goes through this process's sys.stderr, which a live terminal view knows how to share."""
+        """What functions print goes through this process's sys.stderr, which a live terminal view can share."""
         assert process.stderr is not None
         with contextlib.suppress(ValueError, OSError):  # closed while reading
             for raw in process.stderr:
@@ -178,30 +210,30 @@ class Worker:
                 print(line, end="", file=sys.stderr)
 
     def _exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """Send one line, get one line. None when the deadline passed. A worker that failed to answer is dead afterwards."""
+        """Send one line, get one line. None after the deadline. A worker that failed to answer is dead afterwards."""
         process = self._process
         if process is None:
-            raise CallFailed(Outcome.ABORTED, "the rewards were closed", isolate=False)
+            raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + timeout
         data = memoryview(json.dumps(request).encode() + b"\n")
         try:
             while data:
                 if not _wait(process, process.stdin.fileno(), select.POLLOUT, deadline):
-                    self._end()
+                    self.end()
                     return None
                 data = data[os.write(process.stdin.fileno(), data) :]
             while b"\n" not in self._buffer:
                 if not _wait(process, process.stdout.fileno(), select.POLLIN, deadline):
-                    self._end()
+                    self.end()
                     return None
                 got = os.read(process.stdout.fileno(), 1 << 16)
                 if not got:
                     raise BrokenPipeError
                 self._buffer += got
-        except (OSError, ValueError) as error:  # it died, or `kill` closed the pipes
+        except OSError as error:
             if self._closed:
-                raise CallFailed(Outcome.ABORTED, "the rewards were closed", isolate=False) from error
+                raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False) from error
             raise CallFailed(Outcome.ENV_ERROR, self._obituary()) from error
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
@@ -211,29 +243,27 @@ class Worker:
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1.0)
-        self._end()
+        self.end()
         code = process.returncode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         last = self._stderr[-1] if self._stderr and (code or 0) >= 0 else ""
         return f"the worker process died ({how}){': ' if last else ''}{last}"
 
-    def _end(self) -> None:
-        with self._lock:
-            process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # before wait(): afterwards the number may belong to somebody else
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5.0)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+
+def _checkout() -> str:
+    """The folder that birl is imported from where it is not installed: the worker must find it from any folder."""
+    folder = str(Path(__file__).parents[2])
+    return "" if folder.endswith("-packages") else folder
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait(process: "subprocess.Popen[bytes]", descriptor: int, event: int, deadline: float) -> bool:
-    """Until the pipe is ready. False when the deadline passed; raises when the process has died without closing the pipe
-    (a child that it forked may still hold it)."""
+    """Until the pipe is ready. False after the deadline; raises when the process has died without closing the pipe (a
+    child that it forked may still hold it)."""
     poll = select.poll()
     poll.register(descriptor, event)
     while (left := deadline - time.monotonic()) > 0:
@@ -245,8 +275,8 @@ def _wait(process: "subprocess.Popen[bytes]", descriptor: int, event: int, deadl
 
 
 class Thread:
-    """Calls one function of this process, one call at a time, in daemon threads. A call that hangs cannot be killed: its
-    thread is left behind, and calls are not repeated one by one, which would leave more of them."""
+    """Calls one function of this process, one call at a time, in daemon threads. A call that hangs cannot be killed:
+    its thread is left behind, and calls are not repeated one by one, which would leave more of them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -266,13 +296,19 @@ class Thread:
         try:
             answers = done.get(timeout=timeout)
         except queue.Empty:
-            detail = f"took longer than {timeout:.3g} s, and its thread cannot be stopped"
+            detail = f"took longer than {round(timeout, 1):g} s, and its thread cannot be stopped"
             raise CallFailed(Outcome.TIMEOUT, detail, isolate=False) from None
         if isinstance(answers, CallFailed):
             raise answers
         return answers
 
+    def start(self) -> None:
+        pass
+
     def kill(self) -> None:
+        pass
+
+    def end(self) -> None:
         pass
 
 
@@ -288,7 +324,7 @@ async def awaited(
     finally:
         task.cancel()
     if not done:
-        raise CallFailed(Outcome.TIMEOUT, f"took longer than {timeout:.3g} s", seconds=timeout)
+        raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s", seconds=timeout)
     try:
         return checked(task.result(), n), time.monotonic() - began
     except CallFailed as failure:
@@ -298,13 +334,3 @@ async def awaited(
         failure = failed(error, function)
         failure.seconds = time.monotonic() - began
         raise failure from error
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """One reward function, wherever it runs."""
-
-    name: str
-    run: Callable[[Mapping[str, Any], int, float], Awaitable[tuple[Answers, float]]]
-    parameters: Parameters
-    remote: bool

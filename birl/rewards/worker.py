@@ -1,9 +1,11 @@
 """A process that computes rewards and may be killed at any time: `python -m birl.rewards.worker SPEC...`.
 
-One JSON object a line. First in: {"options": {...}}; first out: {"functions": [...]} or {"problem": "..."}. Then for each
-{"function": index, "arguments": {...}, "n": completions, "timeout": seconds} one {"values": [...]} or {"error": ..., "isolate": ...}.
+One JSON object a line. First in: {"options": {...}}; first out: {"functions": [...], "digests": [...]} or
+{"problem": ...}. Then, for each {"function": index, "arguments": {...}, "n": completions, "timeout": seconds}, one
+{"values": [...]} or {"error": ..., "isolate": ...}.
 """
 
+import contextlib
 import faulthandler
 import inspect
 import json
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from birl.errors import BirlError
-from birl.rewards.functions import CallFailed, Parameters, checked, digest, failed, load
+from birl.rewards.functions import CallFailed, Parameters, checked, digest, failed, load, make_importable
 
 GRACE = 5.0  # seconds after a call's deadline at which a worker that nobody killed ends itself
 
@@ -40,10 +42,8 @@ def behave() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    try:  # when memory runs out, the kernel takes this process and not the training
+    with contextlib.suppress(OSError):  # when memory runs out, the kernel takes this process and not the training
         Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        pass
 
 
 def read_requests(pipe: BinaryIO, requests: "queue.SimpleQueue[bytes]") -> None:
@@ -92,6 +92,7 @@ def _run(awaitable: Any) -> Any:
 def main(specs: list[str]) -> None:
     pipe, replies = claim_pipes()
     behave()
+    make_importable(Path.cwd())
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(pipe, requests), daemon=True).start()
 

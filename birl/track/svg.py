@@ -157,8 +157,10 @@ def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """Each value as the mean of itself and `reach` neighbours on either side."""
-    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    """Each value as the mean of itself and `reach` neighbours on either side; fewer near the ends, which stay put."""
+    last = len(values) - 1
+    reaches = [min(reach, i, last - i) for i in range(len(values))]
+    windows = [values[i - near : i + near + 1] for i, near in enumerate(reaches)]
     return [mean(window) if math.isfinite(value) else math.nan for value, window in zip(values, windows, strict=True)]
 
 

@@ -14,7 +14,7 @@ from birl.track.log import JsonLog, encode, replace, writing
 from birl.track.progress import Progress, numbers, stored
 from birl.track.summary import closing, facts
 from birl.track.tensorboard import EventFile, samples_table
-from birl.track.wandb import WandbRun
+from birl.track.wandb import WandbRun, module
 
 FILES = ("metrics.jsonl", "rollouts.jsonl", "validation.jsonl")
 SAMPLES_IN_TRACKERS = 8
@@ -34,6 +34,8 @@ class Tracker:
         self, run: Path, track: Track, *, title: str, total_steps: int | None, config: dict[str, object]
     ) -> None:
         self.run, self.track, self.title, self.config = Path(run), track, title, config
+        if track.wandb != "off":
+            module()  # a missing package is told now, before a model is loaded
         self._console = Terminal()
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)

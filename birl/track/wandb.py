@@ -17,7 +17,7 @@ class WandbRun:
     """
 
     def __init__(self, run: Path, mode: str, config: Mapping[str, object], resume: bool) -> None:
-        wandb = _module()
+        wandb = module()
         try:
             self._run = wandb.init(
                 project="birl",
@@ -48,7 +48,8 @@ class WandbRun:
         self._run.finish(exit_code=1 if failed else 0)
 
 
-def _module() -> Any:
+def module() -> Any:
+    """The wandb package, or the error that says how to get it."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from birl.models.logprobs import token_logprobs
+from birl.models.logprobs import CHUNK, token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -14,7 +14,7 @@ def test_chunks_give_the_value_and_gradient_of_the_whole(temperature: float, bia
     up = torch.randn(23, generator=generator), torch.randn(23, generator=generator)
     parameters = [hidden, *head.parameters()]
 
-    logp, entropy = token_logprobs(hidden, head, targets, temperature, chunk=5)
+    logp, entropy = token_logprobs(hidden, head, targets, temperature, chunk=250)
     found = torch.autograd.grad((logp * up[0] + entropy * up[1]).sum(), parameters)
     full = (head(hidden) / temperature).log_softmax(-1)
     expected_logp = full.gather(1, targets[:, None])[:, 0]
@@ -35,19 +35,21 @@ def test_the_temperature_matters() -> None:
 
 
 def test_logits_never_exist_for_all_tokens() -> None:
-    """Peak of live float32 logits is one chunk: [128, V], whatever N is."""
-    head = torch.nn.Linear(4, 4096)
+    """Whatever N and V are, no more than CHUNK logits are alive at once; here all of them would be twice that."""
+    head = torch.nn.Linear(4, 8192)
+    n = 2 * CHUNK // 8192
     sizes: list[int] = []
     original = torch.nn.functional.linear
 
-    def spy(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        return original(x, *rest)
+    def spy(*args: torch.Tensor) -> torch.Tensor:
+        result = original(*args)
+        sizes.append(result.numel())
+        return result
 
     torch.nn.functional.linear = spy  # type: ignore[assignment]
     try:
-        logp, _ = token_logprobs(torch.randn(1000, 4, requires_grad=True), head, torch.zeros(1000, dtype=torch.long))
+        logp, _ = token_logprobs(torch.randn(n, 4, requires_grad=True), head, torch.zeros(n, dtype=torch.long))
         logp.sum().backward()
     finally:
         torch.nn.functional.linear = original
-    assert max(sizes) <= 128 and sum(sizes) == 2000
+    assert max(sizes) <= CHUNK and sum(sizes) == 4 * CHUNK

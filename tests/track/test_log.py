@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ def test_floats_in_lists_keep_six_digits_and_the_rest_keeps_all() -> None:
 
 def test_any_text_survives(tmp_path: Path) -> None:
     text = "\u2028 \x85 \x00 \ud800 \u202e 中 😀 \n"
-    JsonLog(tmp_path / "a.jsonl").append([{"text": text}, {"text": "b"}])
+    with closing(JsonLog(tmp_path / "a.jsonl")) as log:
+        log.append([{"text": text}, {"text": "b"}])
     assert read_jsonl(tmp_path / "a.jsonl") == [{"text": text}, {"text": "b"}]
 
 
@@ -52,7 +54,8 @@ def test_any_other_bad_line_is_an_error_that_names_it(tmp_path: Path) -> None:
 def test_cut_never_fills_a_short_file_with_zeros(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1}\n{"ste')
-    assert not JsonLog(path).cut(1000)
+    with closing(JsonLog(path)) as log:
+        assert not log.cut(1000)
     assert path.read_bytes() == b'{"step":1}\n'
 
 
@@ -77,6 +80,7 @@ def test_a_full_disk_is_an_error_with_file_and_fix_and_leaves_whole_lines(
         log.append([{"step": 2}])
     assert read_jsonl(log.path) == [{"step": 1}]
     assert log.path.read_bytes().endswith(b"\n")
+    log.close()
 
 
 def test_a_real_full_device() -> None:

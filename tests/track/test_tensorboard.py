@@ -32,7 +32,8 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
         runs.train(killed, 1, 5)
         offsets = killed.offsets()
         runs.train(killed, 6, 9)
-    next((tmp_path / "tensorboard").iterdir()).open("ab").write(b"\x07torn")
+    with next((tmp_path / "tensorboard").iterdir()).open("ab") as file:
+        file.write(b"\x07torn")
     with runs.tracker(tmp_path, tensorboard=True) as resumed:
         resumed.rewind(offsets, 5)
         runs.train(resumed, 6, 7)

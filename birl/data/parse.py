@@ -1,0 +1,105 @@
+"""JSON and CSV in plain Python: slower than `datasets`, keeps values as written, and names the line that is wrong."""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+
+CSV_FIELD_LIMIT = 2**31 - 1  # characters; Python's own limit of 128 Ki is too small for long solutions
+
+
+def check_utf8(path: Path) -> None:
+    """Raises `BirlError` naming the first line that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            _decode(line, path, number)
+
+
+def parse_json(path: Path) -> Iterator[dict[str, Any]]:
+    """A list of objects, one object, or one object a line."""
+    with path.open("rb") as file:
+        head = file.read(2**12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not head:
+        raise BirlError(f"{path} is empty.")
+    if head.startswith(b"["):
+        yield from _parse_json_list(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            text = _decode(line, path, number)
+            if text.strip():
+                yield _object(_parse_value(text.rstrip(), path, number), f"{path}, line {number}")
+
+
+def _parse_json_list(path: Path) -> Iterator[dict[str, Any]]:
+    text = "".join(_decode(line, path, i) for i, line in enumerate(path.read_bytes().splitlines(keepends=True), 1))
+    for row, value in enumerate(_parse_value(text, path, 1), 1):
+        yield _object(value, f"{path}, row {row}")
+
+
+def _parse_value(text: str, path: Path, line: int) -> Any:
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        place = line + error.lineno - 1
+        excerpt = [*text.split("\n"), ""][error.lineno - 1] or text
+        raise BirlError(
+            f"{path}, line {place}: broken JSON, {error.msg} (character {error.colno}): {_short(excerpt)}\n"
+            "Correct or remove it."
+        ) from error
+    except UnicodeEncodeError as error:
+        raise BirlError(
+            f"{path}, line {line}: half of a character (\\ud...): {_short(text)}\nCorrect or remove it."
+        ) from error
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BirlError(
+            f'{where}: a row is a JSON object such as {{"prompt": "..."}}, this is {_short(json.dumps(value))}'
+        )
+    return value
+
+
+def _decode(line: bytes, path: Path, number: int) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise BirlError(
+            f"{path}, line {number}: not UTF-8 (byte 0x{line[error.start]:02x} at position {error.start + 1}): "
+            f"{_short(line.decode('utf-8', 'replace'))}\nSave the file as UTF-8, or correct or remove the line."
+        ) from error
+
+
+def parse_csv(path: Path) -> Iterator[dict[str, str]]:
+    """All values as text. The file needs one header line, and each row as many fields as that has."""
+    csv.field_size_limit(max(csv.field_size_limit(), CSV_FIELD_LIMIT))
+    with path.open("rb") as file:
+        reader = csv.reader((_decode(line, path, i) for i, line in enumerate(file, 1)), strict=True)
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header) or not all(name.strip() for name in header):
+                raise BirlError(f"{path}, line 1: the header needs a different name for each column, it has {header}.")
+            for record in reader:
+                if record and len(record) != len(header):
+                    raise BirlError(
+                        f"{path}, line {reader.line_num}: {len(record)} fields, but the header has {len(header)} "
+                        f"({', '.join(header)}). Quote fields that contain commas or line breaks."
+                    )
+                if record:
+                    yield dict(zip(header, record, strict=True))
+        except csv.Error as error:
+            raise BirlError(
+                f"{path}, line {reader.line_num}: broken CSV, {error}. Double the quotes inside a field."
+            ) from error
+
+
+def _short(text: str, width: int = 80) -> str:
+    text = text.strip()
+    return text if len(text) <= width else text[: width - 3] + "..."

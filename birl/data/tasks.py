@@ -1,0 +1,278 @@
+"""Rows -> `Task`s: which column is the prompt, which the answer; everything else goes to the reward functions.
+
+messages | prompt | question                                          text, or a list of {role, content}
+ground_truth | answer | solution | extra_info.answer | reward_model.ground_truth
+data_source | extra_info.data_source                                  what validation results are grouped by
+"""
+
+import difflib
+import json
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal, overload
+
+from birl.config.schema import Data
+from birl.data.rows import Rows, given, pick, read
+from birl.errors import BirlError
+from birl.types import Message, Task
+
+PROMPTS = ("messages", "prompt", "question")
+ANSWERS = ("ground_truth", "answer", "solution", "extra_info.answer", "reward_model.ground_truth")
+SOURCES = ("data_source", "extra_info.data_source")
+VALIDATION_SPLITS = ("validation", "test", "train")
+
+KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+
+FINAL = re.compile(r"####[ \t]*([^\n#]*\S)\s*$")  # GSM8K: "6 * 12 = 72\n#### 72"
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How the rows of one source become Tasks. `answer` None: they have none. `raw`: text stays text."""
+
+    prompt: str
+    answer: str | None
+    raw: bool
+    chat: bool
+    system: str
+
+    def task(self, rows: Rows, index: int, prefix: str = "") -> Task:
+        row, where = rows[index], rows.where(index)
+        return Task(
+            id=prefix + rows.id(index),
+            prompt=self._prompt(pick(row, self.prompt), where),
+            answer=self._answer(pick(row, self.answer), where) if self.answer else None,
+            columns={name: value for name, value in row.items() if name != self.prompt},
+            source=next((str(s) for path in SOURCES if (s := pick(row, path))), rows.stem(index)),
+        )
+
+    def _prompt(self, value: Any, where: str) -> tuple[Message, ...] | str:
+        if isinstance(value, str):
+            text = _text(value, where, self.prompt)
+            if self.raw:
+                self._refuse_system(where)
+                return text
+            messages = (Message(role="user", content=text),)
+        elif value is None or value == []:
+            raise BirlError(f"{where}: `{self.prompt}` is empty. Remove the row.")
+        else:
+            messages = _messages(value, where, self.prompt)
+            if not self.chat:
+                raise BirlError(
+                    f"{where}: `{self.prompt}` is a list of messages, but the tokenizer has no chat template for them. "
+                    "Set model.chat_template=FILE, or give the prompts as text."
+                )
+        if self.system and messages[0].role != "system":
+            messages = (Message(role="system", content=self.system), *messages)
+        return messages
+
+    def _refuse_system(self, where: str) -> None:
+        if self.system:
+            why = "data.apply_chat_template=false" if self.chat else "the tokenizer has no chat template"
+            raise BirlError(f"{where}: data.system_prompt is set, but {why}, and raw text has no place for it.")
+
+    def _answer(self, value: Any, where: str) -> str:
+        text = answer_text(value)
+        if not text:
+            raise BirlError(
+                f"{where}: `{self.answer}` is empty, but other rows are checked against it. "
+                "Correct or remove the row, or set data.answer_column to another column."
+            )
+        return text
+
+
+class Tasks(Sequence[Task]):
+    """The tasks of one source, made when asked for. `rows[i]` for i in `indices`.
+
+    Example: load_tasks(Data(train=["train.jsonl"]), "train", chat=True)[0][0].answer == "7"
+    """
+
+    def __init__(self, rows: Rows, reader: Reader, indices: Sequence[int] | None = None, prefix: str = "") -> None:
+        self.rows = rows
+        self.reader = reader
+        self.indices = range(len(rows)) if indices is None else indices
+        self.prefix = prefix
+
+    @property
+    def name(self) -> str:
+        return self.rows.name
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Tasks": ...
+    def __getitem__(self, index: int | slice) -> "Task | Tasks":
+        if isinstance(index, slice):
+            return Tasks(self.rows, self.reader, self.indices[index], self.prefix)
+        return self.reader.task(self.rows, self.indices[index], self.prefix)
+
+    def select(self, positions: Iterable[int]) -> "Tasks":
+        return Tasks(self.rows, self.reader, [self.indices[p] for p in positions], self.prefix)
+
+
+def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: bool, given: Any = None) -> list[Tasks]:
+    """One `Tasks` for each source of data.train or data.validation; `given` rows take their place.
+
+    `chat`: the tokenizer has a chat template. What is wrong with a source as a whole raises `BirlError` at once, what
+    is wrong with a row raises when that row is asked for.
+    """
+    if given is not None:
+        sources = [_given(given, which, config.max_samples if which == "train" else config.max_validation_samples)]
+    elif which == "train":
+        sources = [
+            read(p, subset=config.subset, splits=(config.split,), limit=config.max_samples) for p in config.train
+        ]
+    else:
+        splits = (config.validation_data_split,) if config.validation_data_split else VALIDATION_SPLITS
+        limit = config.max_validation_samples
+        sources = [read(p, subset=config.subset, splits=splits, limit=limit) for p in config.validation]
+    prefixes = _prefixes(sources)
+    return [Tasks(s, _reader(s, config, chat), prefix=p) for s, p in zip(sources, prefixes, strict=True)]
+
+
+def split_validation(train: Sequence[Tasks], share: float, seed: int) -> tuple[list[Tasks], list[Tasks]]:
+    """Hold out `share` of each source's rows. Rows with the same prompt stay together, also across sources."""
+    held: dict[str, bool] = {}
+    kept, out = [], []
+    for number, tasks in enumerate(train):
+        rows: defaultdict[str, list[int]] = defaultdict(list)
+        for i, task in enumerate(tasks):
+            rows[prompt_text(task)].append(i)
+        missing = round(share * len(tasks)) - sum(len(rows[p]) for p in rows if held.get(p))
+        undecided = [p for p in rows if p not in held]
+        random.Random(f"{seed}/{number}").shuffle(undecided)
+        for prompt in undecided:
+            held[prompt] = 0 < len(rows[prompt]) <= missing
+            missing -= len(rows[prompt]) if held[prompt] else 0
+        sides: dict[bool, list[int]] = {True: [], False: []}
+        for prompt, where in rows.items():
+            sides[held[prompt]] += where
+        if not sides[False]:
+            raise BirlError(
+                f"data.validation_split={share:g} leaves no training row of the {len(tasks)} in {tasks.name}."
+            )
+        kept.append(tasks.select(sorted(sides[False])))
+        if sides[True]:
+            out.append(tasks.select(sorted(sides[True])))
+    if not out:
+        total = sum(map(len, train))
+        raise BirlError(
+            f"data.validation_split={share:g} of {total} rows is not one row. Raise it, or name data.validation."
+        )
+    return kept, out
+
+
+def filter_by_length(tasks: Tasks, length_of: Callable[[Task], int], limit: int) -> tuple[Tasks, int]:
+    """The tasks with `length_of(task) <= limit`, and how many were dropped."""
+    fitting = [i for i, task in enumerate(tasks) if length_of(task) <= limit]
+    return tasks.select(fitting), len(tasks) - len(fitting)
+
+
+def overlap(train: Iterable[Task], validation: Iterable[Task]) -> int:
+    """How many validation tasks have a prompt that is a training prompt as well."""
+    asked = [prompt_text(task) for task in validation]
+    wanted = set(asked)
+    shared = {text for task in train if (text := prompt_text(task)) in wanted}
+    return sum(text in shared for text in asked)
+
+
+def prompt_text(task: Task) -> str:
+    """What makes two prompts the same: their words, white space aside."""
+    if isinstance(task.prompt, str):
+        return " ".join(task.prompt.split())
+    return "\n".join(f"{m.role}: {' '.join(m.content.split())}" for m in task.prompt)
+
+
+def answer_text(value: Any) -> str:
+    """An answer as text: numbers without a useless .0, GSM8K's `... #### 1,234` as 1234, lists and objects as JSON."""
+    if value is None:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False) if value else ""
+    text = str(value).strip()
+    final = FINAL.search(text)
+    return THOUSANDS.sub("", final[1]) if final else text
+
+
+def _given(rows: Any, which: str, limit: int) -> Rows:
+    all_rows = given(rows, which)
+    return Rows(all_rows.name, all_rows.parts, limit)
+
+
+def _reader(rows: Rows, config: Data, chat: bool) -> Reader:
+    raw = not (chat and config.apply_chat_template)
+    prompt = _column(rows, config.prompt_column, PROMPTS, "data.prompt_column")
+    if prompt is None:
+        raise BirlError(
+            f"{rows.name} has no column {', '.join(PROMPTS)}. {_existing(rows)} Set data.prompt_column to one of them."
+        )
+    answer = _column(rows, config.answer_column, ANSWERS, "data.answer_column")
+    return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt)
+
+
+def _column(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> str | None:
+    if not chosen:
+        return next((path for path in candidates if rows.has(path)), None)
+    if rows.has(chosen):
+        return chosen
+    close = difflib.get_close_matches(chosen, rows.columns, n=1)
+    hint = f" Did you mean {key}={close[0]}?" if close else ""
+    raise BirlError(f"{key}={chosen}: {rows.name} has no such column. {_existing(rows)}{hint}")
+
+
+def _existing(rows: Rows) -> str:
+    return f"It has the columns {', '.join(rows.columns)}."
+
+
+def _prefixes(sources: Sequence[Rows]) -> list[str]:
+    """Two files of the same name get their folder into their tasks' ids."""
+    labels = [source.parts[0].label for source in sources]
+    folders = [PurePath(source.name).parent.name for source in sources]
+    prefixes = [f"{f}/" if f and labels.count(label) > 1 else "" for label, f in zip(labels, folders, strict=True)]
+    clash = len({*zip(prefixes, labels, strict=True)}) < len(labels)
+    return [f"{i}:" for i in range(len(sources))] if clash else prefixes
+
+
+def _text(value: Any, where: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise BirlError(f"{where}: {field} is {_kind(value)}, it needs to be text.")
+    if not value.strip():
+        raise BirlError(f"{where}: {field} is empty. Remove the row.")
+    return value
+
+
+def _messages(value: Any, where: str, field: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise BirlError(f"{where}: {field} is {_kind(value)}, it needs to be text or a list of messages.")
+    messages = tuple(_message(m, where, f"{field}[{i}]") for i, m in enumerate(value))
+    if messages[-1].role == "assistant":
+        raise BirlError(
+            f"{where}: {field} ends with an assistant message, so there is nothing left to answer. "
+            "Move that message into a column `answer`."
+        )
+    _text(messages[-1].content, where, f"{field}[{len(messages) - 1}].content")
+    return messages
+
+
+def _message(value: Any, where: str, field: str) -> Message:
+    if not isinstance(value, Mapping) or value.get("role") is None or "content" not in value:
+        found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {_kind(value)}"
+        raise BirlError(f'{where}: {field} {found}; a message is {{"role": "user", "content": "..."}}.')
+    if not isinstance(value["role"], str) or not isinstance(value["content"], str):
+        name = "role" if not isinstance(value["role"], str) else "content"
+        raise BirlError(f"{where}: {field}.{name} is {_kind(value[name])}, it needs to be text.")
+    return Message(role=value["role"], content=value["content"])
+
+
+def _kind(value: Any) -> str:
+    return KINDS.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,103 @@
+"""Is an answer mathematically right? Judged by math-verify, in a worker process with a deadline."""
+
+import logging
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from math_verify import ExprExtractionConfig, parse, verify
+
+# math-verify limits its time with SIGALRM and calls a late answer wrong. Here the worker process has a deadline and a
+# late answer is a timeout, so its limits are off, and so is its warning that they are.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
+NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+# "1,000", "1/2", "50%", "72 dollars"
+PLAIN = re.compile(rf"[$€£]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\s+[a-zA-Z ]+)?")
+NUMERAL = re.compile(r"\d(?:[\d,.]|[ ]\d{3}(?!\d))*")
+PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,2}")
+
+
+def math(completions: list[str], gold: Sequence[object], **_: Any) -> list[float]:
+    """1 where the last stated value equals the gold answer, else 0.
+
+    The last `<answer>...</answer>` is judged where there is one, else what follows the last `####` (GSM8K), else the
+    whole text, of which math-verify takes a boxed or announced answer, else the last expression or number. Where the
+    gold answer is a number, so must the answer be: "3 + 4" equals 7 but only repeats the question.
+
+    Example: math(["3 + 4 = 7", "3 + 4 = 8", "3 + 4"], gold=["7", "7", "7"]) == [1.0, 0.0, 0.0]
+    """
+    return [float(_right(c, _text(g, i))) for i, (c, g) in enumerate(zip(completions, gold, strict=True))]
+
+
+def _text(gold: object, index: int) -> str:
+    if gold is None:
+        raise ValueError(f"gold is None for completion {index}: `math` needs the right answer (see data.answer_column)")
+    return str(gold)
+
+
+@lru_cache(maxsize=4096)  # the answers of a group repeat themselves
+def _right(completion: str, gold: str) -> bool:
+    want, found = _gold(gold), _parse(_final(completion))
+    return bool(found) and _computed(want, found) and verify(want, found, timeout_seconds=None)
+
+
+@lru_cache(maxsize=1024)
+def _gold(gold: str) -> list[Any]:
+    text = _final(gold).strip().replace("\u2212", "-").removeprefix("+")
+    if SCIENTIFIC.fullmatch(text):
+        text = f"{Decimal(text):f}"
+    if PLAIN.fullmatch(text):
+        found = _parse(text, [ExprExtractionConfig()])
+    else:  # LaTeX without its dollars is what data sets hold: of 2\sqrt{3} math-verify would see the 2
+        delimited = any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
+        found = _parse(text if delimited else f"${text}$")
+    if not found:
+        raise ValueError(f"the gold answer {gold!r} cannot be read as mathematics")
+    return found
+
+
+def _final(text: str) -> str:
+    for pattern in (ANSWER_TAG, GSM8K):
+        if found := pattern.findall(text):
+            return found[-1]
+    return text
+
+
+def _parse(text: str, *how: Any) -> list[Any]:
+    """[expression, its text] as math-verify found them, [text] when it could not read it, [] when there was nothing."""
+    return parse(text, *how, parsing_timeout=None)  # type: ignore[arg-type]
+
+
+def _computed(want: list[Any], found: list[Any]) -> bool:
+    """Whether an answer to a numeric question is a number, and not a sum that still has to be done."""
+    asked, stated = _number(want[0]), _number(found[0])
+    if asked is None or stated is None:
+        return asked is None
+    # the text counts as well: of \frac{14}{2}, sympy has already done the division
+    numerals = len(NUMERAL.findall(str(found[-1]).rpartition("=")[2]))
+    return numerals <= 1 or asked != int(asked)
+
+
+def _number(expression: Any) -> Any:
+    """The number that is written, also as x = 7, as a fraction or as a percentage. None for everything else."""
+    while isinstance(expression, sympy.Eq):
+        expression = expression.rhs
+    if isinstance(expression, sympy.Number):
+        return expression if expression.is_finite else None
+    if not isinstance(expression, sympy.Mul):
+        return None
+    numbers = [part for part in expression.args if part.is_Number and part != -1]
+    others = [part for part in expression.args if not part.is_Number]
+    written = len(numbers) <= 1 and len(others) == 1 and (_is_reciprocal(others[0]) or others[0] == PERCENT)
+    return sympy.Mul(*(part.doit() for part in expression.args)) if written else None
+
+
+def _is_reciprocal(part: Any) -> bool:
+    return isinstance(part, sympy.Pow) and part.exp == -1 and part.base.is_Number

@@ -1,0 +1,300 @@
+"""Reward functions, combined: completions in, one `Score` each out."""
+
+import asyncio
+import difflib
+import inspect
+import json
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.rewards.functions import OPTIONS, Answers, CallFailed, Parameters, resolve
+from birl.rewards.pool import Pool, Thread, Worker, awaited
+from birl.types import Outcome
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What one completion is worth. `value` is NaN unless the outcome is ok; `parts` holds what each function gave, as
+    far as it gave anything; `detail` is the first line of what went wrong.
+
+    Example: Score(value=1.5, parts={"math": 1.0, "format": 0.5}, outcome=Outcome.OK)
+    """
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome = Outcome.OK
+    detail: str = ""
+
+
+Call = Callable[[Mapping[str, Any], int, float], Awaitable[tuple[Answers, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One reward function, wherever it runs."""
+
+    name: str
+    parameters: Parameters
+    call: Call  # (arguments, number of completions, deadline in seconds) -> (answers, seconds it took)
+    remote: bool  # arguments cross a pipe as JSON
+
+
+class Rewards:
+    """The weighted sum of some reward functions (their mean, when no weights are given).
+
+    A function is `(completions, prompts, **columns) -> list of numbers`, sync or async. It gets the dataset's other
+    columns by name, and `gold`, the canonical answers; without `**kwargs` only what it names.
+
+    - By name (`math`, `format`, `length`, `my_file.py:score`, `package.module:score`) it runs in a worker process that
+      is killed, with all its children, when a call takes longer than `timeout` seconds.
+    - A Python object runs in this process: async in the event loop, which it must not block; sync in a thread, one call
+      at a time. A thread that hangs cannot be killed: it is left behind (it does not keep the program from ending), and
+      all completions of that call time out.
+
+    What fails is never a 0. A call that hangs, dies or raises is repeated with one completion at a time to find the
+    culprits (about 3 times the timeout at most, plus restarts); the others are then scored together, without them,
+    because a function may compare the completions of a group. None, NaN and infinity are errors of that completion.
+
+    Example: async with Rewards(["math", "my_file.py:score"], weights=[1.0, 0.5]) as rewards:
+                 scores = await rewards.score([prompt, prompt], ["7", "8"], {"level": [1, 1]}, gold=["7", "7"])
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str | Callable[..., Any]],
+        *,
+        weights: Sequence[float] = (),
+        timeout: float = 10.0,
+        workers: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not functions:
+            raise BirlError("reward.functions is empty: name at least one, such as math")
+        if weights and len(weights) != len(functions):
+            raise BirlError(f"reward.weights has {len(weights)} values for {len(functions)} functions")
+        if timeout <= 0 or workers < 1:
+            raise BirlError("reward.timeout must be above 0 and reward.workers at least 1")
+        self.options = dict(options or {})
+        _check_options(self.options)
+        self.folder = Path.cwd()
+        self.functions = [resolve(f, self.folder) if isinstance(f, str) else _callable(f) for f in functions]
+        self.names = _names(functions)
+        self.weights = [float(w) for w in weights] or [1.0 / len(functions)] * len(functions)
+        self.timeout = float(timeout)
+        self.workers = workers
+        self._pools: list[Pool] = []
+        self._ready: list[Function] = []
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the workers and import the functions. Raises `BirlError` when one cannot be used. `score` does it if
+        need be, but it takes up to a second: call it while the model loads."""
+        if self._closed:
+            raise BirlError("these rewards were closed")
+        if not self._pools:
+            self._open()
+        specs = [f for f in self.functions if isinstance(f, str)]
+        hello = (await self._workers.start())[0] if specs else {"functions": []}
+        remote = iter(hello["functions"])
+        parameters = [Parameters(**next(remote)) if isinstance(f, str) else Parameters.of(f) for f in self.functions]
+        self._ready = [
+            Function(name, takes, call, isinstance(f, str))
+            for name, takes, call, f in zip(self.names, parameters, self._calls, self.functions, strict=True)
+        ]
+
+    async def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        gold: Sequence[str | None],
+    ) -> list[Score]:
+        """One score for each completion. Raises `BirlError` when a function needs a column that does not exist."""
+        if not self._ready:
+            await self.start()
+        n = len(completions)
+        reserved = {"prompts": list(prompts), "completions": list(completions)}
+        offered = {"gold": list(gold), **{k: list(v) for k, v in columns.items()}, **reserved}
+        uneven = {name: len(values) for name, values in offered.items() if len(values) != n}
+        if uneven:
+            raise ValueError(f"{n} completions, but {uneven}")
+        if n == 0:
+            return []
+        asked = [_arguments(function, offered) for function in self._ready]
+        calls = [_settle(f, a, n, self.timeout) for f, a in zip(self._ready, asked, strict=True)]
+        results = await asyncio.gather(*calls)
+        return [self._combine([result[i] for result in results]) for i in range(n)]
+
+    async def close(self) -> None:
+        """Kill the workers, calls in progress included."""
+        self._closed = True
+        for pool in self._pools:
+            pool.close()
+
+    async def __aenter__(self) -> "Rewards":
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _open(self) -> None:
+        specs = [f for f in self.functions if isinstance(f, str)]
+        self._calls: list[Call] = []
+        if specs:
+            count = range(self.workers)
+            self._workers = Pool([Worker(specs, options=self.options, folder=self.folder) for _ in count])
+            self._pools.append(self._workers)
+        index = iter(range(len(specs)))
+        for function in self.functions:
+            if isinstance(function, str):
+                self._calls.append(_bind(self._workers, next(index)))
+            elif _is_async(function):
+                self._calls.append(_bind_async(function))
+            else:
+                self._pools.append(Pool([Thread(function)]))
+                self._calls.append(_bind(self._pools[-1], 0))
+
+    def _combine(self, parts: list["float | CallFailed"]) -> Score:
+        """One completion's parts, in the order of the functions; the first problem decides about the outcome."""
+        good = {name: part for name, part in zip(self.names, parts, strict=True) if not isinstance(part, CallFailed)}
+        for name, part in zip(self.names, parts, strict=True):
+            if isinstance(part, CallFailed):
+                detail = f"reward {name}: {part.detail}"
+                return Score(value=math.nan, parts=good, outcome=part.outcome, detail=detail)
+        value = sum(weight * good[name] for weight, name in zip(self.weights, self.names, strict=True))
+        if not math.isfinite(value):
+            detail = f"the weighted sum of the rewards is {value}"
+            return Score(value=math.nan, parts=good, outcome=Outcome.ENV_ERROR, detail=detail)
+        return Score(value=value, parts=good)
+
+
+async def _settle(function: Function, arguments: Mapping[str, Any], n: int, timeout: float) -> list[float | CallFailed]:
+    """Each completion's value or problem. After a failure: find the culprits one by one, score the rest together."""
+    try:
+        return _split((await function.call(arguments, n, timeout))[0])
+    except CallFailed as failure:
+        if n == 1 or not failure.isolate:
+            return [failure] * n
+        first = failure
+    results: list[float | CallFailed] = [first] * n
+    innocent: list[int] = []
+    left = 3 * timeout
+    for i in range(n):
+        # each hang gets a third of what is left, so that every completion has its chance and the total stays bounded
+        allowed = max(min(timeout, left / 3), min(timeout, 0.1))
+        try:
+            _, seconds = await function.call(_pick(arguments, [i]), 1, allowed)
+            innocent.append(i)
+        except CallFailed as failure:
+            results[i] = failure
+            seconds = failure.seconds
+        left -= seconds
+    for i, result in zip(innocent, await _together(function, arguments, innocent, timeout), strict=True):
+        results[i] = result
+    return results
+
+
+async def _together(
+    function: Function, arguments: Mapping[str, Any], which: list[int], timeout: float
+) -> list[float | CallFailed]:
+    if not which:
+        return []
+    try:
+        return _split((await function.call(_pick(arguments, which), len(which), timeout))[0])
+    except CallFailed as failure:
+        hint = "; raise reward.timeout" if failure.outcome is Outcome.TIMEOUT else ""
+        detail = f"{failure.detail} ({len(which)} completions together, though each alone is fine{hint})"
+        return [CallFailed(failure.outcome, detail)] * len(which)
+
+
+def _split(answers: Answers) -> list[float | CallFailed]:
+    return [CallFailed(Outcome.ENV_ERROR, a) if isinstance(a, str) else a for a in answers]
+
+
+def _pick(arguments: Mapping[str, Any], which: list[int]) -> dict[str, Any]:
+    return {name: [values[i] for i in which] for name, values in arguments.items()}
+
+
+def _arguments(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.parameters.select(function.name, offered)
+    return _sendable(function, arguments) if function.remote else arguments
+
+
+_left_out: set[tuple[str, str]] = set()
+
+
+def _sendable(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without columns that JSON cannot carry (images); an error where the function names one."""
+    bad = [name for name, values in arguments.items() if not _is_json(values)]
+    for name in bad:
+        kinds = ", ".join(sorted({type(value).__name__ for value in arguments[name]}))
+        if name in function.parameters.named:
+            raise BirlError(
+                f"reward function {function.name!r} asks for column {name!r}, whose values ({kinds}) cannot be sent to "
+                f"a worker process. Pass the function as a Python object, or store the column as text or numbers."
+            )
+        if (function.name, name) not in _left_out:
+            _left_out.add((function.name, name))
+            log.warning("reward function %r does not get column %r (%s): not JSON", function.name, name, kinds)
+    return {name: values for name, values in arguments.items() if name not in bad}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _bind(pool: Pool, index: int) -> Call:
+    return lambda arguments, n, timeout: pool.run(index, arguments, n, timeout)
+
+
+def _bind_async(function: Callable[..., Any]) -> Call:
+    return lambda arguments, n, timeout: awaited(function, arguments, n, timeout)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _callable(function: object) -> Callable[..., Any]:
+    if not callable(function):
+        raise BirlError(f"a reward function must be a name or a callable, not a {type(function).__name__}")
+    return function
+
+
+def _names(functions: Sequence[str | Callable[..., Any]]) -> list[str]:
+    """Short names, made different from each other where two functions have the same."""
+    short = [
+        f.rpartition(":")[2] if isinstance(f, str) else getattr(f, "__name__", type(f).__name__) for f in functions
+    ]
+    full = [f if isinstance(f, str) and short.count(s) > 1 else s for f, s in zip(functions, short, strict=True)]
+    return [f"{name}_{full[:i].count(name) + 1}" if name in full[:i] else name for i, name in enumerate(full)]
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for key in options:
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(key, OPTIONS, n=1)
+            raise BirlError(f"there is no reward option {key!r}; " + (f"did you mean {near[0]!r}?" if near else ""))
+    try:
+        re.compile(options.get("format_pattern", ""))
+    except (re.error, TypeError) as error:
+        raise BirlError(f"reward.format_pattern is not a regular expression: {error}") from error
+    if options.get("length_target", 1) <= 0:
+        raise BirlError(f"reward.length_target must be above 0 [characters], not {options['length_target']}")

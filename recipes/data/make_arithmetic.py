@@ -1,0 +1,287 @@
+"""Write the data sets of this folder: `arithmetic/` and `arithmetic_stories/`, each train.jsonl and validation.jsonl.
+
+    python recipes/data/make_arithmetic.py            # the committed files, byte for byte
+    python recipes/data/make_arithmetic.py --out /tmp/mine --suffix " Answer with a number."
+
+No problem (operation and operands, their order aside) is in both files of a set, and no prompt occurs twice.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One kind of problem of `arithmetic/`. `tell` are stories; they need operands of 2 or more ("4 pens")."""
+
+    name: str
+    answer: Callable[[int, int], int]
+    commutes: bool
+    ask: tuple[str, ...]
+    tell: tuple[str, ...]
+
+
+SUM = Operation(
+    name="sum",
+    answer=lambda a, b: a + b,
+    commutes=True,
+    ask=(
+        "What is {a} + {b}?",
+        "{a} + {b} = ?",
+        "Add {a} and {b}.",
+        "What is {a} plus {b}?",
+        "How much is {a} plus {b}?",
+        "What do you get if you add {b} to {a}?",
+        "What is the sum of {a} and {b}?",
+        "Calculate {a} + {b}.",
+        "Which number is {b} more than {a}?",
+    ),
+    tell=(
+        "I have {a} pens and get {b} more. How many pens do I have?",
+        "Anna has {a} apples. She buys {b} more. How many apples does she have now?",
+        "There are {a} cats and {b} dogs in the garden. How many animals are there?",
+        "A bus carries {a} people. {b} more get on. How many people are on the bus?",
+        "Tom read {a} pages yesterday and {b} pages today. How many pages did he read?",
+    ),
+)
+DIFFERENCE = Operation(
+    name="difference",
+    answer=lambda a, b: a - b,
+    commutes=False,
+    ask=(
+        "What is {a} - {b}?",
+        "{a} - {b} = ?",
+        "Subtract {b} from {a}.",
+        "What is {a} minus {b}?",
+        "How much is {a} minus {b}?",
+        "Take {b} away from {a}. What is left?",
+        "What is the difference between {a} and {b}?",
+        "Calculate {a} - {b}.",
+        "Which number is {b} less than {a}?",
+    ),
+    tell=(
+        "I have {a} pens and lose {b} of them. How many pens do I have?",
+        "Anna has {a} apples. She eats {b} of them. How many apples are left?",
+        "There are {a} birds in a tree. {b} of them fly away. How many birds stay?",
+        "A bus carries {a} people. {b} of them get off. How many people are on the bus?",
+        "Tom wants to read {a} pages and has read {b} of them. How many pages are left?",
+    ),
+)
+PRODUCT = Operation(
+    name="product",
+    answer=lambda a, b: a * b,
+    commutes=True,
+    ask=(
+        "What is {a} * {b}?",
+        "{a} * {b} = ?",
+        "Multiply {a} by {b}.",
+        "What is {a} times {b}?",
+        "How much is {a} times {b}?",
+        "What do you get if you multiply {a} by {b}?",
+        "What is the product of {a} and {b}?",
+        "Calculate {a} * {b}.",
+        "What is {a} multiplied by {b}?",
+    ),
+    tell=(
+        "I have {a} boxes with {b} pens each. How many pens do I have?",
+        "Anna buys {a} bags. There are {b} apples in each bag. How many apples does she have?",
+        "There are {a} cages with {b} birds each. How many birds are there?",
+        "{a} buses carry {b} people each. How many people is that?",
+        "Tom reads {b} pages a day. How many pages does he read in {a} days?",
+    ),
+)
+OPERATIONS = (SUM, DIFFERENCE, PRODUCT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One kind of problem of `arithmetic_stories/`: two or three numbers from 2 to a bound each, no answer below 0.
+
+    `swaps` says which of the operands may change places without changing the problem.
+    """
+
+    name: str
+    bounds: tuple[int, ...]
+    answer: Callable[..., int]
+    swaps: tuple[int, ...]
+    wordings: tuple[str, ...]
+
+
+STORIES = (
+    Story(
+        name="a+b",
+        bounds=(50, 50),
+        answer=lambda a, b: a + b,
+        swaps=(0, 1),
+        wordings=(
+            "What is {a} + {b}?",
+            "Add {a} and {b}.",
+            "What is the sum of {a} and {b}?",
+            "How much is {a} plus {b}?",
+            "A baker sells {a} rolls in the morning and {b} in the afternoon. How many rolls does he sell?",
+            "There are {a} boys and {b} girls at a school party. How many children are there?",
+        ),
+    ),
+    Story(
+        name="a+b+c",
+        bounds=(50, 50, 50),
+        answer=lambda a, b, c: a + b + c,
+        swaps=(0, 1, 2),
+        wordings=(
+            "What is {a} + {b} + {c}?",
+            "Add {a}, {b} and {c}.",
+            "What is the sum of {a}, {b} and {c}?",
+            "Lena picks {a} plums, Max {b} and Eva {c}. How many plums do they have together?",
+            "A train has three cars with {a}, {b} and {c} people. How many people are on the train?",
+        ),
+    ),
+    Story(
+        name="a+b-c",
+        bounds=(50, 50, 40),
+        answer=lambda a, b, c: a + b - c,
+        swaps=(0, 1),
+        wordings=(
+            "What is {a} + {b} - {c}?",
+            "Tom has {a} stickers. He buys {b} more and gives {c} away. How many stickers does he have now?",
+            "A bus carries {a} people. At the next stop {b} get on and {c} get off. How many people are on the bus?",
+            "Anna saves {a} dollars in May and {b} in June. Then she spends {c}. How many dollars are left?",
+            "There are {a} red and {b} yellow tulips in a garden. {c} of them are cut. How many tulips are left?",
+        ),
+    ),
+    Story(
+        name="a-b-c",
+        bounds=(50, 25, 25),
+        answer=lambda a, b, c: a - b - c,
+        swaps=(1, 2),
+        wordings=(
+            "What is {a} - {b} - {c}?",
+            "A shop has {a} lamps. It sells {b} on Monday and {c} on Tuesday. How many lamps are left?",
+            "Mia has {a} cookies. She eats {b} and gives {c} to her brother. How many cookies does she have now?",
+            "A book has {a} pages. Ben reads {b} pages, and {c} more the next day. How many pages are left?",
+        ),
+    ),
+    Story(
+        name="a*b+c",
+        bounds=(9, 9, 50),
+        answer=lambda a, b, c: a * b + c,
+        swaps=(0, 1),
+        wordings=(
+            "What is {a} * {b} + {c}?",
+            "Sara has {a} boxes with {b} pens each, and {c} more pens. How many pens does she have?",
+            "Paul buys {a} tickets for {b} dollars each and a meal for {c} dollars. How many dollars does he pay?",
+            "A farmer has {a} fields with {b} sheep each, and {c} sheep in the barn. How many sheep does he have?",
+        ),
+    ),
+    Story(
+        name="a*b-c",
+        bounds=(9, 9, 30),
+        answer=lambda a, b, c: a * b - c,
+        swaps=(0, 1),
+        wordings=(
+            "What is {a} * {b} - {c}?",
+            "Anna buys {a} cartons of {b} eggs each and breaks {c} eggs. How many whole eggs does she have?",
+            "There are {a} rows of {b} chairs. {c} chairs are taken. How many chairs are free?",
+            "A box holds {b} chocolates. Leo opens {a} boxes and eats {c} chocolates. How many are left?",
+        ),
+    ),
+)
+
+Problem = tuple[
+    str, tuple[int, ...]
+]  # what it is called, and its operands in an order that is the same for all equal ones
+Row = dict[str, str]
+
+
+def arithmetic(
+    train: int, validation: int, seed: int, largest: int = 12, suffix: str = ""
+) -> tuple[list[Row], list[Row]]:
+    """Sums, differences and products of two numbers from 1 to `largest`; a tenth of the pairs is held out entirely."""
+    rng = random.Random(seed)
+    sides: tuple[list[list[Row]], list[list[Row]]] = ([], [])
+    for operation in OPERATIONS:
+        pairs = list(itertools.combinations_with_replacement(range(1, largest + 1), 2))
+        rng.shuffle(pairs)
+        held = max(1, len(pairs) // 10)
+        for side, chosen in zip(sides, (pairs[held:], pairs[:held]), strict=True):
+            rows = [row for pair in chosen for row in wordings(operation, pair, suffix)]
+            rng.shuffle(rows)
+            side.append(rows)
+    first, second = (take_in_turn(side, n) for side, n in zip(sides, (train, validation), strict=True))
+    rng.shuffle(first)
+    rng.shuffle(second)
+    return first, second
+
+
+def wordings(operation: Operation, pair: tuple[int, int], suffix: str) -> Iterator[Row]:
+    low, high = sorted(pair)
+    orders = {(low, high), (high, low)} if operation.commutes else {(high, low)}
+    templates = operation.ask + (operation.tell if low > 1 else ())
+    for (a, b), template in itertools.product(sorted(orders), templates):
+        yield {"prompt": template.format(a=a, b=b) + suffix, "answer": str(operation.answer(a, b))}
+
+
+def take_in_turn(kinds: Sequence[list[Row]], n: int) -> list[Row]:
+    """n rows, as many of each kind as there are."""
+    taken = [row for turn in itertools.zip_longest(*kinds) for row in turn if row is not None]
+    if len(taken) < n:
+        raise SystemExit(f"only {len(taken)} different prompts, {n} wanted: raise --largest or lower the numbers")
+    return taken[:n]
+
+
+def stories(train: int, validation: int, seed: int, suffix: str = "") -> tuple[list[Row], list[Row]]:
+    """Two- and three-term sums and short stories in two steps. Each problem occurs once, in one of the two files."""
+    rng = random.Random(seed)
+    seen: set[Problem] = set()
+    rows: list[Row] = []
+    for story in itertools.cycle(STORIES):
+        if len(rows) == train + validation:
+            break
+        numbers = draw(story, rng, seen)
+        names = dict(zip("abc", numbers, strict=False))
+        prompt = rng.choice(story.wordings).format(**names) + suffix
+        rows.append({"prompt": prompt, "answer": str(story.answer(*numbers))})
+    rng.shuffle(rows)
+    return rows[validation:], rows[:validation]
+
+
+def draw(story: Story, rng: random.Random, seen: set[Problem]) -> tuple[int, ...]:
+    """Operands of a problem that was not drawn before."""
+    while True:
+        numbers = tuple(rng.randint(2, bound) for bound in story.bounds)
+        swapped = sorted(numbers[i] for i in story.swaps)
+        problem = story.name, (*swapped, *(n for i, n in enumerate(numbers) if i not in story.swaps))
+        if story.answer(*numbers) >= 0 and problem not in seen:
+            seen.add(problem)
+            return numbers
+
+
+def write(folder: Path, train: list[Row], validation: list[Row]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("validation", validation)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write the two sets into")
+    parser.add_argument("--train", type=int, default=2000, help="training rows of each set")
+    parser.add_argument("--validation", type=int, default=200, help="validation rows of each set")
+    parser.add_argument("--largest", type=int, default=12, help="largest operand of arithmetic/")
+    parser.add_argument("--suffix", default="", help="text behind each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    pair = arithmetic(given.train, given.validation, given.seed, given.largest, given.suffix)
+    write(given.out / "arithmetic", *pair)
+    write(given.out / "arithmetic_stories", *stories(given.train, given.validation, given.seed, given.suffix))
+
+
+if __name__ == "__main__":
+    main()

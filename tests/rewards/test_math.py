@@ -1,0 +1,94 @@
+"""What counts as the right answer."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from birl.rewards.math import math
+
+RIGHT = r"""
+3 + 4 = 7|The answer is 7.|7|$7$|\boxed{7}|3 x 4 = 7|x = 7|7 apples|**7**|The answer is **7**.|7.0|$x=7$|$3+4=7$|\[7\]
+<answer>7</answer>|<think>8</think><answer>7</answer>|<answer>\boxed{7}</answer>|<answer> 7 </answer> of 8
+9 <answer>3 + 4 = 7</answer>
+#### 7|So 9 #### 7|#### 7 apples|9\boxed{7}8|$7^\circ$|$7 \text{ cm}^2$|\boxed{x_2 = 7}
+$7|\boxed{7}, \boxed{7}|3+4=7.|007|+ 7
+"""
+WRONG = r"""
+3 + 4 = 8|7 is not the answer, it is 9||seven|-7|7 and 9|7.5|17|77|0.7|1,007|<answer></answer>|<answer>8</answer> 7
+7 #### 8|$7$ and $9$
+"""
+ONLY_THE_QUESTION = r"3 + 4|3+4|$3+4$|14/2|\frac{14}{2}|$14 \div 2$|3 + 4 =|$3 4$|\boxed{3+4}|7^1|$\sqrt{49}$|$|-7|$"
+
+
+def cases(text: str) -> list[str]:
+    return [case for line in text.strip("\n").splitlines() for case in line.split("|")]
+
+
+@pytest.mark.parametrize("answer", cases(RIGHT))
+def test_right(answer: str) -> None:
+    assert math([answer], gold=["7"]) == [1.0]
+
+
+@pytest.mark.parametrize("answer", cases(WRONG))
+def test_wrong(answer: str) -> None:
+    assert math([answer], gold=["7"]) == [0.0]
+
+
+@pytest.mark.parametrize("answer", cases(ONLY_THE_QUESTION))
+def test_repeating_the_question_is_no_answer(answer: str) -> None:
+    assert math([answer], gold=["7"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("1,000", "1000", 1),
+        ("1/2", "0.5", 1),
+        ("0.5", r"$\frac{1}{2}$", 1),
+        ("0.5", "1/4 + 1/4", 0),
+        (r"\frac{1}{2}", "1/2", 1),
+        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
+        (r"2\sqrt{3}", "2", 0),
+        ("x=7", "7", 1),
+        ("x^2+1", "$1+x^2$", 1),
+        ("(1,2)", "$(1,2)$", 1),
+        (r"\{1,2\}", r"\boxed{1,2}", 1),
+        ("50%", "0.5", 1),
+        ("72 dollars", "72", 1),
+        ("$12.50", "$12.50", 1),
+        ("1e-3", "0.001", 1),
+        ("+7", "7", 1),
+        ("\u22127", "-7", 1),
+        ("-7", "3 - 10 = -7", 1),
+        ("Some steps\n#### 1,234", "So 1234", 1),
+        (7, "7", 1),
+        ("0", "", 0),
+    ],
+)
+def test_gold_forms(gold: object, answer: str, right: int) -> None:
+    assert math([answer], gold=[gold]) == [right]
+
+
+def test_gold_that_cannot_be_used() -> None:
+    with pytest.raises(ValueError, match="gold is None for completion 1"):
+        math(["7", "7"], gold=["7", None])
+    with pytest.raises(ValueError, match="the gold answer '' cannot be read"):
+        math(["7"], gold=[""])
+
+
+def test_generated_statements() -> None:
+    rng = random.Random(0)
+    forms = [
+        "{a} + {b} = {s}",
+        "The answer is {s}.",
+        "{s}",
+        r"\boxed{{{s}}}",
+        "${s}$",
+        "{a} plus {b} is {s}",
+        "<answer>{s}</answer>",
+    ]
+    for _ in range(300):
+        a, b, off = rng.randint(-99, 99), Fraction(rng.randint(0, 400), 4), rng.choice([0, 0, 1, -1, 10])
+        text = rng.choice(forms).format(a=abs(a), b=float(b), s=float(a + b + off))
+        assert math([text], gold=[str(float(a + b))]) == [float(off == 0)], text
