@@ -61,6 +61,7 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(max_batch=max_batch, capacity=capacity)
         self.counters = Counters()
         self._arrivals: list[Request] = []
+        self._open: set[Request] = set()  # everybody who waits for a completion
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -87,6 +88,7 @@ class EmbeddedEngine:
             session=session,
         )
         self._arrivals.append(request)
+        self._open.add(request)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
         try:
@@ -94,10 +96,12 @@ class EmbeddedEngine:
         except asyncio.CancelledError:
             request.aborted = True
             raise
+        finally:
+            self._open.discard(request)
 
     async def close(self) -> None:
         if self._pump is not None and not self._pump.done():
-            for request in (*self._arrivals, *self.scheduler.waiting, *self.scheduler.running):
+            for request in self._open:
                 request.aborted = True
             await asyncio.wait([self._pump])
         self.runner.cache.clear()
@@ -135,11 +139,10 @@ class EmbeddedEngine:
             request.future.set_exception(error)
 
     def _fail(self, error: Exception) -> None:
-        everybody = (*self._arrivals, *self.scheduler.waiting, *self.scheduler.running)
         self._arrivals.clear()
         self.scheduler.waiting.clear()
         self.scheduler.running.clear()
-        for request in everybody:
+        for request in self._open:
             if not request.future.done():
                 request.future.set_exception(error)
 

@@ -64,12 +64,13 @@ class Scheduler:
         for request in [r for r in self.waiting if r.aborted]:
             self.waiting.remove(request)
         finished = [r for r in self.running if r.stop is not None or r.aborted]
-        moves: list[tuple[int, int]] = []
         for request in finished:
             request.stop = Stop.ABORT if request.aborted else request.stop
-            hole, last = self.running.index(request), len(self.running) - 1
-            if hole != last:
-                self.running[hole] = self.running[last]
-                moves.append((last, hole))
-            self.running.pop()
+        count = len(self.running) - len(finished)
+        holes = [i for i in range(count) if self.running[i].stop is not None]
+        movers = [i for i in range(count, len(self.running)) if self.running[i].stop is None]
+        moves = list(zip(movers, holes, strict=True))
+        for source, target in moves:
+            self.running[target] = self.running[source]
+        del self.running[count:]
         return finished, moves

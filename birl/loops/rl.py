@@ -132,7 +132,7 @@ class _Run:
         kept = [(g, i) for g in groups for i in usage.usable(g)]
         if not kept:
             return [], {}
-        places = {g.index: n for n, g in enumerate(dict.fromkeys(g for g, _ in kept))}
+        places = {index: n for n, index in enumerate(dict.fromkeys(g.index for g, _ in kept))}
         group = torch.tensor([places[g.index] for g, _ in kept])
         rewards = torch.tensor([g.trajectories[i].reward for g, i in kept])
         lengths = torch.tensor([float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept])

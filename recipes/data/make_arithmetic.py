@@ -1,7 +1,7 @@
 """Write the data sets of this folder: `arithmetic/` and `arithmetic_stories/`, each train.jsonl and validation.jsonl.
 
     python recipes/data/make_arithmetic.py            # the committed files, byte for byte
-    python recipes/data/make_arithmetic.py --out /tmp/mine --suffix " Answer with a number."
+    python recipes/data/make_arithmetic.py --out my_data --suffix " Answer with a number."
 
 No problem (operation and operands, their order aside) is in both files of a set, and no prompt occurs twice.
 """

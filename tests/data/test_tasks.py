@@ -18,6 +18,13 @@ RECIPES = Path(__file__).parents[2] / "recipes" / "data"
 USER = Message(role="user", content="What is the capital of China?")
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
 def tasks(rows: list[dict[str, Any]], chat: bool = True, **config: Any) -> Tasks:
     return load_tasks(Data(**config), "train", chat=chat, given=rows)[0]
 
@@ -61,7 +68,7 @@ def test_prompt_and_further_columns() -> None:
 
 
 def test_ground_truth_and_extra_info() -> None:
-    """EasyRL and verl: prompt is a conversation, extra_info says where the row is from and how many answers it wants."""
+    """EasyRL: the prompt is a conversation, extra_info says where the row is from and how many answers it wants."""
     row = {
         "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": USER.content}],
         "ground_truth": r"\frac{1}{2}",
