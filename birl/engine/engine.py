@@ -116,6 +116,7 @@ class EmbeddedEngine:
                     self._accept(request)
                 self._arrivals.clear()
                 if not self.scheduler.busy:
+                    self.runner.packed.release()
                     return
                 for request in await loop.run_in_executor(self.compute, self._compute):
                     if not request.future.done():
@@ -150,7 +151,7 @@ class EmbeddedEngine:
         """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who watch)."""
         start = time.perf_counter()
         finished: list[Request] = []
-        with torch.no_grad():
+        with torch.no_grad(), self.runner.packed.active(self.version):
             while not finished and self.scheduler.busy:
                 finished = self.step()
                 if self._arrivals or time.perf_counter() - start > 0.125:

@@ -9,7 +9,7 @@ from birl.engine.kv_cache import KVCache
 from birl.engine.request import Request
 from birl.models.attention import Decode, Packed, Tree
 from birl.models.forward import head, hidden_states
-from birl.models.logprobs import scaled_logits
+from birl.models.packed import PackedLinears
 
 
 class Runner:
@@ -19,6 +19,7 @@ class Runner:
     def __init__(self, model: nn.Module, prefill_tokens: int = 4096) -> None:
         self.model = model
         self.prefill_tokens = prefill_tokens
+        self.packed = PackedLinears(model)
         self.cache = KVCache(**self.cache_shape(model), device=head(model).weight.device)
 
     @staticmethod
@@ -70,5 +71,4 @@ class Runner:
         longest = max(len(r) for r in requests)
         layout = Decode(self.cache.keys, self.cache.values, positions, longest)
         hidden = hidden_states(self.model, tokens, positions, layout)
-        layer = head(self.model)
-        return scaled_logits(hidden, layer.weight, layer.bias, 1.0)
+        return head(self.model)(hidden).float()

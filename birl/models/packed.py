@@ -1,0 +1,53 @@
+"""Linear layers with weights laid out for oneDNN once, instead of at every call.
+
+On CPU a matrix product with few rows spends most of its time bringing the weight into the blocked layout that AVX-512 and AMX
+want. While something is generated the weights do not change, so the engine lays them out once for each version; the copies live
+as long as the generation. The module itself is not touched: outside of `active()` it is the one that is trained.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 32  # the number of rows that the layout is chosen for
+
+
+class PackedLinears:
+    """Blocked copies of all linear layers of a module, made when they are first needed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [m for m in model.modules() if type(m) is nn.Linear] if usable(model) else []
+        self.copies: list[Tensor] = []
+        self.version: int | None = None
+
+    @contextmanager
+    def active(self, version: int) -> Iterator[None]:
+        """Within, the layers compute with copies of the weights of this version. Not differentiable."""
+        if self.version != version:
+            self.release()
+            self.copies = [torch.ops.mkldnn._reorder_linear_weight(m.weight.detach(), ROWS) for m in self.layers]
+            self.version = version
+        for layer, copy in zip(self.layers, self.copies, strict=True):
+            layer.forward = partial(_linear, copy, layer.bias)
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                del layer.forward
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.copies, self.version = [], None
+
+
+def usable(model: nn.Module) -> bool:
+    weight = next(model.parameters())
+    return weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "").view(*x.shape[:-1], -1)
