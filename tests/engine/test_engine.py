@@ -98,7 +98,7 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch(tiny: Path, compute: 
         assert alone.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"kv_cache_gb": 75 * 1024 / 2**30}])
+@pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"kv_cache_gb": 75 * 512 / 2**30}])
 def test_nor_on_slots_or_preemption(tiny: Path, compute: ThreadPoolExecutor, options: dict[str, float]) -> None:
     """75 cache places: the prompt of 30 with its answer of 40 just fits alone, so others are preempted and computed again."""
     params = seeded(len(PROMPTS), ignore_eos=True)
@@ -147,7 +147,7 @@ def test_the_end_token_is_part_of_the_answer_only_when_it_was_sampled(tiny: Path
 
 
 def test_impossible_requests_are_refused_and_others_go_on(tiny: Path, compute: ThreadPoolExecutor) -> None:
-    bench = Bench(tiny, compute, kv_cache_gb=40 * 1024 / 2**30)
+    bench = Bench(tiny, compute, kv_cache_gb=40 * 512 / 2**30)
 
     async def main() -> None:
         good = asyncio.create_task(bench.engine.generate(PROMPTS[1], SamplingParams(max_tokens=5, seed=1)))

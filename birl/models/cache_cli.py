@@ -1,0 +1,48 @@
+"""`birl cache [list | verify | clear [NAME | --all]]`: the converted models."""
+
+import shutil
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from birl.errors import BirlError
+from birl.models.gguf import cache_root, verify
+
+USAGE = "birl cache [list | verify | clear NAME | clear --all]"
+
+
+def run(words: Sequence[str]) -> int:
+    entries = sorted(p for p in cache_root().glob("*") if p.is_dir()) if cache_root().is_dir() else []
+    match list(words):
+        case [] | ["list"]:
+            return _list(entries)
+        case ["verify"]:
+            problems = {p.name: verify(p, digests=True) for p in entries}
+            for name, found in problems.items():
+                print(f"{name}: {'; '.join(found) or 'intact'}")
+            return 1 if any(problems.values()) else 0
+        case ["clear", "--all"]:
+            return _clear(entries)
+        case ["clear", name] if chosen := [p for p in entries if p.name.startswith(name)]:
+            return _clear(chosen)
+        case ["clear", name]:
+            raise BirlError(f"There is no {name} in {cache_root()}; there are: {', '.join(p.name for p in entries) or 'none'}.")
+        case _:
+            raise BirlError(f"Usage: {USAGE}")
+
+
+def _list(entries: Sequence[Path]) -> int:
+    print(f"{cache_root()}: {len(entries)} model{'s' if len(entries) != 1 else ''}")
+    for path in entries:
+        size = sum(f.stat().st_size for f in path.iterdir()) / 2**20
+        when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        found = verify(path, digests=False)
+        print(f"  {path.name}  {size:,.0f} MiB  {when}  {found[0] if found else 'complete'}")
+    return 0
+
+
+def _clear(entries: Sequence[Path]) -> int:
+    for path in entries:
+        shutil.rmtree(path)
+        print(f"deleted {path}")
+    return 0

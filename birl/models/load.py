@@ -1,0 +1,164 @@
+"""Names -> models and tokenizers. Weights are float32 safetensors; what does not fit is refused by name, never left out."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from birl.errors import BirlError
+from birl.models import attention
+from birl.models.gguf import bundled, converted
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def resolve(path: str, say: Callable[[str], None] = print) -> Path:
+    """A model folder for `smollm2`, a folder, a .gguf file or a hub id."""
+    if path == "smollm2":
+        return converted(bundled(), say)
+    local = Path(path).expanduser()
+    if path.endswith(".gguf"):
+        if not local.is_file():
+            raise BirlError(f"model.path={path}: there is no such file.")
+        return converted(local.resolve(), say)
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise BirlError(f"model.path={path} is a file; expected a folder in Hugging Face format or a .gguf file.")
+    return from_hub(path)
+
+
+def from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BirlError(
+            f"model.path={name}: there is no such folder, and it could not be had from the hub either ({reason}). "
+            "Name an existing folder, a .gguf file, a hub id, or smollm2."
+        ) from error
+
+
+def load_model(folder: Path) -> nn.Module:
+    """The model with float32 weights and our attention function. Raises `BirlError` for anything missing, damaged or unfit."""
+    check_files(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=attention.NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except BirlError:
+        raise
+    except Exception as error:
+        raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
+    check_report(folder, model, report)
+    model.config.use_cache = False
+    return model.eval()
+
+
+def check_files(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise BirlError(f"{folder} is not a model folder: config.json is missing.")
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        pickles = [f.name for f in folder.glob("*.bin")]
+        hint = f" {pickles[0]} is a pickle, which can run code; convert it to safetensors first." if pickles else ""
+        raise BirlError(f"{folder} has no weights: expected {' or '.join(WEIGHTS)}.{hint}")
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise BirlError(f"{file} is damaged: {_first_line(error)}. Download or convert the model again.") from error
+
+
+def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
+    """transformers would initialise a missing weight at random and go on."""
+    problems = {kind: sorted(map(str, report.get(f"{kind}_keys") or [])) for kind in ("missing", "unexpected", "mismatched")}
+    found = [f"{kind} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for kind, keys in problems.items() if keys]
+    if found:
+        raise BirlError(f"{folder}: the weights do not belong to its config.json ({type(model).__name__}): {'; '.join(found)}.")
+
+
+def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder; `chat_template` names a Jinja file that replaces its own."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise BirlError(f"{folder} has no tokenizer: expected tokenizer.json (and tokenizer_config.json) beside the weights.")
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise BirlError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+    if chat_template:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise BirlError(f"model.chat_template={chat_template}: {error.strerror}.") from error
+    return tokenizer
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    if len(tokenizer) > rows:
+        raise BirlError(f"The tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together.")
+
+
+def context_limit(model: nn.Module) -> int:
+    """Longest sequence that the model was made for [tokens]."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 2**31))  # pyright: ignore
+
+
+def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer: the tokenizer's, and those in generation_config.json (one or a list)."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
+
+
+def save_hf_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """All of a model folder but its weights, so that a checkpoint can be exported without the original."""
+    with quiet():
+        model.config.save_pretrained(folder)  # pyright: ignore
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)  # pyright: ignore
+        tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and advice."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

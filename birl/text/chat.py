@@ -1,0 +1,111 @@
+"""The only place where messages and tokens meet.
+
+    render   messages -> ids of a first prompt
+    extend   ids so far + the ids of a reply + new messages -> ids of the next prompt; earlier ids never change
+    parse    ids of a reply -> message
+
+Text becomes ids once. A reply is never encoded again from its text, as encode(decode(ids)) may differ from ids; what the template
+puts behind a reply is taken from the template itself, by comparing renderings of a made-up conversation.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from birl.errors import BirlError
+from birl.types import Message
+
+PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content="birl-probe-reply"))
+
+
+class Chat:
+    """A tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if i is not None)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def render(self, prompt: tuple[Message, ...] | str) -> tuple[int, ...]:
+        """Ids of a prompt: messages through the template, up to where the assistant's answer starts; text as it is, with the
+        tokens that the tokenizer itself puts in front."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer(prompt).input_ids)
+        return self.encode(self._text(prompt, answer=True))
+
+    def extend(
+        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...]
+    ) -> tuple[int, ...]:
+        """Ids of the next prompt. A reply that did not end itself (a stop string, say) is ended as the template would."""
+        if not self.has_template:
+            return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
+        glue = self.encode(self._after_reply(messages))
+        if reply_tokens and glue and reply_tokens[-1] == glue[0] and reply_tokens[-1] in self.end_ids:
+            glue = glue[1:]
+        return (*ids, *reply_tokens, *glue)
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        """What the model said, without the end token."""
+        tokens = list(tokens)
+        while tokens and tokens[-1] in self.end_ids:
+            tokens.pop()
+        return Message(role="assistant", content=self.decode(tokens))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of text that already holds its special tokens."""
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _text(self, messages: Sequence[Message], answer: bool) -> str:
+        if not self.has_template:
+            raise BirlError(
+                "The tokenizer has no chat template, but the prompts are messages. Name one with model.chat_template=FILE.jinja, "
+                "or use text prompts."
+            )
+        plain = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            return str(self.tokenizer.apply_chat_template(plain, add_generation_prompt=answer, tokenize=False))
+        except Exception as error:  # Jinja raises whatever the template wants
+            roles = ", ".join(m.role for m in messages)
+            raise BirlError(f"The chat template refuses a conversation of {roles}: {error}") from error
+
+    def _after_reply(self, messages: tuple[Message, ...]) -> str:
+        """What stands between the end of a reply's own text and the next answer, new messages included."""
+        whole = self._text((*PROBE, *messages), answer=True)
+        return whole[len(self._before_glue) :]
+
+    @cached_property
+    def _before_glue(self) -> str:
+        """The rendering of the probe up to the end of the reply's content; checks that the template only appends."""
+        alone = self._text(PROBE, answer=False)
+        cut = alone.find(PROBE[1].content)
+        before = alone[: cut + len(PROBE[1].content)]
+        longer = self._text((*PROBE, PROBE[0]), answer=True)
+        if cut < 0 or not longer.startswith(before):
+            raise BirlError(
+                "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended token by token. "
+                "Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
+            )
+        return before
+
+
+class StopChecker:
+    """Says when one of `stop` has appeared in the text of the tokens fed so far. A stop string may span tokens, and a character
+    may: what the newest tokens mean is only known from the decoded text, so a window of them is decoded again."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        # a token is at least one byte; twice that for safety with characters that are incomplete at the window's start
+        self.window = 2 * max(len(s.encode()) for s in stop) + 8
+        self.tokens: list[int] = []
+
+    def feed(self, token: int) -> bool:
+        self.tokens = [*self.tokens, token][-self.window :]
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(s in text for s in self.stop)
