@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from birl import __version__
+from birl.allocator import keep_memory
 from birl.errors import BirlError
 
 SUMMARY = """\
@@ -58,6 +59,7 @@ COMMANDS = ("rl", "eval", *USAGE)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code. A `BirlError` becomes a message, never a traceback."""
+    keep_memory()
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except BirlError as error:

@@ -16,6 +16,7 @@ import torch
 from birl.algorithms import advantages as credit
 from birl.algorithms.policy import policy_loss
 from birl.algorithms.reduce import DENOMINATORS
+from birl.allocator import keep_memory
 from birl.config import schema
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
@@ -39,6 +40,7 @@ def train(
 
     Raises `BirlError` for anything the user can mend.
     """
+    keep_memory()
     try:
         return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given()))
     except BaseExceptionGroup as group:
