@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = ["BirlError", "Trainer", "__version__"]
 
-# libgomp reads these once, when torch is imported. A bounded spin keeps two threads as fast as active waiting on a quiet
-# machine, and hands the core over after about 20 µs where another process wants it (unbounded spinning is up to 75 x slower there).
+# libgomp reads these once, when torch is imported. A bounded spin keeps two threads as fast as active waiting on a
+# quiet machine, and hands the core over after about 20 µs where another process wants it (unbounded spinning is up to
+# 75 x slower there).
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from birl.errors import BirlError  # noqa: E402  (the environment must be set first)
+from birl.errors import BirlError
 
 if TYPE_CHECKING:
     from birl.loops.trainer import Trainer

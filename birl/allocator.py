@@ -7,8 +7,8 @@ import sys
 
 def keep_memory() -> None:
     """Have glibc reuse big blocks instead of returning them to the kernel after every operation: page faults on fresh
-    activations otherwise take a third of a training step. One arena, as the others always return big blocks; call this before
-    any thread starts, because a thread keeps the arena that it first got."""
+    activations otherwise take a third of a training step. One arena, as the others always return big blocks; call this
+    before any thread starts, because a thread keeps the arena that it first got."""
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):

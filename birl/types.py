@@ -1,9 +1,10 @@
 """Every noun that crosses a stage boundary, in the order in which a prompt meets them. Standard library only.
 
-    Task -> Env -> Completion -> Turn -> Trajectory -> Group -> Sample        (then data/pack.py: Batch; learner/: StepStats)
+    Task -> Env -> Completion -> Turn -> Trajectory -> Group -> Sample        (then data/pack.py: Batch; learner/:
+    StepStats)
 
-Each stage has its own frozen type; nothing is filled in later. Tokens are the truth and text is a view of them: text becomes
-tokens once, in `birl/text/`, and a mask comes from who produced a token, never from comparing with a pad id.
+Each stage has its own frozen type; nothing is filled in later. Tokens are the truth and text is a view of them: text
+becomes tokens once, in `birl/text/`, and a mask comes from who produced a token, never from comparing with a pad id.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class Task:
     id: str
     prompt: tuple[Message, ...] | str
     answer: str | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = "data"
 
 
@@ -71,8 +72,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled: ids, the log-prob of each under the distribution it was sampled from, and the version of the
-    weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when it was not.
+    """What an engine sampled: ids, the log-prob of each under the distribution it was sampled from, and the version of
+    the weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when
+    it was not.
 
     Example: Completion(tokens=(45, 2), logprobs=(-0.1, -0.02), versions=(3, 3), stop=Stop.STOP)
     """
@@ -125,7 +127,7 @@ class Trajectory:
     reward: float
     score: float
     outcome: Outcome
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
     detail: str = ""
 
 
@@ -144,8 +146,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One flat list of ids for the learner, and parallel lists. `mask` is True where the model itself produced the token:
-    only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
+    """One flat list of ids for the learner, and parallel lists. `mask` is True where the model itself produced the
+    token: only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
     `advantage` holds for every trained token. `group` and `episode` say where it comes from.
 
     Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
@@ -179,12 +181,12 @@ class Feedback:
     reward: float = 0.0
     score: float | None = None  # None: the same as reward
     done: bool = True
-    info: Mapping[str, float] = field(default_factory=dict)
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Env(Protocol):
-    """One episode's world, in message space. Single use: it has no reset. Errors may be raised anywhere; they end the episode
-    with the outcome `env_error`, never with a reward of 0."""
+    """One episode's world, in message space. Single use: it has no reset. Errors may be raised anywhere; they end the
+    episode with the outcome `env_error`, never with a reward of 0."""
 
     async def start(self) -> tuple[Message, ...] | str: ...
     async def step(self, reply: Message) -> Feedback: ...

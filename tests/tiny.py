@@ -1,4 +1,5 @@
-"""A model folder that behaves like SmolLM2 and takes milliseconds: random Llama, real fast tokenizer, ChatML template."""
+"""A model folder that behaves like SmolLM2 and takes milliseconds: random Llama, real fast tokenizer, ChatML
+template."""
 
 from pathlib import Path
 

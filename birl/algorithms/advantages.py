@@ -20,8 +20,9 @@ def centre(rewards: Tensor, group: Tensor, baseline: str) -> Tensor:
 
 
 def scale(advantages: Tensor, group: Tensor, by: str) -> Tensor:
-    """A_i / std, std of i's group (GRPO) or of the whole batch (Lite-PPO arXiv:2508.08221), or A_i itself ("none", Dr. GRPO
-    arXiv:2503.20783). Standard deviations are the population's, so a group of one has 0 and its advantage stays 0, not NaN.
+    """A_i / std, std of i's group (GRPO) or of the whole batch (Lite-PPO arXiv:2508.08221), or A_i itself ("none", Dr.
+    GRPO arXiv:2503.20783). Standard deviations are the population's, so a group of one has 0 and its advantage stays 0,
+    not NaN.
     """
     if by == "none":
         return advantages

@@ -5,12 +5,14 @@ from torch import Tensor
 
 
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """logp - ref_logp: unbiased as a value. As a loss its expected gradient is zero; useful as a penalty in the reward."""
+    """logp - ref_logp: unbiased as a value. As a loss its expected gradient is zero; useful as a penalty in the
+    reward."""
     return logp - ref_logp
 
 
 def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """(logp - ref_logp)^2 / 2: biased and low in variance as a value; as a loss its expected gradient is that of the KL."""
+    """(logp - ref_logp)^2 / 2: biased and low in variance as a value; as a loss its expected gradient is that of the
+    KL."""
     return (logp - ref_logp).square() / 2
 
 

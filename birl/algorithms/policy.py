@@ -1,4 +1,5 @@
-"""The policy loss of one micro-batch, put together from its four independent parts: surrogate, KL, denominator, figures."""
+"""The policy loss of one micro-batch, put together from its four independent parts: surrogate, KL, denominator,
+figures."""
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum_t weight_t (L_t + kl_coef KL_t). All [N] float32; the weights hold the global denominator.
 
-    Returns the scalar loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl with a reference.
+    Returns the scalar loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl with a
+    reference.
     """
     surrogate = clip(logp, old_logp, advantages, low=clip_low, high=clip_high)
     per_token = surrogate.loss

@@ -1,5 +1,6 @@
-"""What the summed loss is divided by: one number for a whole optimizer step, so that micro-batches, packing and ranks cannot
-change it. Each function maps the trained lengths of all samples of the step to the weight of each sample's tokens."""
+"""What the summed loss is divided by: one number for a whole optimizer step, so that micro-batches, packing and ranks
+cannot change it. Each function maps the trained lengths of all samples of the step to the weight of each sample's
+tokens."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,8 @@
-"""Per-token policy losses. Pure functions on packed 1-D float32 tensors [N]: trained tokens of all samples, one after another.
+"""Per-token policy losses. Pure functions on packed 1-D float32 tensors [N]: trained tokens of all samples, one after
+another.
 
-They know nothing of masks, packing or denominators: `Batch.weights` holds those, and the loss is `(per_token * weights).sum()`.
+They know nothing of masks, packing or denominators: `Batch.weights` holds those, and the loss is `(per_token *
+weights).sum()`.
 """
 
 from typing import NamedTuple
@@ -16,7 +18,8 @@ class Clipped(NamedTuple):
 
 
 def clip(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, low: float, high: float) -> Clipped:
-    """L_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t),  w_t = exp(logp_t - old_logp_t)   (PPO, arXiv:1707.06347 eq. 7).
+    """L_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t),  w_t = exp(logp_t - old_logp_t)   (PPO, arXiv:1707.06347
+    eq. 7).
 
     high > low is DAPO's clip-higher (arXiv:2503.14476).
     """

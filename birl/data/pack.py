@@ -1,12 +1,12 @@
 """Samples -> Batches: many short sequences in one row without padding, prompts of a group only once.
 
-The answers to one prompt share its tokens. Packed as a tree (`models/attention.py`), the prompt is computed once and its
-gradient is the sum of what all answers send back: the same numbers as computing it n times, for less work.
+The answers to one prompt share its tokens. Packed as a tree (`models/attention.py`), the prompt is computed once and
+its gradient is the sum of what all answers send back: the same numbers as computing it n times, for less work.
 Two bounds hold: no micro-batch has more than `max_tokens` tokens, and micro-batches are as equal as the trees allow.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import torch
@@ -52,12 +52,13 @@ class Batch:
     sample: Tensor
 
     def to(self, device: torch.device | str) -> "Batch":
-        moved = {name: getattr(self, name) for name in self.__slots__}
-        return Batch(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in moved.items()})
+        tensors = [f.name for f in fields(self) if f.name != "trees"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
 def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int) -> list[Batch]:
-    """All samples of one optimizer step as micro-batches. Raises `BirlError` when one sample alone exceeds max_tokens."""
+    """All samples of one optimizer step as micro-batches. Raises `BirlError` when one sample alone exceeds
+    max_tokens."""
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
         raise BirlError(
@@ -66,7 +67,9 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int) -
         )
     numbered = enumerate(samples)
     trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]
-    return [_batch([trees[i] for i in sorted(b)], samples, weights) for b in balance([len(t) for t in trees], max_tokens)]
+    return [
+        _batch([trees[i] for i in sorted(b)], samples, weights) for b in balance([len(t) for t in trees], max_tokens)
+    ]
 
 
 def branchings(numbered: Sequence[tuple[int, Sample]], max_tokens: int) -> list[Branching]:
@@ -91,7 +94,8 @@ def branchings(numbered: Sequence[tuple[int, Sample]], max_tokens: int) -> list[
 
 
 def shared_prefix(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """The longest start that all samples share and none trains: a trained token has its own advantage, so it stays apart.
+    """The longest start that all samples share and none trains: a trained token has its own advantage, so it stays
+    apart.
 
     At least one token of each sample is left over, as a branch must not be empty.
     """
@@ -105,7 +109,8 @@ def shared_prefix(samples: Sequence[Sample]) -> tuple[int, ...]:
 
 
 def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Item indices in the fewest bins found, filled as equally as possible: largest first, into the emptiest bin that fits."""
+    """Item indices in the fewest bins found, filled as equally as possible: largest first, into the emptiest bin that
+    fits."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     for count in range(max(1, -(-sum(sizes) // capacity)), len(sizes) + 1):
         bins: list[list[int]] = [[] for _ in range(count)]

@@ -1,9 +1,11 @@
-"""The embedded engine: continuous batching over the module that the learner trains. No second copy of the weights, no sync.
+"""The embedded engine: continuous batching over the module that the learner trains. No second copy of the weights, no
+sync.
 
     generate() --adds--> Scheduler.waiting --admit--> running --decode--> finished --resolves--> generate()
     (event loop)                            (compute thread, one for the whole process)           (event loop)
 
-Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared out twice.
+Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared
+out twice.
 """
 
 import asyncio
@@ -38,8 +40,8 @@ class Counters:
 class EmbeddedEngine:
     """Implements `birl.types.Engine`.
 
-    `version` is asked for at every step, and stamped on the tokens of that step. `context` is the longest sequence [tokens],
-    `kv_cache_gb` the memory for keys and values [GiB].
+    `version` is asked for at every step, and stamped on the tokens of that step. `context` is the longest sequence
+    [tokens], `kv_cache_gb` the memory for keys and values [GiB].
     """
 
     def __init__(
@@ -125,8 +127,9 @@ class EmbeddedEngine:
             self._fail(error)
 
     async def _settle(self) -> None:
-        """Let everybody who is about to ask do so. A batch then holds the same requests in every run of the same program, however
-        fast the machine is: floating-point sums depend on the batch, and a resumed run must give the same bits."""
+        """Let everybody who is about to ask do so. A batch then holds the same requests in every run of the same
+        program, however fast the machine is: floating-point sums depend on the batch, and a resumed run must give the
+        same bits."""
         quiet, known = 0, -1
         while quiet < 8:
             quiet = quiet + 1 if len(self._arrivals) == known else 0
@@ -148,7 +151,8 @@ class EmbeddedEngine:
                 request.future.set_exception(error)
 
     def _compute(self) -> list[Request]:
-        """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who watch)."""
+        """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who
+        watch)."""
         start = time.perf_counter()
         finished: list[Request] = []
         with torch.no_grad(), self.runner.packed.active(self.version):
@@ -178,5 +182,8 @@ class EmbeddedEngine:
         finished, moves = self.scheduler.retire()
         for source, target in moves:
             self.runner.cache.move(source, target, len(self.scheduler.running[target]))
-        self.counters.running, self.counters.finished = len(self.scheduler.running), self.counters.finished + len(finished)
+        self.counters.running, self.counters.finished = (
+            len(self.scheduler.running),
+            self.counters.finished + len(finished),
+        )
         return finished

@@ -14,8 +14,8 @@ from birl.types import Completion, SamplingParams, Stop
 class Request:
     """Prompt, what was sampled so far, and how to go on.
 
-    Randomness is counted, not consumed: token t of a request always uses number t of the stream that its seed names. So a result
-    depends neither on what else is in the batch nor on being preempted or run again.
+    Randomness is counted, not consumed: token t of a request always uses number t of the stream that its seed names. So
+    a result depends neither on what else is in the batch nor on being preempted or run again.
     """
 
     prompt: tuple[int, ...]

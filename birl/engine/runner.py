@@ -13,8 +13,9 @@ from birl.models.packed import PackedLinears
 
 
 class Runner:
-    """Prefill fills the cache with all of a sequence but its last token; decode runs that last token and gives the next one's
-    logits. So the first answer token comes out of decode as well, and a group's prompt is computed once for all its members."""
+    """Prefill fills the cache with all of a sequence but its last token; decode runs that last token and gives the next
+    one's logits. So the first answer token comes out of decode as well, and a group's prompt is computed once for all
+    its members."""
 
     def __init__(self, model: nn.Module, prefill_tokens: int = 4096) -> None:
         self.model = model
@@ -34,7 +35,8 @@ class Runner:
         }
 
     def prefill(self, requests: Sequence[Request], first_slot: int) -> None:
-        """Requests go to the slots from first_slot on. Equal prompts are computed once, at most prefill_tokens in one pass."""
+        """Requests go to the slots from first_slot on. Equal prompts are computed once, at most prefill_tokens in one
+        pass."""
         slots: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
             slots.setdefault((*request.prompt, *request.tokens)[:-1], []).append(first_slot + i)

@@ -1,7 +1,7 @@
 """Logits -> one token a row, and its exact log-prob under the distribution it was sampled from.
 
-Inverse-CDF sampling: one uniform number a row, the cumulative sum, a search. It needs one random number where Gumbel noise needs
-one for each word of the vocabulary, and the number can be counted instead of drawn (`Request.uniform`).
+Inverse-CDF sampling: one uniform number a row, the cumulative sum, a search. It needs one random number where Gumbel
+noise needs one for each word of the vocabulary, and the number can be counted instead of drawn (`Request.uniform`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from birl.types import SamplingParams
 def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
     """logits [B, V] float32 (overwritten) -> tokens [B], logprobs [B] float32.
 
-    A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice has none.
+    A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
+    has none.
     """
     greedy = torch.tensor([p.temperature == 0 for p in params])
     if any(p.temperature not in (0.0, 1.0) for p in params):
@@ -29,7 +30,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
     cumulative = shifted.exp().cumsum(-1)
     norm = cumulative[:, -1:].contiguous()
     point = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)[:, None] * norm
-    # The first place whose cumulative sum exceeds the point; at the far end, rounding must not lead past the last possible token.
+    # The first place whose cumulative sum exceeds the point; at the far end, rounding must not lead past the last
+    # possible token.
     last = torch.searchsorted(cumulative, norm, right=False)
     tokens = torch.minimum(torch.searchsorted(cumulative, point, right=True), last)[:, 0]
     if best is not None:
@@ -39,8 +41,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
 
 
 def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
-    """-inf outside the support: the top_k likeliest, then of these the smallest set with mass top_p, then those with at least
-    min_p times the likeliest one's probability. logits [V] -> [V]."""
+    """-inf outside the support: the top_k likeliest, then of these the smallest set with mass top_p, then those with at
+    least min_p times the likeliest one's probability. logits [V] -> [V]."""
     order = logits.argsort(descending=True, stable=True)
     ranked = logits[order]
     keep = torch.ones_like(ranked, dtype=torch.bool)

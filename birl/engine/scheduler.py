@@ -1,9 +1,9 @@
 """Who decodes next. Pure Python: no tensors, no time, no threads, so that it can be tested with numbers alone.
 
-Running requests sit in slots 0..B-1 of the KV cache without holes. The cache is a rectangle, slots x longest sequence, so a batch
-fits when B * longest <= capacity. Requests are admitted in order of arrival at the length they have; when the longest grows until
-the rectangle is full, the youngest is preempted: it goes back to the head of the queue with what it has sampled, and is computed
-again later, with the same result.
+Running requests sit in slots 0..B-1 of the KV cache without holes. The cache is a rectangle, slots x longest sequence,
+so a batch fits when B * longest <= capacity. Requests are admitted in order of arrival at the length they have; when
+the longest grows until the rectangle is full, the youngest is preempted: it goes back to the head of the queue with
+what it has sampled, and is computed again later, with the same result.
 """
 
 from collections import deque
@@ -30,7 +30,8 @@ class Scheduler:
         need = len(request.prompt) + request.max_tokens
         if need > self.capacity:
             raise BirlError(
-                f"The KV cache holds {self.capacity} tokens, but one sequence may need {need} ({len(request.prompt)} of prompt and "
+                f"The KV cache holds {self.capacity} tokens, but one sequence may need {need} ({len(request.prompt)} "
+                "of prompt and "
                 f"{request.max_tokens} of answer). Raise engine.kv_cache_gb or lower rollout.max_tokens."
             )
         self.waiting.append(request)
@@ -40,7 +41,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def admit(self) -> list[Request]:
-        """Move waiting requests into slots, first come first served; returns those whose prompt must be computed now."""
+        """Move waiting requests into slots, first come first served; returns those whose prompt must be computed
+        now."""
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
@@ -52,7 +54,8 @@ class Scheduler:
         return admitted
 
     def preempt(self) -> list[Request]:
-        """Make room for one more token for everybody. Returns who lost the slot (always the youngest, so the rest stays put)."""
+        """Make room for one more token for everybody. Returns who lost the slot (always the youngest, so the rest stays
+        put)."""
         lost: list[Request] = []
         while len(self.running) > 1 and len(self.running) * (max(map(len, self.running)) + 1) > self.capacity:
             lost.append(self.running.pop())
@@ -60,7 +63,8 @@ class Scheduler:
         return lost
 
     def retire(self) -> tuple[list[Request], list[tuple[int, int]]]:
-        """Take out finished and aborted requests. Returns them, and the moves (from slot, to slot) that close the holes."""
+        """Take out finished and aborted requests. Returns them, and the moves (from slot, to slot) that close the
+        holes."""
         for request in [r for r in self.waiting if r.aborted]:
             self.waiting.remove(request)
         finished = [r for r in self.running if r.stop is not None or r.aborted]

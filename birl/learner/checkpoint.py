@@ -1,12 +1,13 @@
-"""Checkpoints: torch.distributed.checkpoint for the tensors, JSON for the rest, a manifest with digests, an atomic rename.
+"""Checkpoints: torch.distributed.checkpoint for the tensors, JSON for the rest, a manifest with digests, an atomic
+rename.
 
     checkpoints/step-000010/
         tensors/            weights, buffers, optimizer state (torch.distributed.checkpoint)
         state.json          counters, data position, log offsets
         manifest.json       bytes and SHA-256 of every file above; written last
 
-A folder without the `.part` suffix is complete: a crash while saving leaves the previous checkpoint as the newest. What does not
-match the model in any key, shape or type is refused.
+A folder without the `.part` suffix is complete: a crash while saving leaves the previous checkpoint as the newest. What
+does not match the model in any key, shape or type is refused.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ class Saved:
 
 
 def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint of `step` under `root`. Raises `BirlError` when the disk is full; nothing but a `.part` folder is left."""
+    """Write a checkpoint of `step` under `root`. Raises `BirlError` when the disk is full; nothing but a `.part` folder
+    is left."""
     target = root / f"step-{step:06d}"
     part = root / f"{target.name}.part"
     try:
@@ -58,19 +60,22 @@ def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         shutil.rmtree(part, ignore_errors=True)
         raise BirlError(
-            f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). The newest complete "
-            f"checkpoint is untouched. Make room, for example with `birl checkpoints {root.parent} prune 1`, and run the same "
-            "command again to go on from it."
+            f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). The newest "
+            "complete "
+            f"checkpoint is untouched. Make room, for example with `birl checkpoints {root.parent} prune 1`, and run "
+            "the same command again to go on from it."
         ) from error
     return target
 
 
 def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Read a checkpoint into the given tensors, in place, and return its state. Every key, shape and type must match both ways,
-    and every file its digest; otherwise nothing is written and `BirlError` names what is wrong."""
+    """Read a checkpoint into the given tensors, in place, and return its state. Every key, shape and type must match
+    both ways, and every file its digest; otherwise nothing is written and `BirlError` names what is wrong."""
     damage = verify(path)
     if damage:
-        raise BirlError(f"The checkpoint {path} is damaged: {'; '.join(damage)}. Resume from an older one: resume=FOLDER.")
+        raise BirlError(
+            f"The checkpoint {path} is damaged: {'; '.join(damage)}. Resume from an older one: resume=FOLDER."
+        )
     reader = dcp.FileSystemReader(path / "tensors")
     found = {k: (tuple(m.size), m.properties.dtype) for k, m in reader.read_metadata().state_dict_metadata.items()}  # pyright: ignore
     wanted = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()}
@@ -136,7 +141,8 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left half-written."""
+    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left
+    half-written."""
     removed = list(root.glob("step-*.part"))
     if keep_last > 0:
         removed += [s.path for s in saved(root)[:-keep_last] if s.step not in keep]
@@ -163,7 +169,8 @@ def _sync(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost error. torch.distributed.checkpoint hides it in `failures`: rank -> (error, traceback)."""
+    """The first line of the innermost error. torch.distributed.checkpoint hides it in `failures`: rank -> (error,
+    traceback)."""
     failures = getattr(error, "failures", None)
     if failures:
         return _reason(next(iter(failures.values()))[0])
@@ -182,7 +189,7 @@ def _shape(entry: tuple[tuple[int, ...], torch.dtype]) -> str:
 
 
 @contextlib.contextmanager
-def _quiet():  # noqa: ANN202
+def _quiet():
     with warnings.catch_warnings():  # "torch.distributed is not initialized": we know
         warnings.simplefilter("ignore")
         yield

@@ -8,7 +8,7 @@ from birl.learner import checkpoint
 
 USAGE = """birl checkpoints RUN                         list
 birl checkpoints RUN verify [STEP]           check every file against its SHA-256
-birl checkpoints RUN export STEP FOLDER      write a model folder in Hugging Face format (STEP: a number, or last, or best)
+birl checkpoints RUN export STEP FOLDER      write a Hugging Face model folder (STEP: a number, or last, or best)
 birl checkpoints RUN prune N                 keep the newest N and the best"""
 
 
@@ -47,7 +47,11 @@ def _list(root: Path) -> int:
 
         when = datetime.fromtimestamp(entry.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(
-            str(entry.step), when, f"{size:.2f} GiB", "" if score is None else f"{score:.3f}", "best" if entry.step == best else ""
+            str(entry.step),
+            when,
+            f"{size:.2f} GiB",
+            "" if score is None else f"{score:.3f}",
+            "best" if entry.step == best else "",
         )
     Console().print(table)
     return 0
@@ -70,7 +74,15 @@ def _verify(root: Path, steps: Sequence[str]) -> int:
 
 def _find(root: Path, step: str) -> Path:
     found = {s.step: s.path for s in checkpoint.saved(root)}
-    wanted = max(found, default=None) if step == "last" else best_step(root) if step == "best" else int(step) if step.isdigit() else None
+    wanted = (
+        max(found, default=None)
+        if step == "last"
+        else best_step(root)
+        if step == "best"
+        else int(step)
+        if step.isdigit()
+        else None
+    )
     if wanted not in found:
         raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, found)) or 'none'}.")
     return found[wanted]

@@ -10,7 +10,8 @@ from birl.learner import checkpoint
 
 
 def export(path: Path, model_files: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """`model_files` is the run's `model/` folder: configuration and tokenizer. Raises `BirlError` where `target` exists."""
+    """`model_files` is the run's `model/` folder: configuration and tokenizer. Raises `BirlError` where `target`
+    exists."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if target.exists():
@@ -19,7 +20,7 @@ def export(path: Path, model_files: Path, target: Path, dtype: torch.dtype = tor
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = checkpoint.read_weights(path)
-    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]
     if unexpected or absent:

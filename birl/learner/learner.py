@@ -41,7 +41,9 @@ class Stats:
         for name, values in figures.items():
             count = len(values)
             self.sums[name] = self.sums.get(name, 0.0) + values.sum(dtype=torch.float64).item()
-            self.maxima[name] = max(self.maxima.get(name, float("-inf")), values.max().item() if count else float("-inf"))
+            self.maxima[name] = max(
+                self.maxima.get(name, float("-inf")), values.max().item() if count else float("-inf")
+            )
         self.tokens += count
 
     def mean(self, name: str) -> float:
@@ -102,7 +104,8 @@ class Learner:
         stats.add(value.item(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
 
     def optim_step(self, lr: float) -> float:
-        """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone afterwards."""
+        """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
+        afterwards."""
         tensors = list(self.masters.tensors.values())
         for tensor in tensors:
             if tensor.grad is None:
@@ -120,7 +123,8 @@ class Learner:
         return norm.item()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers, optimizer state."""
+        """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers,
+        optimizer state."""
         found: dict[str, Tensor] = {}
         for name, master in self.masters.tensors.items():
             found[f"model.{name}"] = master.data

@@ -1,9 +1,9 @@
 """AdamW on float32 master weights, its schedule, and clipping by the global norm.
 
-The module that generates and trains holds its weights in the compute type. When that is bfloat16, each parameter has a float32
-master: gradients are summed in float32, AdamW updates the master, and the parameter is the master rounded. AdamW on bfloat16
-weights would not move them at all at the learning rates of reinforcement learning: the step is smaller than half a unit in the
-last place (measured; `tests/learner/test_optimizer.py`).
+The module that generates and trains holds its weights in the compute type. When that is bfloat16, each parameter has a
+float32 master: gradients are summed in float32, AdamW updates the master, and the parameter is the master rounded.
+AdamW on bfloat16 weights would not move them at all at the learning rates of reinforcement learning: the step is
+smaller than half a unit in the last place (measured; `tests/learner/test_optimizer.py`).
 """
 
 from math import cos, pi
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over micro-batches."""
+    """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over
+    micro-batches."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -34,7 +35,7 @@ class Masters:
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
 
 
-def _move_grad_to(master: Tensor):  # noqa: ANN202
+def _move_grad_to(master: Tensor):
     def hook(parameter: Tensor) -> None:
         grad = parameter.grad
         assert grad is not None
@@ -57,11 +58,9 @@ def adamw(masters: Masters, *, betas: tuple[float, float], eps: float, weight_de
     return torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps, fused=True)
 
 
-def learning_rate(
-    step: int, *, peak: float, schedule: str, warmup: int, total: int | None, min_ratio: float
-) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, or linear or cosine decay to min_ratio * peak at
-    `total`. A pure function of the step, so nothing of it needs saving."""
+def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, total: int | None, min_ratio: float) -> float:
+    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, or linear or cosine decay to min_ratio *
+    peak at `total`. A pure function of the step, so nothing of it needs saving."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant" or total is None:

@@ -144,7 +144,9 @@ class Parts:
         task = next(self.stream(0))
         prompt = self.chat.render(task.prompt)
         prediction = memory.predict(self.policy.model, self.config, reference=self.reference is not None)
-        print(memory.render(prediction, self.config, steps=self.total_steps, task=task, prompt=self.chat.decode(prompt)))
+        print(
+            memory.render(prediction, self.config, steps=self.total_steps, task=task, prompt=self.chat.decode(prompt))
+        )
         return {"memory": prediction, "prompt_tokens": len(prompt), "steps": self.total_steps}
 
     async def close(self) -> None:
@@ -246,12 +248,17 @@ def make_rewards(config: schema.Reward, given: Sequence[Callable[..., Any] | str
     )
 
 
-def scorer(rewards: Rewards):  # noqa: ANN201
-    """Reward functions see the prompt as the data has it, the completions as text, and the row's columns, once for each."""
+def scorer(rewards: Rewards):
+    """Reward functions see the prompt as the data has it, the completions as text, and the row's columns, once for
+    each."""
 
     async def score(task: Task, completions: list[str]) -> Sequence[Any]:
         n = len(completions)
-        prompt = task.prompt if isinstance(task.prompt, str) else [{"role": m.role, "content": m.content} for m in task.prompt]
+        prompt = (
+            task.prompt
+            if isinstance(task.prompt, str)
+            else [{"role": m.role, "content": m.content} for m in task.prompt]
+        )
         columns = {name: [value] * n for name, value in task.columns.items()}
         return await rewards.score([prompt] * n, completions, columns, [task.answer] * n)
 
@@ -279,7 +286,8 @@ def load_data(config: schema.RL, given: Given, chat: Chat, context: int) -> tupl
     limit = data.max_prompt_tokens or context - config.rollout.max_tokens
     if limit <= 0:
         raise BirlError(
-            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in the context of {context} tokens. Lower it."
+            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in the context of {context} "
+            "tokens. Lower it."
         )
     fitting: list[Tasks] = []
     for tasks in train:
@@ -287,7 +295,9 @@ def load_data(config: schema.RL, given: Given, chat: Chat, context: int) -> tupl
         if dropped:
             print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
         if len(kept) == 0:
-            raise BirlError(f"{tasks.name}: every prompt has more than {limit} tokens. Raise data.max_prompt_tokens or the context.")
+            raise BirlError(
+                f"{tasks.name}: every prompt has more than {limit} tokens. Raise data.max_prompt_tokens or the context."
+            )
         fitting.append(kept)
     held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
     return fitting, held_out
@@ -305,7 +315,8 @@ def check_lengths(config: schema.RL, train: Sequence[Tasks], chat: Chat) -> None
     need, have = longest + config.rollout.max_tokens, config.learner.tokens_per_microbatch
     if need > have:
         raise BirlError(
-            f"learner.tokens_per_microbatch={have} cannot hold the longest possible sample: a prompt of {longest} tokens and "
+            f"learner.tokens_per_microbatch={have} cannot hold the longest possible sample: a prompt of {longest} "
+            "tokens and "
             f"rollout.max_tokens={config.rollout.max_tokens}. Set learner.tokens_per_microbatch={need}, or lower "
             "data.max_prompt_tokens or rollout.max_tokens."
         )
@@ -333,7 +344,9 @@ def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
     used = (run / "config.json").is_file()
     if config.resume == "never":
         if used:
-            raise BirlError(f"{run} holds a run already, and resume=never. Choose another folder (run=...) or delete this one.")
+            raise BirlError(
+                f"{run} holds a run already, and resume=never. Choose another folder (run=...) or delete this one."
+            )
         return None
     if used:
         before, now = json.loads((run / "config.json").read_text()), _plain(config)
@@ -342,8 +355,8 @@ def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
             lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
             raise BirlError(
                 f"{run} belongs to a run with another configuration:\n{lines}\n"
-                f"To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: run=ANOTHER_FOLDER "
-                f"resume={run}/checkpoints/step-..."
+                "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
+                f"run=ANOTHER_FOLDER resume={run}/checkpoints/step-..."
             )
     return checkpoint.latest(run / "checkpoints")
 
@@ -355,7 +368,9 @@ def claim(run: Path, config: schema.RL, resume_from: Path | None) -> None:
         (run / "config.json").write_text(json.dumps(_plain(config), indent=1))
         (run / "config.yaml").write_text(to_yaml(config))
     except OSError as error:
-        raise BirlError(f"Cannot write into the run folder {run}: {error.strerror}. Choose another with run=...") from error
+        raise BirlError(
+            f"Cannot write into the run folder {run}: {error.strerror}. Choose another with run=..."
+        ) from error
 
 
 def _plain(config: schema.RL) -> dict[str, Any]:

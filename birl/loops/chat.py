@@ -12,7 +12,8 @@ SETTINGS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512, "seed": 0, "dt
 
 
 def run(target: str, overrides: list[str]) -> None:
-    """`target`: a run folder, a checkpoint of a run, or anything `model.path` takes. Overrides: the keys of `SETTINGS`."""
+    """`target`: a run folder, a checkpoint of a run, or anything `model.path` takes. Overrides: the keys of
+    `SETTINGS`."""
     asyncio.run(_converse(target, read_settings(overrides)))
 
 
@@ -87,5 +88,3 @@ def model_of(target: str) -> str:
         print(f"Exporting {chosen} ...")
         export(chosen, run / "model", goal)
     return str(goal)
-
-

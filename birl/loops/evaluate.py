@@ -1,4 +1,5 @@
-"""Measure a policy on held-out tasks: unbiased pass@k by source, failures counted apart. `birl eval`, and validation in `birl rl`."""
+"""Measure a policy on held-out tasks: unbiased pass@k by source, failures counted apart. `birl eval`, and validation in
+`birl rl`."""
 
 import asyncio
 import json
@@ -42,7 +43,8 @@ def plan(tasks: Sequence[Task], validation: schema.Validation, max_tokens: int, 
 
 
 async def evaluate(plan: Plan, rollout: Rollout) -> tuple[dict[str, float], list[Group]]:
-    """All tasks at once; the engine queues them. A task may ask for its own number of answers (EasyRL's extra_info["pass@k"])."""
+    """All tasks at once; the engine queues them. A task may ask for its own number of answers (EasyRL's
+    extra_info["pass@k"])."""
     groups = await asyncio.gather(
         *(rollout.group(i, task, max(plan.samples, own_k(task)), plan.params) for i, task in enumerate(plan.tasks))
     )
@@ -61,7 +63,9 @@ def measure(groups: Sequence[Group], ks: Sequence[int]) -> dict[str, float]:
     for group in groups:
         by_source[group.task.source].append(group)
         by_source["all"].append(group)
-    return {f"validation/{s}/{name}": v for s, members in by_source.items() for name, v in _figures(members, ks).items()}
+    return {
+        f"validation/{s}/{name}": v for s, members in by_source.items() for name, v in _figures(members, ks).items()
+    }
 
 
 def _figures(groups: Sequence[Group], ks: Sequence[int]) -> dict[str, float]:
@@ -122,7 +126,7 @@ def run(config: schema.Eval) -> None:
     asyncio.run(_run(config, build))
 
 
-async def _run(config: schema.Eval, build) -> None:  # noqa: ANN001
+async def _run(config: schema.Eval, build) -> None:
     parts = await build.evaluation(config)
     try:
         metrics, groups = await evaluate(parts.plan, parts.rollout)
@@ -130,7 +134,11 @@ async def _run(config: schema.Eval, build) -> None:  # noqa: ANN001
         await parts.close()
     _print(metrics)
     if config.output:
-        records = [record for g in groups for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)]
+        records = [
+            record
+            for g in groups
+            for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
+        ]
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"model": config.model.path, "metrics": metrics, "answers": records}, indent=1, default=str)
         Path(config.output).write_text(text)

@@ -2,7 +2,6 @@
 
 import shutil
 import textwrap
-from typing import Any
 
 from torch import nn
 
@@ -21,11 +20,17 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
     parameters = sum(p.numel() for p in model.parameters())
     shape = model.config.get_text_config()  # pyright: ignore
     wide = 2 if config.model.dtype == "bfloat16" else 4
-    hidden, inner, layers = shape.hidden_size, getattr(shape, "intermediate_size", 4 * shape.hidden_size), shape.num_hidden_layers
+    hidden, inner, layers = (
+        shape.hidden_size,
+        getattr(shape, "intermediate_size", 4 * shape.hidden_size),
+        shape.num_hidden_layers,
+    )
     per_layer = wide * (12 * hidden + 4 * inner) + 4 * 4 * hidden  # norms keep float32 copies
     kept = hidden * wide if config.learner.gradient_checkpointing else per_layer
     tokens = config.learner.tokens_per_microbatch
-    cache = KVCache.bytes_per_token(**Runner.cache_shape(model)) * config.engine.max_batch * config.rollout.max_tokens * 2
+    cache = (
+        KVCache.bytes_per_token(**Runner.cache_shape(model)) * config.engine.max_batch * config.rollout.max_tokens * 2
+    )
     return {
         "process": PROCESS,
         "weights, float32": 4.0 * parameters,
@@ -46,8 +51,8 @@ def render(prediction: dict[str, float], config: schema.RL, *, steps: int | None
     width = min(shutil.get_terminal_size().columns, 120)
     return "\n".join(
         [
-            f"Would train {config.model.path} for {steps or 'an unknown number of'} steps of {config.rollout.prompts} prompts x "
-            f"{config.rollout.group_size} answers.",
+            f"Would train {config.model.path} for {steps or 'an unknown number of'} steps of {config.rollout.prompts} "
+            f"prompts x {config.rollout.group_size} answers.",
             "",
             f"First prompt ({task.id}, answer {task.answer!r}):",
             textwrap.indent(textwrap.shorten(prompt, 4 * width, placeholder=" ..."), "  "),

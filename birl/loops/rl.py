@@ -1,4 +1,5 @@
-"""Reinforcement learning: groups -> advantages -> samples -> batches -> update, over the pipeline of `rollout/pipeline.py`.
+"""Reinforcement learning: groups -> advantages -> samples -> batches -> update, over the pipeline of
+`rollout/pipeline.py`.
 
 Read `_Run.train` first: it is the algorithm. `birl rl`, `Trainer.train()` and the tests all come through `train()`.
 """
@@ -165,8 +166,9 @@ class _Run:
         return stats
 
     def update_once(self, samples: list[Sample], stats: Stats) -> None:
-        """One optimizer step. Samples whose advantage is 0 count in the denominator, but have no gradient, so they are not computed
-        (with a KL term they have one). A batch without any gradient moves nothing, the optimizer's momentum included."""
+        """One optimizer step. Samples whose advantage is 0 count in the denominator, but have no gradient, so they are
+        not computed (with a KL term they have one). A batch without any gradient moves nothing, the optimizer's
+        momentum included."""
         config, learner, reference = self.config.algorithm, self.parts.learner, self.parts.reference
         weights = DENOMINATORS[config.denominator](assemble.trained_lengths(samples), self.config.rollout.max_tokens)
         useful = [(s, w) for s, w in zip(samples, weights, strict=True) if reference is not None or s.advantage != 0]
@@ -221,7 +223,8 @@ class _Run:
             reasons = "\n".join(f"  {n} x {why}" for why, n in Counter(t.detail for t in failed).most_common(3))
             raise BirlError(
                 f"Step {step.number}: {len(failed)} of {len(episodes)} episodes failed ({kinds}), more than "
-                f"rollout.max_failure_rate={self.config.rollout.max_failure_rate:g} allows. Most frequent reasons:\n{reasons}"
+                f"rollout.max_failure_rate={self.config.rollout.max_failure_rate:g} allows. Most frequent "
+                f"reasons:\n{reasons}"
             )
 
     def check_gap(self, stats: Stats) -> None:
@@ -229,7 +232,8 @@ class _Run:
         if not stats.first_gap <= limit:
             raise BirlError(
                 f"The engine's log-probs differ from the learner's by {stats.first_gap:.3g} nats a token on average; "
-                f"learner.max_logprob_gap={limit:g} is allowed. The engine does not sample from the weights that are trained."
+                f"learner.max_logprob_gap={limit:g} is allowed. The engine does not sample from the weights that are "
+                "trained."
             )
 
     def check_finite(self, stats: Stats) -> None:
@@ -237,8 +241,8 @@ class _Run:
         stats.nonfinite += self.nonfinite > 0
         if self.nonfinite >= NONFINITE_LIMIT:
             raise BirlError(
-                f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights were left as they are. "
-                "Try a lower optimizer.lr, or model.dtype=float32."
+                f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights were left as "
+                "they are. Try a lower optimizer.lr, or model.dtype=float32."
             )
 
     async def finish_step(self, metrics: dict[str, float], trained: float) -> None:
@@ -252,7 +256,9 @@ class _Run:
         metrics["time/validate"] = validated - trained
         metrics["time/step"] = validated - self.clock
         self.parts.tracker.step(self.step, metrics)
-        if (config.checkpoint.every and self.step % config.checkpoint.every == 0) or (improved and config.checkpoint.keep_best):
+        if (config.checkpoint.every and self.step % config.checkpoint.every == 0) or (
+            improved and config.checkpoint.keep_best
+        ):
             await self.save()
         self.clock = time.perf_counter()
 
@@ -325,7 +331,12 @@ class _Run:
                 "advantage": by_episode.get((g.index, i)),
                 "text": "".join(self.parts.chat.decode(turn.completion.tokens) for turn in t.turns),
                 "samples": [
-                    {"tokens": s.tokens, "mask": [int(m) for m in s.mask], "logprobs": s.logprobs, "versions": s.versions}
+                    {
+                        "tokens": s.tokens,
+                        "mask": [int(m) for m in s.mask],
+                        "logprobs": s.logprobs,
+                        "versions": s.versions,
+                    }
                     for s in assemble.samples(t, 0.0, g.index, i)
                 ],
             }
@@ -356,14 +367,24 @@ class _Run:
         checkpoint.prune(parts.checkpoints, config.checkpoint.keep_last, best - {None})  # pyright: ignore
 
     def resume(self) -> None:
-        """Go on from the checkpoint that `build` chose, if any: tensors, counters, place in the data, ends of the logs."""
+        """Go on from the checkpoint that `build` chose, if any: tensors, counters, place in the data, ends of the
+        logs."""
         path = self.parts.resume_from
         if path is None:
             self.parts.tracker.rewind(None, 0)
             return
         state = checkpoint.load(path, self.parts.learner.tensors())
         self.parts.learner.loaded(state["version"])
-        for name in ("step", "position", "best", "best_step", "nonfinite", "spent", "first_validation", "last_validation"):
+        for name in (
+            "step",
+            "position",
+            "best",
+            "best_step",
+            "nonfinite",
+            "spent",
+            "first_validation",
+            "last_validation",
+        ):
             setattr(self, name, state[name])
         self.totals.update(state["totals"])
         own = path.parent == self.parts.checkpoints
@@ -390,7 +411,8 @@ class _Run:
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Samples in at most `parts` pieces of about equally many groups, in order; the samples of a group stay together."""
+    """Samples in at most `parts` pieces of about equally many groups, in order; the samples of a group stay
+    together."""
     groups = list(dict.fromkeys(s.group for s in samples))
     pieces = min(parts, len(groups))
     piece_of = {g: n * pieces // len(groups) for n, g in enumerate(groups)}
@@ -403,4 +425,3 @@ def _first(group: BaseExceptionGroup) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-

@@ -28,12 +28,13 @@ Reward = Callable[..., Sequence[float]] | str
 class Trainer:
     """Group-relative policy optimisation of a language model.
 
-    model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a list of them;
-    each takes (completions, prompts, **columns) and returns one number for each completion. train_dataset and eval_dataset: a
-    path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or `messages`, `question`) column.
-    num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1 means num_epochs. beta: weight of the KL to the
-    first weights. epsilon, epsilon_high: clip range. loss_type: grpo | bnpo | dapo | dr_grpo. scale_rewards: group | batch | none.
-    output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule": "cosine"}.
+    model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a
+    list of them; each takes (completions, prompts, **columns) and returns one number for each completion. train_dataset
+    and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or `messages`,
+    `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1 means
+    num_epochs. beta: weight of the KL to the first weights. epsilon, epsilon_high: clip range. loss_type: grpo | bnpo |
+    dapo | dr_grpo. scale_rewards: group | batch | none. output_dir: the run folder. overrides: further keys, such as
+    {"optimizer.schedule": "cosine"}.
 
     Raises `BirlError` at once for a wrong value.
     """

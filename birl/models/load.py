@@ -1,4 +1,5 @@
-"""Names -> models and tokenizers. Weights are float32 safetensors; what does not fit is refused by name, never left out."""
+"""Names -> models and tokenizers. Weights are float32 safetensors; what does not fit is refused by name, never left
+out."""
 
 import contextlib
 import logging
@@ -37,7 +38,7 @@ def resolve(path: str, say: Callable[[str], None] = print) -> Path:
 
 def from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
@@ -50,12 +51,13 @@ def from_hub(name: str) -> Path:
 
 
 def load_model(folder: Path) -> nn.Module:
-    """The model with float32 weights and our attention function. Raises `BirlError` for anything missing, damaged or unfit."""
+    """The model with float32 weights and our attention function. Raises `BirlError` for anything missing, damaged or
+    unfit."""
     check_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=torch.float32,
@@ -68,6 +70,7 @@ def load_model(folder: Path) -> nn.Module:
         raise
     except Exception as error:
         raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
+    model, report = loaded
     check_report(folder, model, report)
     model.config.use_cache = False
     return model.eval()
@@ -92,16 +95,24 @@ def check_files(folder: Path) -> None:
 
 def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
     """transformers would initialise a missing weight at random and go on."""
-    problems = {kind: sorted(map(str, report.get(f"{kind}_keys") or [])) for kind in ("missing", "unexpected", "mismatched")}
-    found = [f"{kind} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for kind, keys in problems.items() if keys]
+    problems = {
+        kind: sorted(map(str, report.get(f"{kind}_keys") or [])) for kind in ("missing", "unexpected", "mismatched")
+    }
+    found = [
+        f"{kind} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for kind, keys in problems.items() if keys
+    ]
     if found:
-        raise BirlError(f"{folder}: the weights do not belong to its config.json ({type(model).__name__}): {'; '.join(found)}.")
+        raise BirlError(
+            f"{folder}: the weights do not belong to its config.json ({type(model).__name__}): {'; '.join(found)}."
+        )
 
 
 def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder; `chat_template` names a Jinja file that replaces its own."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise BirlError(f"{folder} has no tokenizer: expected tokenizer.json (and tokenizer_config.json) beside the weights.")
+        raise BirlError(
+            f"{folder} has no tokenizer: expected tokenizer.json (and tokenizer_config.json) beside the weights."
+        )
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -118,7 +129,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
     if len(tokenizer) > rows:
-        raise BirlError(f"The tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together.")
+        raise BirlError(
+            f"The tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together."
+        )
 
 
 def context_limit(model: nn.Module) -> int:
@@ -130,7 +143,7 @@ def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[i
     """Every token that ends an answer: the tokenizer's, and those in generation_config.json (one or a list)."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
+    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
 
 
 def save_hf_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

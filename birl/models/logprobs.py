@@ -1,9 +1,9 @@
 """log p(target | context) and entropy from hidden states, without ever holding logits for all tokens.
 
 The engine and the learner both end here: the same head, float32 softmax, the same temperature.
-The forward pass goes through the tokens in pieces, the backward pass through the vocabulary: then each piece of the weight's
-gradient is complete when it is written, and nothing of size [V, H] is added up again and again (measured: half of the backward
-pass of a small model).
+The forward pass goes through the tokens in pieces, the backward pass through the vocabulary: then each piece of the
+weight's gradient is complete when it is written, and nothing of size [V, H] is added up again and again (measured: half
+of the backward pass of a small model).
 
 Shapes: N trained tokens, H hidden size, V vocabulary.
 """
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 6 * 2**20  # logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
+CHUNK = (
+    6 * 2**20
+)  # logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

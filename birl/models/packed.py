@@ -1,8 +1,9 @@
 """Linear layers with weights laid out for oneDNN once, instead of at every call.
 
-On CPU a matrix product with few rows spends most of its time bringing the weight into the blocked layout that AVX-512 and AMX
-want. While something is generated the weights do not change, so the engine lays them out once for each version; the copies live
-as long as the generation. The module itself is not touched: outside of `active()` it is the one that is trained.
+On CPU a matrix product with few rows spends most of its time bringing the weight into the blocked layout that AVX-512
+and AMX want. While something is generated the weights do not change, so the engine lays them out once for each version;
+the copies live as long as the generation. The module itself is not touched: outside of `active()` it is the one that is
+trained.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ class PackedLinears:
             self.copies = [torch.ops.mkldnn._reorder_linear_weight(m.weight.detach(), ROWS) for m in self.layers]
             self.version = version
         for layer, copy in zip(self.layers, self.copies, strict=True):
-            layer.forward = partial(_linear, copy, layer.bias)
+            layer.forward = partial(_linear, copy, layer.bias)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             yield
         finally:
@@ -45,7 +46,11 @@ class PackedLinears:
 
 def usable(model: nn.Module) -> bool:
     weight = next(model.parameters())
-    return weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return (
+        weight.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -36,7 +36,12 @@ class EngineFailed(Exception):
 
 
 async def run_episode(
-    env: Env, engine: Engine, chat: Translator, params: SamplingParams, limits: Limits, seed_of_turn: Callable[[int], int]
+    env: Env,
+    engine: Engine,
+    chat: Translator,
+    params: SamplingParams,
+    limits: Limits,
+    seed_of_turn: Callable[[int], int],
 ) -> Trajectory:
     """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case."""
     turns: list[Turn] = []

@@ -29,7 +29,8 @@ Scorer = Callable[[Task, list[str]], Awaitable[Sequence[Scored]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own reward."""
+    """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own
+    reward."""
 
     engine: Engine
     chat: Translator
@@ -39,8 +40,8 @@ class Rollout:
     seed: int
 
     async def group(self, index: int, task: Task, n: int, params: SamplingParams) -> Group:
-        """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed run
-        samples what the uninterrupted one would have."""
+        """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed
+        run samples what the uninterrupted one would have."""
         version = self.engine.version
 
         async def one(episode: int) -> Trajectory:

@@ -1,16 +1,17 @@
 """Rollout and training as two coroutines over bounded slots. Synchronous RL is the case max_staleness = 0.
 
     produce:  acquire a slot, admit a task, start its group          (waits for a slot;    unblocked by learn's release)
-    group:    n episodes and their rewards, put into `Ordered`       (waits for an engine; unblocked by its own deadlines)
-    learn:    take the oldest groups, train, publish, release slots  (waits for a group;   unblocked by group or produce's end)
+    group:    n episodes and their rewards, put into `Ordered`       (waits for an engine; unblocked by its own
+    deadlines) learn:    take the oldest groups, train, publish, release slots  (waits for a group;   unblocked by group
+    or produce's end)
 
-Bound: a group that starts under version v is trained at step s with s - v <= max_staleness. With B groups a step there are
-(max_staleness + 1) * B slots; at the k-th admission (from 0) at least k + 1 - (max_staleness + 1) * B slots were given back, so
-v >= floor(k / B) - max_staleness, and first-in-first-out order trains group k at step floor(k / B). A capacity without an order
-would not bound it. Groups that `keep` refuses move both sides by the same number.
+Bound: a group that starts under version v is trained at step s with s - v <= max_staleness. With B groups a step there
+are (max_staleness + 1) * B slots; at the k-th admission (from 0) at least k + 1 - (max_staleness + 1) * B slots were
+given back, so v >= floor(k / B) - max_staleness, and first-in-first-out order trains group k at step floor(k / B). A
+capacity without an order would not bound it. Groups that `keep` refuses move both sides by the same number.
 
-With max_staleness = 0 a wave is complete before anything of it is judged, refilled or trained: what is in the engine at once does
-not depend on how long a reward took, and a resumed run computes the same bits.
+With max_staleness = 0 a wave is complete before anything of it is judged, refilled or trained: what is in the engine at
+once does not depend on how long a reward took, and a resumed run computes the same bits.
 """
 
 import asyncio
@@ -53,7 +54,8 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one training step gets. `position` counts all groups consumed since the run's start, so the next one to roll out."""
+    """What one training step gets. `position` counts all groups consumed since the run's start, so the next one to roll
+    out."""
 
     number: int
     groups: list[Group]
@@ -75,11 +77,11 @@ async def run(
     position: int = 0,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Until the tasks run out, `steps` is reached, or `stop` is set: then what is being rolled out is abandoned (it is rolled out
-    again after a resume, as `position` only counts groups that were trained or refused in a finished step).
+    """Until the tasks run out, `steps` is reached, or `stop` is set: then what is being rolled out is abandoned (it is
+    rolled out again after a resume, as `position` only counts groups that were trained or refused in a finished step).
 
-    A last step with fewer groups is trained like any other; nothing is dropped. `max_refill` bounds the refused groups of a step
-    to that many times groups_per_step: then the step is handed over as it is.
+    A last step with fewer groups is trained like any other; nothing is dropped. `max_refill` bounds the refused groups
+    of a step to that many times groups_per_step: then the step is handed over as it is.
     """
     slots = asyncio.Semaphore((max_staleness + 1) * groups_per_step)
     done = Ordered()

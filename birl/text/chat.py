@@ -4,8 +4,8 @@
     extend   ids so far + the ids of a reply + new messages -> ids of the next prompt; earlier ids never change
     parse    ids of a reply -> message
 
-Text becomes ids once. A reply is never encoded again from its text, as encode(decode(ids)) may differ from ids; what the template
-puts behind a reply is taken from the template itself, by comparing renderings of a made-up conversation.
+Text becomes ids once. A reply is never encoded again from its text, as encode(decode(ids)) may differ from ids; what
+the template puts behind a reply is taken from the template itself, by comparing renderings of a made-up conversation.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class Chat:
         return bool(self.tokenizer.chat_template)
 
     def render(self, prompt: tuple[Message, ...] | str) -> tuple[int, ...]:
-        """Ids of a prompt: messages through the template, up to where the assistant's answer starts; text as it is, with the
-        tokens that the tokenizer itself puts in front."""
+        """Ids of a prompt: messages through the template, up to where the assistant's answer starts; text as it is,
+        with the tokens that the tokenizer itself puts in front."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer(prompt).input_ids)
         return self.encode(self._text(prompt, answer=True))
@@ -40,7 +40,8 @@ class Chat:
     def extend(
         self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...]
     ) -> tuple[int, ...]:
-        """Ids of the next prompt. A reply that did not end itself (a stop string, say) is ended as the template would."""
+        """Ids of the next prompt. A reply that did not end itself (a stop string, say) is ended as the template
+        would."""
         if not self.has_template:
             return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
         glue = self.encode(self._after_reply(messages))
@@ -56,7 +57,8 @@ class Chat:
         return Message(role="assistant", content=self.decode(tokens))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of text that already holds its special tokens."""
@@ -65,8 +67,8 @@ class Chat:
     def _text(self, messages: Sequence[Message], answer: bool) -> str:
         if not self.has_template:
             raise BirlError(
-                "The tokenizer has no chat template, but the prompts are messages. Name one with model.chat_template=FILE.jinja, "
-                "or use text prompts."
+                "The tokenizer has no chat template, but the prompts are messages. Name one with "
+                "model.chat_template=FILE.jinja, or use text prompts."
             )
         plain = [{"role": m.role, "content": m.content} for m in messages]
         try:
@@ -89,15 +91,17 @@ class Chat:
         longer = self._text((*PROBE, PROBE[0]), answer=True)
         if cut < 0 or not longer.startswith(before):
             raise BirlError(
-                "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended token by token. "
+                "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended "
+                "token by token. "
                 "Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
             )
         return before
 
 
 class StopChecker:
-    """Says when one of `stop` has appeared in the text of the tokens fed so far. A stop string may span tokens, and a character
-    may: what the newest tokens mean is only known from the decoded text, so a window of them is decoded again."""
+    """Says when one of `stop` has appeared in the text of the tokens fed so far. A stop string may span tokens, and a
+    character may: what the newest tokens mean is only known from the decoded text, so a window of them is decoded
+    again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
         self.tokenizer, self.stop = tokenizer, stop

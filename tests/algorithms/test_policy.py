@@ -43,7 +43,7 @@ def reference(low: float, high: float, denominator: str, kl: str, coef: float, s
     return total
 
 
-def loss_of(preset: str, logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, sample: list[int], **kl):  # noqa: ANN201
+def loss_of(preset: str, logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, sample: list[int], **kl):
     low, high, denominator = PRESETS[preset]
     per_sample = DENOMINATORS[denominator](LENGTHS, LIMIT)
     weights = torch.tensor([per_sample[s] for s in sample])

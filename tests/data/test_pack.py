@@ -10,7 +10,6 @@ from birl.types import Sample
 
 
 def make(prompt: tuple[int, ...], answer: tuple[int, ...], group: int, episode: int, advantage: float = 1.0) -> Sample:
-    n = len(prompt) + len(answer)
     mask = (False,) * len(prompt) + (True,) * len(answer)
     return Sample(
         tokens=prompt + answer,

@@ -27,7 +27,9 @@ def compute() -> Iterator[ThreadPoolExecutor]:
 class Bench:
     """A learner and an engine over the same module."""
 
-    def __init__(self, folder: Path, compute: ThreadPoolExecutor, dtype: torch.dtype = torch.float32, **options: float) -> None:
+    def __init__(
+        self, folder: Path, compute: ThreadPoolExecutor, dtype: torch.dtype = torch.float32, **options: float
+    ) -> None:
         self.tokenizer = load_tokenizer(folder)
         temperature = options.pop("temperature", 1.0)
         self.learner = Learner(load_model(folder), dtype=dtype, temperature=temperature)
@@ -100,18 +102,23 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch(tiny: Path, compute: 
 
 @pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"kv_cache_gb": 75 * 512 / 2**30}])
 def test_nor_on_slots_or_preemption(tiny: Path, compute: ThreadPoolExecutor, options: dict[str, float]) -> None:
-    """75 cache places: the prompt of 30 with its answer of 40 just fits alone, so others are preempted and computed again."""
+    """75 cache places: the prompt of 30 with its answer of 40 just fits alone, so others are preempted and computed
+    again."""
     params = seeded(len(PROMPTS), ignore_eos=True)
     expected = Bench(tiny, compute).generate(PROMPTS, params)
     found = Bench(tiny, compute, **options).generate(PROMPTS, params)
     assert [c.tokens for c in found] == [c.tokens for c in expected]
 
 
-def test_a_groups_prompt_is_prefilled_once(tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_groups_prompt_is_prefilled_once(
+    tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Bench(tiny, compute)
     computed: list[int] = []
     original = bench.engine.runner._prefill
-    monkeypatch.setattr(bench.engine.runner, "_prefill", lambda slots: (computed.extend(map(len, slots)), original(slots)))
+    monkeypatch.setattr(
+        bench.engine.runner, "_prefill", lambda slots: (computed.extend(map(len, slots)), original(slots))
+    )
     bench.generate([PROMPTS[4]] * 5 + [PROMPTS[2]] * 2, seeded(7))
     assert sorted(computed) == [8, 16]
 
@@ -173,7 +180,9 @@ def test_cancelling_the_caller_frees_the_slot(tiny: Path, compute: ThreadPoolExe
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_broken_forward_reaches_every_caller(tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_forward_reaches_every_caller(
+    tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Bench(tiny, compute)
     with monkeypatch.context() as patch:
         patch.setattr(bench.engine.runner, "decode", lambda requests: 1 / 0)

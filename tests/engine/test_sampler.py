@@ -36,7 +36,9 @@ def test_restrict_keeps_what_the_definition_keeps(seed: int) -> None:
     assert {i for i, v in enumerate(found.tolist()) if v > -math.inf} == reference_support(logits, top_k, top_p, min_p)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7, "temperature": 1.5}, {"min_p": 0.2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7, "temperature": 1.5}, {"min_p": 0.2}]
+)
 def test_frequencies_and_log_probs_belong_to_the_distribution(options: dict[str, float]) -> None:
     rows = 20_000
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
@@ -53,7 +55,9 @@ def test_frequencies_and_log_probs_belong_to_the_distribution(options: dict[str,
 def test_greedy_takes_the_likeliest_and_leaves_its_neighbours_alone() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     expected = logits.log_softmax(-1)
-    tokens, logprobs = sample(logits.clone(), [params(temperature=0), params(), params(temperature=0)], [0.99, 0.5, 0.0])
+    tokens, logprobs = sample(
+        logits.clone(), [params(temperature=0), params(), params(temperature=0)], [0.99, 0.5, 0.0]
+    )
     assert tokens[0] == expected[0].argmax() and tokens[2] == expected[2].argmax()
     torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
 

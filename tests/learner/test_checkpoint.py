@@ -31,7 +31,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
         (lambda t: t.update({"model.a": torch.zeros(2, 3, dtype=torch.bfloat16)}), "bfloat16 in the model"),
     ],
 )
-def test_any_difference_in_key_shape_or_type_is_refused(tmp_path: Path, change, message: str) -> None:  # noqa: ANN001
+def test_any_difference_in_key_shape_or_type_is_refused(tmp_path: Path, change, message: str) -> None:
     """EasyRL's defect: every key had a prefix, strict=False, and nothing was loaded without a word."""
     path = checkpoint.save(tmp_path, 1, tensors(), {})
     wanted = tensors(0.0)

@@ -49,7 +49,8 @@ def test_order_does_not_matter() -> None:
 
 
 def test_a_masked_token_has_no_gradient_of_its_own() -> None:
-    """Changing what is trained on a masked place (its log-prob, its advantage) changes nothing, since it is not in the batch."""
+    """Changing what is trained on a masked place (its log-prob, its advantage) changes nothing, since it is not in the
+    batch."""
     base = make((1, 5, 9), (7, 8, 2), 0, 0)
     changed = type(base)(
         tokens=base.tokens,
@@ -74,7 +75,9 @@ def test_the_norm_is_global_and_clipping_uses_it() -> None:
     policy, stats = learner(max_grad_norm=0.5), Stats()
     for batch in pack(groups(6), [1.0] * 12, 40):
         policy.forward_backward(batch, reinforce, stats)
-    expected = torch.cat([t.grad.flatten() for t in policy.masters.tensors.values() if t.grad is not None]).norm().item()
+    expected = (
+        torch.cat([t.grad.flatten() for t in policy.masters.tensors.values() if t.grad is not None]).norm().item()
+    )
     assert expected > 0.5
     assert policy.optim_step(1e-3) == pytest.approx(expected, rel=1e-5)
     assert policy.version == 1

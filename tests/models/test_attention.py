@@ -8,14 +8,15 @@ from birl.models.forward import hidden_states, verify
 from tests.tiny import tiny_model
 
 
-def model(**options: int):  # noqa: ANN201
+def model(**options: int):
     made = tiny_model(**options).eval()
     made.set_attn_implementation(attention.NAME)
     return made
 
 
 def test_packed_trees_equal_separate_sequences() -> None:
-    """Invariant 2. The peer that packs by position_ids alone is wrong here by 0.5 (transformers, unless use_cache=False)."""
+    """Invariant 2. The peer that packs by position_ids alone is wrong here by 0.5 (transformers, unless
+    use_cache=False)."""
     policy = model()
     plain = tiny_model().eval()
     ids = torch.randint(3, 300, (31,), generator=torch.Generator().manual_seed(1))
@@ -69,7 +70,7 @@ def test_an_architecture_that_packs_wrongly_is_refused() -> None:
         verify(policy)
 
 
-def _halved(output):  # noqa: ANN001, ANN202
+def _halved(output):
     output.logits = output.logits / 2
     return output
 

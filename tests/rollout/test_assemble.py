@@ -12,7 +12,9 @@ def turn(prompt: tuple[int, ...], answer: tuple[int, ...], version: int = 0) -> 
     return Turn(prompt=prompt, completion=completion)
 
 
-def trajectory(reward: float = 0.0, outcome: Outcome = Outcome.OK, turns: tuple[Turn, ...] = (turn((1,), (2,)),)) -> Trajectory:
+def trajectory(
+    reward: float = 0.0, outcome: Outcome = Outcome.OK, turns: tuple[Turn, ...] = (turn((1,), (2,)),)
+) -> Trajectory:
     value = reward if outcome.scored else math.nan
     return Trajectory(turns=turns, reward=value, score=value, outcome=outcome)
 

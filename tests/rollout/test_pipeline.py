@@ -18,7 +18,8 @@ def tasks(n: int | None) -> Iterator[Task]:
 
 
 class Fake:
-    """Groups that take a random number of event-loop turns, and a policy whose version is the number of finished steps."""
+    """Groups that take a random number of event-loop turns, and a policy whose version is the number of finished
+    steps."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
