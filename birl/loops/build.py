@@ -2,9 +2,13 @@
 
 import asyncio
 import json
+import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +23,8 @@ from birl.config.load import flatten, to_yaml
 from birl.data.stream import TaskStream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.engine.engine import Counters, EmbeddedEngine
+from birl.engine.kv_cache import KVCache
+from birl.engine.runner import Runner
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
 from birl.learner import checkpoint
@@ -32,14 +38,26 @@ from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
 from birl.rollout.group import Rollout, derive_seed
-from birl.text.chat import Chat
+from birl.text.chat import PROBE, Chat
+from birl.track.log import replace as write_whole
 from birl.track.tracker import Tracker
 from birl.types import SamplingParams, Task
 
+try:
+    import fcntl
+except ImportError:  # not on Windows: there, nothing keeps two processes out of one folder
+    fcntl = None
+
 T = TypeVar("T")
+EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-FREE = ("steps", "epochs", "resume", "run", "threads")  # keys that may change when a run goes on
-FREE_SECTIONS = ("track.", "checkpoint.")
+# Keys that may change when a run goes on: its length, and what bounds memory or time but never changes a result.
+FREE = (
+    *("steps", "epochs", "resume", "run", "threads"),
+    *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
+    *("reward.timeout", "reward.workers", "rollout.timeout", "rollout.max_failure_rate"),
+)
+FREE_SECTIONS = ("track.", "checkpoint.", "engine.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +187,25 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         report_data(train, validation)
         check_lengths(config, train, policy.chat)
         await starting
+        return assembled(config, policy, context, rewards, train, validation, run, resume_from, dry_run)
     except BaseException:
         starting.cancel()
         await rewards.close()
         raise
+
+
+def assembled(
+    config: schema.RL,
+    policy: Policy,
+    context: int,
+    rewards: Rewards,
+    train: list[Tasks],
+    validation: list[Task],
+    run: Path,
+    resume_from: Path | None,
+    dry_run: bool,
+) -> Parts:
+    """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
     reference = None
     if config.algorithm.kl_coef > 0:
         reference = Learner(
@@ -184,6 +217,11 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
     learner = make_learner(config, policy.model)
     verify(policy.model)
     engine = policy.engine(config.engine, context, lambda: learner.version)
+    everything = [t[i] for t in train for i in range(len(t))]
+    check_cache(config.engine, engine, everything, config.rollout.max_tokens, policy.chat)
+    if validation:
+        answer = config.validation.max_tokens or config.rollout.max_tokens
+        check_cache(config.engine, engine, validation, answer, policy.chat)
     rollout = Rollout(
         engine=engine,
         chat=policy.chat,
@@ -194,8 +232,7 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
     )
     total = total_steps(config, train)
     if not dry_run:
-        claim(run, config, resume_from)
-        save_hf_config(policy.model, policy.tokenizer, run / "model")
+        claim(run, config, policy)
     return Parts(
         config=config,
         run=run,
@@ -219,9 +256,18 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
 def load_policy(config: schema.Model, threads: int) -> Policy:
     compute = compute_thread(threads)
     folder = resolve(config.path)
+    if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
+        raise BirlError(
+            f"model.path={config.path} is the folder of a run. To get its model: `birl checkpoints {config.path} "
+            "export last FOLDER`, then model.path=FOLDER."
+        )
     tokenizer = load_tokenizer(folder, config.chat_template)
-    model = load_model(folder)
-    return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=Chat(tokenizer), compute=compute)
+    chat = Chat(tokenizer)
+    if config.chat_template and PROBE[0].content not in chat.decode(chat.render(PROBE[:1])):
+        raise BirlError(
+            f"model.chat_template={config.chat_template}: what the user says does not come up in its output."
+        )
+    return Policy(folder=folder, model=load_model(folder), tokenizer=tokenizer, chat=chat, compute=compute)
 
 
 def make_learner(config: schema.RL, model: nn.Module) -> Learner:
@@ -296,7 +342,13 @@ def load_data(config: schema.RL, given: Given, chat: Chat, context: int) -> tupl
             print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
         if len(kept) == 0:
             raise BirlError(
-                f"{tasks.name}: every prompt has more than {limit} tokens. Raise data.max_prompt_tokens or the context."
+                f"{tasks.name}: every prompt has more than {limit} tokens. "
+                + (
+                    "Raise data.max_prompt_tokens."
+                    if data.max_prompt_tokens
+                    else f"The context of {context} tokens has no room for more beside an answer of rollout.max_tokens="
+                    f"{config.rollout.max_tokens}: lower that, shorten the prompts or take a model with a longer one."
+                )
             )
         fitting.append(kept)
     held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
@@ -322,6 +374,22 @@ def check_lengths(config: schema.RL, train: Sequence[Tasks], chat: Chat) -> None
         )
 
 
+def check_cache(config: schema.Engine, engine: EmbeddedEngine, tasks: Sequence[Task], answer: int, chat: Chat) -> None:
+    """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
+    lengths = [len(chat.render(task.prompt)) for task in tasks]
+    if full := sum(n >= engine.context for n in lengths):
+        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {engine.context} tokens: no answers.")
+    longest = max(lengths)
+    need, have = min(longest + answer, engine.context), engine.scheduler.capacity
+    if need > have:
+        size = need * KVCache.bytes_per_token(**Runner.cache_shape(engine.runner.model)) / 2**30
+        raise BirlError(
+            f"engine.kv_cache_gb={config.kv_cache_gb:g} holds the keys and values of {have} tokens, but one sequence "
+            f"may have {need} (a prompt of {longest} and an answer of {answer}). Set engine.kv_cache_gb="
+            f"{math.ceil(size * 1000) / 1000:g} or more, or ask for shorter answers."
+        )
+
+
 def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
     if config.steps:
         return config.steps
@@ -339,9 +407,12 @@ def default_run(config: schema.RL, choices: Mapping[str, str]) -> str:
 
 def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
     """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
+    newest = checkpoint.latest(run / "checkpoints")
     if config.resume not in ("auto", "never"):
-        return Path(config.resume)
-    used = (run / "config.json").is_file()
+        return chosen_checkpoint(Path(config.resume), run, newest)
+    # a try that ended before its first step leaves nothing to lose or to go on from
+    metrics = run / "metrics.jsonl"
+    used = newest is not None or (metrics.is_file() and metrics.stat().st_size > 0)
     if config.resume == "never":
         if used:
             raise BirlError(
@@ -349,7 +420,7 @@ def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
             )
         return None
     if used:
-        before, now = json.loads((run / "config.json").read_text()), _plain(config)
+        before, now = read_config(run), _plain(config)
         changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _free(k)]
         if changed:
             lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
@@ -358,19 +429,114 @@ def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
                 "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
                 f"run=ANOTHER_FOLDER resume={run}/checkpoints/step-..."
             )
-    return checkpoint.latest(run / "checkpoints")
+    return newest
 
 
-def claim(run: Path, config: schema.RL, resume_from: Path | None) -> None:
-    """Write the resolved configuration into the run folder."""
+def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
+    """`resume=FOLDER`, unless that is no checkpoint, or would mix its history with another one in `run`."""
+    if not (chosen / "manifest.json").is_file():
+        inside = checkpoint.latest(chosen / "checkpoints") or checkpoint.latest(chosen)
+        hint = f"Its newest one is resume={inside}." if inside else "`birl checkpoints RUN` lists those of a run."
+        raise BirlError(f"resume={chosen} is no checkpoint: manifest.json is missing. {hint}")
+    if newest is not None and newest.resolve() != chosen.resolve():
+        raise BirlError(
+            f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
+            f"Choose run=ANOTHER_FOLDER, leave out resume=... to go on from {newest}, or delete what you do not want."
+        )
+    return chosen
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise BirlError(
+            f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
+            f"run=... and go on from a checkpoint with resume={run}/checkpoints/step-..."
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def claim(run: Path, config: schema.RL, policy: Policy) -> None:
+    """Write the resolved configuration and the model's files but its weights into the run folder: all of a file or
+    nothing, as an earlier try may have left good ones."""
+    part, model = run / "model.part", run / "model"
     try:
         run.mkdir(parents=True, exist_ok=True)
-        (run / "config.json").write_text(json.dumps(_plain(config), indent=1))
-        (run / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        save_hf_config(policy.model, policy.tokenizer, part)
+        shutil.rmtree(model, ignore_errors=True)
+        part.rename(model)
+        write_whole(run / "config.yaml", to_yaml(config).encode())
+        write_whole(run / "config.json", json.dumps(_plain(config), indent=1).encode())
+    except BirlError:
+        raise
+    except Exception as error:  # the tokenizers library has no error type of its own
+        shutil.rmtree(part, ignore_errors=True)
+        raise _unwritable(run, error) from error
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """Keep other processes out of a run folder. The lock ends with this process, however that ends; only its file may
+    be left, which is no obstacle. Raises `BirlError` where another one has it."""
+    path = run / ".lock"
+    try:
+        handle = _lock(path)
+    except BlockingIOError as error:
+        pid = ""
+        with suppress(OSError):
+            pid = path.read_text().strip()
         raise BirlError(
-            f"Cannot write into the run folder {run}: {error.strerror}. Choose another with run=..."
+            f"{run} is in use by another birl process{f' (pid {pid})' if pid else ''}, and two would overwrite each "
+            "other's files. Wait for it, stop it, or choose another folder with run=..."
         ) from error
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(handle)
+        with suppress(OSError):
+            run.rmdir()  # only when nothing was written into it
+
+
+def _lock(path: Path) -> int:
+    """An open file that is locked, with our pid in it. Raises `BlockingIOError` where it is taken."""
+    for _ in range(20):
+        with suppress(FileNotFoundError, FileExistsError):  # its last holder may remove it, and the folder, right now
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return _try_lock(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _try_lock(path)
+
+
+def _try_lock(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:  # a file system without locks
+                return handle
+            if os.fstat(handle).st_ino != path.stat().st_ino:
+                raise FileNotFoundError(path)
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+    except BaseException:
+        with suppress(OSError):
+            os.close(handle)
+        raise
+    return handle
+
+
+def _unwritable(run: Path, error: Exception) -> BirlError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return BirlError(f"Cannot write into the run folder {run}: {reason}. Choose another with run=..., or make room.")
 
 
 def _plain(config: schema.RL) -> dict[str, Any]:
@@ -409,18 +575,20 @@ async def evaluation(config: schema.Eval) -> Evaluation:
         policy.model.to(DTYPES[config.model.dtype]).requires_grad_(False)
         verify(policy.model)
         tasks = load_tasks(config.data, "validation", chat=policy.chat.has_template)
+        questions = [t[i] for t in tasks for i in range(len(t))]
+        context = min(config.model.max_length or policy.context, policy.context)
+        engine = policy.engine(config.engine, context, lambda: 0)
+        check_cache(config.engine, engine, questions, config.validation.max_tokens or EVAL_TOKENS, policy.chat)
         await starting
     except BaseException:
         starting.cancel()
         await rewards.close()
         raise
-    context = min(config.model.max_length or policy.context, policy.context)
-    engine = policy.engine(config.engine, context, lambda: 0)
     rollout = Rollout(
         engine=engine, chat=policy.chat, open_env=SingleTurn, score=scorer(rewards), limits=Limits(), seed=config.seed
     )
     return Evaluation(
-        plan=plan([t[i] for t in tasks for i in range(len(t))], config.validation, 512),
+        plan=plan(questions, config.validation, EVAL_TOKENS),
         rollout=rollout,
         rewards=rewards,
         engine=engine,

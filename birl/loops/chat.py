@@ -1,7 +1,10 @@
 """`birl chat`: talk to a model, or to what a run has learned."""
 
 import asyncio
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from birl.config import schema
 from birl.errors import BirlError
@@ -9,6 +12,14 @@ from birl.learner import checkpoint
 from birl.types import Message, SamplingParams
 
 SETTINGS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512, "seed": 0, "dtype": "bfloat16", "system": ""}
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda x: 0 <= x < inf, "a number of at least 0"),
+    "top_p": (lambda x: 0 < x <= 1, "more than 0 and at most 1"),
+    "max_tokens": (lambda x: x >= 1, "a whole number of at least 1"),
+    "seed": (lambda x: x >= 0, "a whole number of at least 0"),
+    "dtype": (lambda x: x in ("bfloat16", "float32"), "bfloat16 | float32"),
+    "system": (lambda x: True, "text"),
+}
 
 
 def run(target: str, overrides: list[str]) -> None:
@@ -23,10 +34,13 @@ def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
         key, _, value = word.partition("=")
         if key not in SETTINGS:
             raise BirlError(f"birl chat has no key {key!r}; it has {', '.join(SETTINGS)}.")
+        kind, (fits, needed) = type(SETTINGS[key]), ALLOWED[key]
         try:
-            settings[key] = type(SETTINGS[key])(value)
+            settings[key] = kind(value)
         except ValueError:
-            raise BirlError(f"{word}: {key} is a {type(SETTINGS[key]).__name__}.") from None
+            raise BirlError(f"{word}: {key} must be {needed}.") from None
+        if not fits(settings[key]):
+            raise BirlError(f"{word}: {key} must be {needed}.")
     return settings
 
 
@@ -54,7 +68,12 @@ async def _converse(target: str, settings: dict) -> None:
                 top_p=settings["top_p"],
                 seed=settings["seed"] + len(messages),
             )
-            completion = await engine.generate(policy.chat.render(prompt), params)
+            ids = policy.chat.render(prompt)
+            if len(ids) >= policy.context:
+                messages.pop()
+                print(f"That makes {len(ids)} tokens; the context has {policy.context}. Ask less, or start anew.")
+                continue
+            completion = await engine.generate(ids, params)
             messages.append(policy.chat.parse(completion.tokens))
             print(messages[-1].content)
     finally:

@@ -4,13 +4,15 @@
 import asyncio
 import json
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from birl.algorithms.pass_at_k import pass_at_k, wilson
 from birl.config import schema
+from birl.errors import BirlError
 from birl.rollout.group import Rollout, last_reply
 from birl.types import Group, Message, SamplingParams, Task
 
@@ -127,11 +129,15 @@ def run(config: schema.Eval) -> None:
 
 
 async def _run(config: schema.Eval, build) -> None:
+    output = Path(config.output)
+    with _writing(output):  # better to know now than when the answers are there
+        output.parent.mkdir(parents=True, exist_ok=True)
     parts = await build.evaluation(config)
     try:
         metrics, groups = await evaluate(parts.plan, parts.rollout)
     finally:
         await parts.close()
+    check_failures(groups)
     _print(metrics)
     if config.output:
         records = [
@@ -139,10 +145,30 @@ async def _run(config: schema.Eval, build) -> None:
             for g in groups
             for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
         ]
-        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"model": config.model.path, "metrics": metrics, "answers": records}, indent=1, default=str)
-        Path(config.output).write_text(text)
+        with _writing(output):
+            output.write_text(text)
         print(f"Written to {config.output}")
+
+
+def check_failures(groups: Sequence[Group]) -> None:
+    """Say why answers have no score; without a single one there is nothing to report."""
+    episodes = [t for g in groups for t in g.trajectories]
+    failed = Counter(t.detail for t in episodes if not t.outcome.scored)
+    if failed:
+        reasons = "\n".join(f"  {n} x {why}" for why, n in failed.most_common(3))
+        text = f"{failed.total()} of {len(episodes)} answers could not be scored. Most frequent reasons:\n{reasons}"
+        if failed.total() == len(episodes):
+            raise BirlError(text)
+        print(text)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BirlError(f"output={path} cannot be written: {error.strerror or error}. Name another file.") from error
 
 
 def _only(group: Group, i: int) -> Group:

@@ -8,8 +8,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import isnan
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +53,8 @@ def train(
 
 async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given: build.Given) -> dict[str, Any]:
     stop = asyncio.Event()
-    with saving_signals(stop):
+    run_folder = Path(config.run or build.default_run(config, choices))
+    with saving_signals(stop), nullcontext() if dry_run else build.held(run_folder):
         parts = await build.training(config, choices, given, dry_run)
         try:
             if dry_run:
@@ -271,8 +275,12 @@ class _Run:
         self.first_validation = self.first_validation or record
         self.last_validation = record
         self.parts.tracker.validation(self.step, metrics, record["samples"])
+        failed = Counter(t.detail for g in groups for t in g.trajectories if not t.outcome.scored)
+        if failed:
+            (why, n), asked = failed.most_common(1)[0], sum(len(g.trajectories) for g in groups)
+            self.parts.tracker.message(f"Validation: {failed.total()} of {asked} answers failed, {n} of them: {why}")
         score = metrics["validation/all/score"]
-        if self.best is None or score > self.best:
+        if not isnan(score) and (self.best is None or score > self.best):
             self.best, self.best_step = score, self.step
             return self.step > 0
         return False
@@ -387,7 +395,7 @@ class _Run:
         ):
             setattr(self, name, state[name])
         self.totals.update(state["totals"])
-        own = path.parent == self.parts.checkpoints
+        own = path.resolve().parent == self.parts.checkpoints.resolve()
         self.saved = self.step if own else None
         self.parts.tracker.rewind(state["logs"] if own else None, self.step)
         self.parts.tracker.message(f"Resumed from {path} at step {self.step}.")
