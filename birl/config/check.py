@@ -122,6 +122,7 @@ ONLY_TRAINING = (
     "data.validation_split",
     "data.split",
     "data.max_samples",
+    "data.max_prompt_tokens",
     "data.shuffle",
     "validation.every",
     "validation.at_start",
@@ -342,6 +343,7 @@ def _sampling(config: RL) -> list[str]:
             f"rollout.max_staleness={rollout.max_staleness}: asynchronous engines are not part of this version; "
             "set rollout.max_staleness=0."
         )
+    found += _without_effect(config, "rollout.max_turns", "every task of this version is answered in one turn")
     for key, values in (("rollout.stop", rollout.stop),):
         if "" in values:
             found.append(f"{key}: an empty string would end every answer at once; remove it.")

@@ -51,8 +51,8 @@ class Data:
     apply_chat_template: bool = True
     """Treat a text prompt as a user message where the tokenizer has a chat template. False: continue the raw text."""
     max_prompt_tokens: int = 0
-    """Drop rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context leaves
-    room."""
+    """Drop training rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context
+    leaves room."""
     shuffle: bool = True
     """Visit the rows in a new random order each epoch (seeded)."""
 
@@ -253,7 +253,7 @@ class RL:
     """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
     checkpoint folder."""
     threads: int = 0
-    """CPU threads of the compute thread. 0: one for each core this process may use."""
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
 @dataclass(kw_only=True)
@@ -270,7 +270,7 @@ class Eval:
     seed: int = 0
     """Seed of sampling."""
     threads: int = 0
-    """CPU threads. 0: one for each core this process may use."""
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
 def check(config: RL | Eval) -> None:

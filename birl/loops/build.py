@@ -7,10 +7,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from birl.config import schema
-from birl.config.load import flatten, to_yaml
+from birl.config.load import flatten, run_folder, to_yaml
 from birl.data.stream import TaskStream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.engine.engine import Counters, EmbeddedEngine
@@ -31,9 +32,16 @@ from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.loops import memory
 from birl.loops.evaluate import Plan, plan
-from birl.loops.machine import compute_thread
 from birl.models.forward import verify
-from birl.models.load import context_limit, end_ids, load_model, load_tokenizer, resolve, save_hf_config
+from birl.models.load import (
+    check_vocabulary,
+    context_limit,
+    end_ids,
+    load_model,
+    load_tokenizer,
+    resolve,
+    save_hf_config,
+)
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
@@ -77,7 +85,7 @@ class Policy:
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
     chat: Chat
-    compute: ThreadPoolExecutor
+    compute: Executor
 
     @property
     def context(self) -> int:
@@ -171,23 +179,24 @@ class Parts:
         await self.engine.close()
         await self.rewards.close()
         self.tracker.close()
-        self.policy.compute.shutdown(wait=True, cancel_futures=True)
 
 
-async def training(config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool) -> Parts:
+async def training(config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool, compute: Executor) -> Parts:
     """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
-    run = Path(config.run or default_run(config, choices))
+    run = Path(run_folder(config, choices))
     resume_from = find_checkpoint(config, run)
     rewards = make_rewards(config.reward, given.rewards)
     starting = asyncio.create_task(rewards.start())
+    loop = asyncio.get_running_loop()
     try:
-        policy = await asyncio.to_thread(load_policy, config.model, config.threads)
+        policy = await loop.run_in_executor(compute, load_policy, config.model, compute)
         context = min(config.model.max_length or policy.context, policy.context)
         train, validation = load_data(config, given, policy.chat, context)
         report_data(train, validation)
         check_lengths(config, train, policy.chat)
         await starting
-        return assembled(config, policy, context, rewards, train, validation, run, resume_from, dry_run)
+        ready = partial(assembled, config, policy, context, rewards, train, validation, run, resume_from, dry_run)
+        return await loop.run_in_executor(compute, ready)
     except BaseException:
         starting.cancel()
         await rewards.close()
@@ -253,8 +262,7 @@ def assembled(
     )
 
 
-def load_policy(config: schema.Model, threads: int) -> Policy:
-    compute = compute_thread(threads)
+def load_policy(config: schema.Model, compute: Executor) -> Policy:
     folder = resolve(config.path)
     if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
         raise BirlError(
@@ -267,7 +275,10 @@ def load_policy(config: schema.Model, threads: int) -> Policy:
         raise BirlError(
             f"model.chat_template={config.chat_template}: what the user says does not come up in its output."
         )
-    return Policy(folder=folder, model=load_model(folder), tokenizer=tokenizer, chat=chat, compute=compute)
+    model = load_model(folder)
+    check_vocabulary(model, tokenizer)
+    chat.end_ids = end_ids(model, tokenizer)
+    return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
 
 
 def make_learner(config: schema.RL, model: nn.Module) -> Learner:
@@ -396,13 +407,6 @@ def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
     if config.algorithm.dynamic_sampling:
         return None  # nobody knows how many prompts a step will take
     return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
-
-
-def default_run(config: schema.RL, choices: Mapping[str, str]) -> str:
-    data = Path(config.data.train[0].split("@")[-1]) if config.data.train else Path("data")
-    name = data.parent.name if data.stem in ("train", "data") and data.parent.name else data.stem
-    model = Path(config.model.path).name
-    return f"runs/{model}-{name}-{choices.get('algorithm', 'dr_grpo')}-{config.seed}"
 
 
 def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
@@ -559,19 +563,17 @@ class Evaluation:
     rollout: Rollout
     rewards: Rewards
     engine: EmbeddedEngine
-    compute: ThreadPoolExecutor
 
     async def close(self) -> None:
         await self.engine.close()
         await self.rewards.close()
-        self.compute.shutdown(wait=True, cancel_futures=True)
 
 
-async def evaluation(config: schema.Eval) -> Evaluation:
+async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
     rewards = make_rewards(config.reward)
     starting = asyncio.create_task(rewards.start())
     try:
-        policy = await asyncio.to_thread(load_policy, config.model, config.threads)
+        policy = await asyncio.get_running_loop().run_in_executor(compute, load_policy, config.model, compute)
         policy.model.to(DTYPES[config.model.dtype]).requires_grad_(False)
         verify(policy.model)
         tasks = load_tasks(config.data, "validation", chat=policy.chat.has_template)
@@ -592,5 +594,4 @@ async def evaluation(config: schema.Eval) -> Evaluation:
         rollout=rollout,
         rewards=rewards,
         engine=engine,
-        compute=policy.compute,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,11 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 def run(target: str, overrides: list[str]) -> None:
     """`target`: a run folder, a checkpoint of a run, or anything `model.path` takes. Overrides: the keys of
     `SETTINGS`."""
-    asyncio.run(_converse(target, read_settings(overrides)))
+    from birl.loops.machine import compute_thread
+
+    settings = read_settings(overrides)
+    with compute_thread() as compute:
+        asyncio.run(_converse(target, settings, compute))
 
 
 def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
@@ -44,10 +49,10 @@ def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
     return settings
 
 
-async def _converse(target: str, settings: dict) -> None:
+async def _converse(target: str, settings: dict, compute: Executor) -> None:
     from birl.loops import build
 
-    policy = build.load_policy(schema.Model(path=model_of(target)), threads=0)
+    policy = build.load_policy(schema.Model(path=model_of(target)), compute)
     policy.model.to(build.DTYPES[settings["dtype"]]).requires_grad_(False)
     engine = policy.engine(schema.Engine(), policy.context, lambda: 0)
     messages = [Message(role="system", content=settings["system"])] if settings["system"] else []
@@ -78,7 +83,6 @@ async def _converse(target: str, settings: dict) -> None:
             print(messages[-1].content)
     finally:
         await engine.close()
-        policy.compute.shutdown()
 
 
 def _ask() -> str | None:

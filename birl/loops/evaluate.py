@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,15 +125,17 @@ def prompt_text(prompt: tuple[Message, ...] | str) -> str:
 def run(config: schema.Eval) -> None:
     """`birl eval`."""
     from birl.loops import build
+    from birl.loops.machine import compute_thread
 
-    asyncio.run(_run(config, build))
+    with compute_thread(config.threads) as compute:
+        asyncio.run(_run(config, build, compute))
 
 
-async def _run(config: schema.Eval, build) -> None:
+async def _run(config: schema.Eval, build, compute: Executor) -> None:
     output = Path(config.output)
     with _writing(output):  # better to know now than when the answers are there
         output.parent.mkdir(parents=True, exist_ok=True)
-    parts = await build.evaluation(config)
+    parts = await build.evaluation(config, compute)
     try:
         metrics, groups = await evaluate(parts.plan, parts.rollout)
     finally:

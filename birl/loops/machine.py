@@ -1,17 +1,35 @@
 """The one thread that computes."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
 
-def compute_thread(threads: int = 0) -> ThreadPoolExecutor:
+@contextlib.contextmanager
+def compute_thread(threads: int = 0) -> Iterator[Executor]:
     """One thread for everything that computes, the engine and the learner alike: they alternate, so a second would only
-    make a second pool of OpenMP threads that fight for the same cores. `threads` 0: as many as this process may use."""
-    count = threads or cores()
-    return ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=torch.set_num_threads, initargs=(count,))
+    make a second pool of OpenMP threads that fight for the same cores. `threads` 0: as many as PyTorch would use
+    (OMP_NUM_THREADS, else the cores of this process).
+
+    The calling thread computes with one thread meanwhile, and gives its own pool back first: as soon as there are more
+    pool threads than cores, idle or not, libgomp stops waiting actively, and everything takes twice as long.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    release_pool()
+    with ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads or before,)) as pool:
+        try:
+            yield pool
+        finally:
+            pool.submit(release_pool)
+            torch.set_num_threads(before)
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def release_pool() -> None:
+    """End the idle OpenMP threads of this thread (OpenMP 5's omp_pause_resource_all, where the library has it)."""
+    with contextlib.suppress(OSError, AttributeError):
+        soft = 1
+        ctypes.CDLL(None).omp_pause_resource_all(soft)

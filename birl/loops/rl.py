@@ -22,6 +22,7 @@ from birl.algorithms.policy import policy_loss
 from birl.algorithms.reduce import DENOMINATORS
 from birl.allocator import keep_memory
 from birl.config import schema
+from birl.config.load import run_folder
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner import checkpoint
@@ -29,6 +30,7 @@ from birl.learner.learner import Stats
 from birl.learner.optimizer import learning_rate
 from birl.loops import build
 from birl.loops.evaluate import answers, evaluate
+from birl.loops.machine import compute_thread
 from birl.loops.metrics import outcome_metrics, reward_metrics
 from birl.loops.signals import saving_signals
 from birl.rollout import assemble, pipeline
@@ -53,9 +55,13 @@ def train(
 
 async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given: build.Given) -> dict[str, Any]:
     stop = asyncio.Event()
-    run_folder = Path(config.run or build.default_run(config, choices))
-    with saving_signals(stop), nullcontext() if dry_run else build.held(run_folder):
-        parts = await build.training(config, choices, given, dry_run)
+    folder = Path(run_folder(config, choices))
+    with (
+        saving_signals(stop),
+        nullcontext() if dry_run else build.held(folder),
+        compute_thread(config.threads) as compute,
+    ):
+        parts = await build.training(config, choices, given, dry_run, compute)
         try:
             if dry_run:
                 return parts.plan()
@@ -78,6 +84,7 @@ class _Run:
     best_step: int | None = None
     totals: Counter[str] = field(default_factory=Counter)
     nonfinite: int = 0
+    rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
     saved: int | None = None  # step of the newest checkpoint
     first_validation: dict[str, Any] | None = None
     last_validation: dict[str, Any] | None = None
@@ -124,6 +131,7 @@ class _Run:
         rolled_out = time.perf_counter()
         self.parts.tracker.phase("training")
         self.check_failures(step)
+        self.check_refill(step)
         samples, by_episode = self.credit(step.groups)
         stats = await self.parts.on_compute_thread(partial(self.update, samples))
         self.step, self.position = step.number, step.position
@@ -165,6 +173,7 @@ class _Run:
         stats = Stats()
         oldest = min((v for s in samples for v in s.versions if v >= 0), default=self.parts.learner.version)
         stats.staleness = self.parts.learner.version - oldest
+        self.rate = self.learning_rate()
         for part in split_by_group(samples, self.config.algorithm.updates_per_batch):
             self.update_once(part, stats)
         return stats
@@ -179,6 +188,7 @@ class _Run:
         if not useful:
             stats.skipped += 1
             return
+        self.rate = self.learning_rate()
         batches = pack([s for s, _ in useful], [w for _, w in useful], self.config.learner.tokens_per_microbatch)
         for batch in batches:
             ref_logp = None if reference is None else reference.forward(batch)
@@ -186,7 +196,7 @@ class _Run:
         if stats.updates == 0:
             stats.first_gap = stats.mean("gap")
             self.check_gap(stats)
-        stats.grad_norm = learner.optim_step(self.learning_rate())
+        stats.grad_norm = learner.optim_step(self.rate)
         stats.updates += 1
         self.check_finite(stats)
 
@@ -229,6 +239,17 @@ class _Run:
                 f"Step {step.number}: {len(failed)} of {len(episodes)} episodes failed ({kinds}), more than "
                 f"rollout.max_failure_rate={self.config.rollout.max_failure_rate:g} allows. Most frequent "
                 f"reasons:\n{reasons}"
+            )
+
+    def check_refill(self, step: pipeline.Step) -> None:
+        """The pipeline gives up after max_refill and hands over what it has."""
+        limit, wanted = self.config.algorithm.max_refill, self.config.rollout.prompts
+        if len(step.groups) < wanted and len(step.refused) > limit * wanted:
+            raise BirlError(
+                f"Step {step.number}: {len(step.refused)} of {len(step.groups) + len(step.refused)} groups have rewards "
+                f"that are all the same, and algorithm.max_refill={limit:g} x rollout.prompts={wanted} replacements "
+                "did not yield enough others. Take easier or harder prompts, a larger rollout.group_size or "
+                "algorithm.max_refill, or algorithm.dynamic_sampling=false."
             )
 
     def check_gap(self, stats: Stats) -> None:
@@ -306,7 +327,7 @@ class _Run:
             "ratio/max": stats.maxima.get("ratio", 1.0),
             "mismatch/mean": stats.first_gap,
             "grad_norm": stats.grad_norm,
-            "lr": self.learning_rate(),
+            "lr": self.rate,
             "updates/done": float(stats.updates),
             "updates/skipped": float(stats.skipped),
             "updates/nonfinite": float(stats.nonfinite),

@@ -1,16 +1,17 @@
 """`from birl import Trainer`: four lines to train, with the parameter names that TRL and MRL users know.
 
-    from birl import Trainer
-    trainer = Trainer(model="smollm2", reward_funcs=my_reward, train_dataset="train.jsonl", max_steps=20)
-    summary = trainer.train()
-    print(summary["after"]["metrics"])
-
 Every parameter is one key of the configuration; anything else goes into `overrides`, as on the command line.
 """
 
+import asyncio
+import difflib
+import inspect
+import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from birl.errors import BirlError
 
@@ -21,12 +22,23 @@ LOSS_TYPES = {  # what MRL and TRL call a loss, as our keys
     "dr_grpo": {"algorithm.denominator": "constant"},
 }
 SCALES = {"group": "group", "batch": "batch", "none": "none", True: "group", False: "none"}
+RENAMED = {  # what TRL calls a parameter
+    "per_device_train_batch_size": "batch_size",
+    "max_completion_length": "max_tokens",
+    "num_train_epochs": "num_epochs",
+    "reward_fn": "reward_funcs",
+}
 
 Reward = Callable[..., Sequence[float]] | str
 
 
 class Trainer:
     """Group-relative policy optimisation of a language model.
+
+        from birl import Trainer
+        trainer = Trainer(reward_funcs=my_reward, train_dataset="train.jsonl", eval_dataset="test.jsonl", max_steps=20)
+        summary = trainer.train()
+        print(summary["before"]["metrics"], summary["after"]["metrics"])
 
     model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a
     list of them; each takes (completions, prompts, **columns) and returns one number for each completion. train_dataset
@@ -63,19 +75,23 @@ class Trainer:
         seed: int = 0,
         output_dir: str = "",
         overrides: dict[str, Any] | None = None,
+        **unknown: Never,
     ) -> None:
+        from birl.config.help import documentation
         from birl.config.load import load_with_choices
         from birl.config.schema import RL
         from birl.loops.build import Given
 
+        if unknown:
+            raise BirlError(_unknown(next(iter(unknown))))
         if loss_type not in LOSS_TYPES:
             raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
         if scale_rewards not in SCALES:
             raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
-        rewards = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
+        rewards = _listed(reward_funcs)
         keys: dict[str, Any] = {
             "model.path": model,
-            "reward.functions": [name if isinstance(name, str) else f"given:{_name(name)}" for name in rewards],
+            "reward.functions": _names(rewards),
             "reward.weights": list(reward_weights),
             "rollout.group_size": num_generations,
             "rollout.prompts": batch_size,
@@ -93,8 +109,10 @@ class Trainer:
             "run": output_dir,
             **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
             **LOSS_TYPES[loss_type],
-            **(overrides or {}),
         }
+        # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
+        docs = documentation(RL)
+        keys = {k: v for k, v in keys.items() if v != docs[k].default} | (overrides or {})
         self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
         self._given = Given(rewards=rewards, train=_rows(train_dataset), validation=_rows(eval_dataset))
 
@@ -109,20 +127,59 @@ class Trainer:
         """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
         from birl.loops.rl import train
 
-        return train(self.config, self.choices, given=self._given)
+        if not _in_event_loop():
+            return train(self.config, self.choices, given=self._given)
+        with ThreadPoolExecutor(1) as thread:  # a notebook: one thread cannot have two event loops
+            return thread.submit(train, self.config, self.choices, given=self._given).result()
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _unknown(name: str) -> str:
+    """The message about a parameter that does not exist, with what it may stand for."""
+    from birl.config.load import nearest_keys
+    from birl.config.schema import RL
+
+    known = [p for p in inspect.signature(Trainer).parameters if p != "unknown"]
+    near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    key = next(iter(nearest_keys(name, RL)), "")
+    if not near and key:
+        hint = f' It may be overrides={{"{key}": ...}}.'
+    return f"Trainer has no parameter {name}.{hint} It has: {', '.join(known)}."
+
+
+def _listed(rewards: Any) -> list[Reward]:
+    found = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    if not isinstance(found, list | tuple) or not all(isinstance(f, str) or callable(f) for f in found):
+        raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
+    return list(found)
+
+
+def _names(rewards: Sequence[Reward]) -> list[str]:
+    """What the configuration says about each: its own name, or given:NAME for a Python object."""
+    names: list[str] = []
+    for reward in rewards:
+        own = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
+        name = own if isinstance(reward, str) else f"given:{re.sub(r'[^a-zA-Z0-9_]+', '', own)}"
+        taken = 0 if isinstance(reward, str) else sum(n.partition("#")[0] == name for n in names)
+        names.append(f"{name}#{taken + 1}" if taken else name)
+    return [name.replace("#", "_") if name.startswith("given:") else name for name in names]
 
 
 def _source(dataset: Any) -> list[str]:
     if dataset is None:
         return []
-    if isinstance(dataset, str):
-        return [dataset]
-    if isinstance(dataset, list | tuple) and dataset and all(isinstance(d, str) for d in dataset):
-        return list(dataset)
+    if isinstance(dataset, str | PathLike):
+        return [str(dataset)]
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(d, str | PathLike) for d in dataset):
+        return [str(d) for d in dataset]
     return ["given"]
 
 

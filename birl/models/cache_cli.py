@@ -23,11 +23,11 @@ def run(words: Sequence[str]) -> int:
             return 1 if any(problems.values()) else 0
         case ["clear", "--all"]:
             return _clear(entries)
-        case ["clear", name] if chosen := [p for p in entries if p.name.startswith(name)]:
+        case ["clear", name] if chosen := [p for p in entries if name and p.name.startswith(name)]:
             return _clear(chosen)
         case ["clear", name]:
             raise BirlError(
-                f"There is no {name} in {cache_root()}; there are: {', '.join(p.name for p in entries) or 'none'}."
+                f"There is no {name!r} in {cache_root()}; there are: {', '.join(p.name for p in entries) or 'none'}."
             )
         case _:
             raise BirlError(f"Usage: {USAGE}")

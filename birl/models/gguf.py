@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from birl.errors import BirlError
 
 MANIFEST = "birl-manifest.json"
@@ -44,6 +46,17 @@ def converted(source: Path, say: Callable[[str], None] = print) -> Path:
         say(f"The converted copy of {source.name} is damaged ({damage[0]}); converting again.")
         shutil.rmtree(target)
     say(f"Converting {source.name}, once (about 20 s) ...")
+    try:
+        make(source, target)
+    except (OSError, SafetensorError) as error:
+        raise BirlError(
+            f"Cannot write {target}: {error}. Make room, or name another folder with BIRL_CACHE=..."
+        ) from error
+    return target
+
+
+def make(source: Path, target: Path) -> None:
+    """Convert beside `target` and rename: an interrupted conversion is never taken for a finished one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
     try:
@@ -56,7 +69,6 @@ def converted(source: Path, say: Callable[[str], None] = print) -> Path:
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return target
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -64,21 +76,28 @@ def convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from birl.models.load import quiet  # which imports this module
+
     options = {"gguf_file": source.name}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **options
-        )
-    except ImportError as error:
-        raise BirlError(f"Reading {source.name} needs more packages: pip install 'birl[gguf]'   ({error})") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise BirlError(f"{source} cannot be read as a GGUF model: {error}") from error
-    if pre_tokenizer(source) == "smollm":
-        split_digits(tokenizer)
-    model.config.name_or_path = source.stem
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                source.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **options
+            )
+        except ImportError as error:
+            raise BirlError(
+                f"Reading {source.name} needs more packages: pip install 'birl[gguf]'   ({error})"
+            ) from error
+        except Exception as error:  # a damaged file breaks the reader anywhere
+            raise BirlError(
+                f"{source} cannot be read as a GGUF model: {error or type(error).__name__}. Download it again."
+            ) from error
+        if pre_tokenizer(source) == "smollm":
+            split_digits(tokenizer)
+        model.config.name_or_path = source.stem
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def pre_tokenizer(source: Path) -> str:
@@ -117,8 +136,12 @@ def verify(folder: Path, digests: bool) -> list[str]:
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return [f"{MANIFEST} is missing"]
+    try:
+        files = json.loads(manifest.read_bytes())["files"]
+    except (ValueError, KeyError, TypeError):
+        return [f"{MANIFEST} is damaged"]
     problems = []
-    for name, expected in json.loads(manifest.read_text())["files"].items():
+    for name, expected in files.items():
         file = folder / name
         if not file.is_file():
             problems.append(f"{name} is missing")

@@ -64,10 +64,17 @@ def load_model(folder: Path) -> nn.Module:
                 attn_implementation=attention.NAME,
                 use_safetensors=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # `check_report` refuses them, and says which
                 output_loading_info=True,
             )
     except BirlError:
         raise
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise BirlError(f"{folder}: not loadable as a causal language model: {error!r}") from error
+        raise BirlError(
+            f"{folder}: birl cannot train {config.model_type}, whose attention transformers does not let it replace."
+        ) from error
     except Exception as error:
         raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
     model, report = loaded
@@ -95,9 +102,11 @@ def check_files(folder: Path) -> None:
 
 def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
     """transformers would initialise a missing weight at random and go on."""
-    problems = {
-        kind: sorted(map(str, report.get(f"{kind}_keys") or [])) for kind in ("missing", "unexpected", "mismatched")
-    }
+    problems = {kind: sorted(report.get(f"{kind}_keys") or []) for kind in ("missing", "unexpected")}
+    problems["mismatched"] = [
+        f"{name} ({tuple(stored)} instead of {tuple(wanted)})"
+        for name, stored, wanted in sorted(report.get("mismatched_keys") or [])
+    ]
     found = [
         f"{kind} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for kind, keys in problems.items() if keys
     ]
@@ -123,6 +132,8 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except OSError as error:
             raise BirlError(f"model.chat_template={chat_template}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise BirlError(f"model.chat_template={chat_template} is not a text file in UTF-8.") from error
     return tokenizer
 
 

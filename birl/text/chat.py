@@ -17,10 +17,15 @@ from birl.errors import BirlError
 from birl.types import Message
 
 PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content="birl-probe-reply"))
+REWRITES = (
+    "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended token by "
+    "token. Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
+)
 
 
 class Chat:
-    """A tokenizer and its chat template."""
+    """A tokenizer and its chat template. `end_ids` holds the tokens that end an answer; a model may name more of them
+    than the tokenizer's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -32,10 +37,11 @@ class Chat:
 
     def render(self, prompt: tuple[Message, ...] | str) -> tuple[int, ...]:
         """Ids of a prompt: messages through the template, up to where the assistant's answer starts; text as it is,
-        with the tokens that the tokenizer itself puts in front."""
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer(prompt).input_ids)
-        return self.encode(self._text(prompt, answer=True))
+        with the tokens that the tokenizer itself puts in front, unless the text holds them already."""
+        if not isinstance(prompt, str):
+            return self.encode(self._text(prompt, answer=True))
+        ids, front = self.encode(prompt), self._front
+        return ids if ids[: len(front)] == front else (*front, *ids)
 
     def extend(
         self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...]
@@ -45,8 +51,10 @@ class Chat:
         if not self.has_template:
             return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
         glue = self.encode(self._after_reply(messages))
-        if reply_tokens and glue and reply_tokens[-1] == glue[0] and reply_tokens[-1] in self.end_ids:
-            glue = glue[1:]
+        if reply_tokens and reply_tokens[-1] in self.end_ids and reply_tokens[-1] in glue:
+            end = glue.index(reply_tokens[-1])
+            if not self.decode(glue[:end]).strip():  # some templates put a space before the end token
+                glue = glue[end + 1 :]
         return (*ids, *reply_tokens, *glue)
 
     def parse(self, tokens: Sequence[int]) -> Message:
@@ -80,7 +88,16 @@ class Chat:
     def _after_reply(self, messages: tuple[Message, ...]) -> str:
         """What stands between the end of a reply's own text and the next answer, new messages included."""
         whole = self._text((*PROBE, *messages), answer=True)
+        if not whole.startswith(self._before_glue):
+            raise BirlError(REWRITES)
         return whole[len(self._before_glue) :]
+
+    @cached_property
+    def _front(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a text, such as a token for its beginning; never what it would put behind."""
+        probe = PROBE[0].content
+        bare, ids = self.encode(probe), tuple(self.tokenizer(probe).input_ids)
+        return next((ids[:n] for n in range(len(ids)) if ids[n : n + len(bare)] == bare), ())
 
     @cached_property
     def _before_glue(self) -> str:
@@ -90,11 +107,7 @@ class Chat:
         before = alone[: cut + len(PROBE[1].content)]
         longer = self._text((*PROBE, PROBE[0]), answer=True)
         if cut < 0 or not longer.startswith(before):
-            raise BirlError(
-                "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended "
-                "token by token. "
-                "Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
-            )
+            raise BirlError(REWRITES)
         return before
 
 

@@ -1,0 +1,518 @@
+"""Every key does something: changing it alone changes what a real, tiny run does, or the run is refused and says why.
+
+A case is a key's other value and a witness: what it shows must differ between the run without and with that value, and
+must not differ between two equal runs. A new key without a case fails.
+"""
+
+import hashlib
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+
+from birl.config.help import documentation
+from birl.config.load import load_with_choices
+from birl.config.schema import RL, Eval
+from birl.engine.runner import Runner
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.learner.learner import Learner
+from birl.loops import build, evaluate, rl
+from birl.rollout.group import Rollout
+from birl.types import Group
+from tests.tiny import tiny_model_folder
+
+ANY = object()
+
+TRAINING = """
+model.path=model model.dtype=float32 data.train=a.jsonl reward.functions=given:letters
+rollout.prompts=2 rollout.group_size=4 rollout.max_tokens=8 optimizer.lr=0.01 engine.kv_cache_gb=0.01
+checkpoint.every=0 steps=1 threads=1 track.console=off track.tensorboard=false track.report=false
+"""
+EVALUATION = """
+model.path=model model.dtype=float32 data.validation=b.jsonl reward.functions=given:letters
+validation.max_tokens=8 engine.kv_cache_gb=0.01 threads=1
+"""
+FILE = """
+import os, time
+
+def letters(completions, **_): return [sum(map(ord, c)) % 7 for c in completions]
+def process(completions, **_): time.sleep(0.1); return [float(os.getpid())] * len(completions)
+"""
+
+
+def letters() -> Callable[..., list[float]]:
+    return lambda completions, **_: [float(sum(map(ord, c)) % 7) for c in completions]
+
+
+def shortness() -> Callable[..., list[float]]:
+    return lambda completions, **_: [-float(len(c)) for c in completions]
+
+
+def constant() -> Callable[..., list[float]]:
+    return lambda completions, **_: [1.0] * len(completions)
+
+
+def sometimes_constant() -> Callable[..., list[float]]:
+    """Prompts with an even answer have groups without signal."""
+    return lambda completions, answer, **_: [float(i * (int(a) % 2)) for i, a in enumerate(answer[: len(completions)])]
+
+
+def first_fails() -> Callable[..., list[float | None]]:
+    return lambda completions, **_: [None, *(float(sum(map(ord, c)) % 7) for c in completions[1:])]
+
+
+def slow() -> Callable[..., list[float]]:
+    return lambda completions, **_: time.sleep(0.2) or [1.0] * len(completions)
+
+
+def falling() -> Callable[..., list[float]]:
+    """Each call is worth less than the one before."""
+    calls = iter(range(1000))
+
+    def function(completions: list[str], **_: object) -> list[float]:
+        call = next(calls)
+        return [i - 10.0 * call for i in range(len(completions))]
+
+    return function
+
+
+GIVEN = {f.__name__: f for f in (letters, shortness, constant, sometimes_constant, first_fails, slow, falling)}
+
+
+@dataclass
+class Seen:
+    """What a run did, as far as a witness may look."""
+
+    config: Any
+    parts: Any = None
+    threads: int = 0
+    everything: list[tuple[int, Group]] = field(default_factory=list)
+    decoded_at_once: int = 0
+    passes: int = 0
+    printed: str = ""
+    run: Path = Path()
+    summary: dict[str, Any] = field(default_factory=dict)
+    weights: str = ""
+
+    @property
+    def groups(self) -> list[Group]:
+        return self._of(lambda seed: seed == self.config.seed)
+
+    @property
+    def validated(self) -> list[Group]:
+        return self._of(lambda seed: seed != self.config.seed)
+
+    def _of(self, wanted: Callable[[int], bool]) -> list[Group]:
+        return sorted((g for seed, g in self.everything if wanted(seed)), key=lambda g: (g.start_version, g.index))
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return self.lines("metrics.jsonl")
+
+
+def last(name: str) -> Callable[[Seen], Any]:
+    return lambda s: s.metrics[-1].get(name)
+
+
+def advantages(s: Seen) -> list[float | None]:
+    return [record["advantage"] for record in s.lines("rollouts.jsonl")]
+
+
+def texts(groups: list[Group], s: Seen) -> list[str]:
+    chat = s.parts.rollout.chat
+    return [chat.decode(t.turns[-1].completion.tokens) for g in groups for t in g.trajectories if t.turns]
+
+
+def answers(s: Seen) -> list[str]:
+    return texts(s.groups, s)
+
+
+def first_prompt(s: Seen) -> str:
+    return s.parts.rollout.chat.decode(s.groups[0].trajectories[0].turns[0].prompt)
+
+
+def lengths(groups: list[Group]) -> list[int]:
+    return [len(t.turns[-1].completion.tokens) for g in groups for t in g.trajectories if t.turns]
+
+
+def tasks(s: Seen) -> list[str]:
+    return [g.task.id for g in s.groups]
+
+
+def rewards(groups: list[Group]) -> list[float]:
+    return [t.reward for g in groups for t in g.trajectories]
+
+
+def reward_names(s: Seen) -> set[str]:
+    return {name for g in s.groups for t in g.trajectories for name in t.parts}
+
+
+def rows(s: Seen) -> int:
+    return sum(map(len, s.parts.train))
+
+
+def weights(s: Seen) -> str:
+    return s.weights
+
+
+def rates(s: Seen) -> list[float]:
+    return [round(m["lr"], 6) for m in s.metrics]
+
+
+def saved(s: Seen) -> list[str]:
+    return sorted(path.name for path in (s.run / "checkpoints").iterdir())
+
+
+@dataclass(frozen=True)
+class Case:
+    """`to`: the key's other value. `see`: the witness, `becomes`: what it shows then. `under`: settings of both runs.
+    `refused`: instead of a witness, what the error of the changed run says."""
+
+    to: str
+    see: Callable[[Seen], Any] | None = None
+    becomes: Any = ANY
+    under: str = ""
+    refused: str = ""
+
+
+MODEL = {
+    "model.path": Case("other", answers),
+    "model.dtype": Case("bfloat16", lambda s: s.parts.rollout.engine.runner.model.dtype, torch.bfloat16),
+    "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
+}
+MEASURED = {  # keys of RL and Eval whose effect shows in the same place
+    "data.prompt_column": Case("other", first_prompt),
+    "data.answer_column": Case("other", lambda s: s.groups[0].task.answer, "seven"),
+    "data.system_prompt": Case("Be brief.", lambda s: "Be brief." in first_prompt(s), True),
+    "data.apply_chat_template": Case("false", lambda s: "user" in first_prompt(s), False),
+    "reward.functions": Case("length", reward_names, {"length"}),
+    "reward.weights": Case(
+        "[1,-1]", lambda s: rewards(s.groups), under="reward.functions=[given:letters,given:shortness]"
+    ),
+    "reward.workers": Case("2", lambda s: len(set(rewards(s.groups))), 2, "reward.functions=rewards.py:process"),
+    "reward.format_pattern": Case(".", lambda s: set(rewards(s.groups)), {1.0}, "reward.functions=format"),
+    "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
+    "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
+    "engine.kv_cache_gb": Case("1e-5", refused=r"engine\.kv_cache_gb=1e-05 holds the keys and values of \d+ tokens"),
+    "threads": Case("2", lambda s: s.threads, 2),
+}
+HELD_OUT = "data.validation=b.jsonl "
+SAMPLED = HELD_OUT + "validation.temperature=1 "
+UNEQUAL = "algorithm.updates_per_batch=2 optimizer.lr=0.05 "
+RL_CASES = {
+    **MODEL,
+    **MEASURED,
+    "model.max_length": Case("100", rows, 6, "data.train=long.jsonl"),
+    "data.train": Case("b.jsonl", tasks),
+    "data.weights": Case("[0,1]", lambda s: {t[0] for t in tasks(s)}, {"b"}, "data.train=[a.jsonl,b.jsonl] steps=4"),
+    "data.validation": Case("b.jsonl", lambda s: len(s.validated), 6),
+    "data.validation_split": Case("0.5", lambda s: (len(s.validated), rows(s)), (6, 3)),
+    "data.subset": Case("second", lambda s: s.groups[0].task.answer, "other", "data.train=subsets"),
+    "data.split": Case("test", lambda s: {t.partition(":")[0] for t in tasks(s)}, under="data.train=splits"),
+    "data.validation_data_split": Case("train", lambda s: s.validated[0].task.answer, "0", "data.validation=splits"),
+    "data.max_samples": Case("3", rows, 3),
+    "data.max_validation_samples": Case("2", lambda s: len(s.validated), 4, HELD_OUT),
+    "data.max_prompt_tokens": Case("100", rows, 6, "data.train=long.jsonl"),
+    "data.shuffle": Case("false", tasks, ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2", "a.jsonl:3"], "rollout.prompts=4"),
+    "algorithm.baseline": Case("none", lambda s: advantages(s) == rewards(s.groups), True),
+    "algorithm.scale_rewards": Case("group", advantages),
+    "algorithm.clip_low": Case("0", last("clip_fraction"), under=UNEQUAL),
+    "algorithm.clip_high": Case("0", last("clip_fraction"), under=UNEQUAL),
+    "algorithm.denominator": Case("token", last("grad_norm"), under="rollout.stop=[e,a,i,o,n]"),
+    "algorithm.kl": Case("k1", last("kl"), under="algorithm.kl_coef=0.1 steps=2"),
+    "algorithm.kl_coef": Case("0.5", lambda s: (s.metrics[-1].get("kl") is not None, s.weights), under="steps=2"),
+    "algorithm.dynamic_sampling": Case(
+        "true",
+        lambda s: s.metrics[-1]["groups/refilled"] > 0,
+        True,
+        "reward.functions=given:sometimes_constant rollout.prompts=4",
+    ),
+    "algorithm.max_refill": Case(
+        "0.4",
+        under="reward.functions=given:sometimes_constant algorithm.dynamic_sampling=true",
+        refused=r"algorithm\.max_refill=0\.4",
+    ),
+    "algorithm.overlong_buffer": Case("7", advantages, under="algorithm.baseline=none"),
+    "algorithm.overlong_penalty": Case("3", advantages, under="algorithm.baseline=none algorithm.overlong_buffer=7"),
+    "algorithm.mask_truncated": Case("true", last("tokens/trained"), 0.0),
+    "algorithm.updates_per_batch": Case("2", last("updates/done"), 2.0),
+    "rollout.prompts": Case("3", last("groups/kept"), 3.0),
+    "rollout.group_size": Case("3", last("outcome/asked"), 6.0),
+    "rollout.max_tokens": Case("5", last("length/max"), 5.0),
+    "rollout.max_turns": Case("2", refused=r"rollout\.max_turns=2: has no effect"),
+    "rollout.temperature": Case("0.5", answers),
+    "rollout.top_p": Case("0.9", refused=r"rollout\.top_p=0\.9: training samples from the whole"),
+    "rollout.top_k": Case("9", refused=r"rollout\.top_k=9: training samples from the whole"),
+    "rollout.min_p": Case("0.1", refused=r"rollout\.min_p=0\.1: training samples from the whole"),
+    "rollout.stop": Case("[e,a,i,o,n]", last("length/mean")),
+    "rollout.timeout": Case("1e-9", last("outcome/timeout"), 8.0, "rollout.max_failure_rate=1"),
+    "rollout.failed": Case("drop_group", advantages, [None] * 8, "reward.functions=given:first_fails"),
+    "rollout.truncated": Case("drop", lambda s: None in advantages(s), True),
+    "rollout.max_failure_rate": Case(
+        "0.2", under="reward.functions=given:first_fails", refused=r"more than rollout\.max_failure_rate=0\.2 allows"
+    ),
+    "rollout.max_staleness": Case("1", refused=r"rollout\.max_staleness=1: asynchronous engines are not part"),
+    "reward.timeout": Case(
+        "0.1", last("outcome/timeout"), 8.0, "reward.functions=given:slow rollout.max_failure_rate=1"
+    ),
+    "validation.every": Case(
+        "1", lambda s: [r["step"] for r in s.lines("validation.jsonl")], [0, 1, 2], HELD_OUT + "steps=2"
+    ),
+    "validation.at_start": Case("false", lambda s: [r["step"] for r in s.lines("validation.jsonl")], [1], HELD_OUT),
+    "validation.samples": Case("2", lambda s: {len(g.trajectories) for g in s.validated}, {2}, SAMPLED),
+    "validation.k": Case(
+        "[1,2]",
+        lambda s: "validation/all/pass@2" in s.lines("validation.jsonl")[0],
+        True,
+        SAMPLED + "validation.samples=2",
+    ),
+    "validation.temperature": Case("1", lambda s: texts(s.validated[:3], s), under=HELD_OUT),
+    "validation.top_p": Case("0.1", lambda s: texts(s.validated[:3], s), under=SAMPLED),
+    "validation.top_k": Case("1", lambda s: texts(s.validated[:3], s), under=SAMPLED),
+    "validation.max_tokens": Case("4", lambda s: max(lengths(s.validated)), 4, HELD_OUT),
+    "optimizer.lr": Case("0.001", rates, [0.001]),
+    "optimizer.schedule": Case("linear", rates, under="steps=3"),
+    "optimizer.warmup_steps": Case("2", rates, under="steps=3"),
+    "optimizer.min_lr_ratio": Case("0.5", lambda s: rates(s)[-1], 0.005, "optimizer.schedule=cosine steps=3"),
+    "optimizer.beta1": Case("0.1", weights, under="steps=2"),
+    "optimizer.beta2": Case("0.1", weights, under="steps=2"),
+    "optimizer.eps": Case("0.1", weights),
+    "optimizer.weight_decay": Case("0.5", weights),
+    "optimizer.max_grad_norm": Case("0.001", weights, under="optimizer.eps=0.1"),
+    "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
+    "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_gradient_checkpointing, True),
+    "learner.max_logprob_gap": Case("1e-12", refused=r"learner\.max_logprob_gap=1e-12 is allowed"),
+    "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
+    "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
+    "checkpoint.keep_best": Case(
+        "false",
+        saved,
+        ["step-000002"],
+        HELD_OUT + "reward.functions=given:falling validation.at_start=false validation.every=1 steps=2 "
+        "checkpoint.every=1 checkpoint.keep_last=1",
+    ),
+    "track.console": Case("plain", lambda s: "step    1/1" in s.printed, True),
+    "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
+    "track.wandb": Case("offline", lambda s: (s.run / "wandb").is_file(), True),
+    "track.rollouts": Case("false", lambda s: len(s.lines("rollouts.jsonl")), 0),
+    "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
+    "steps": Case("2", lambda s: len(s.metrics), 2),
+    "epochs": Case("2", lambda s: len(s.metrics), 6, "steps=0"),
+    "seed": Case("1", answers),
+    "run": Case("elsewhere", lambda s: Path("elsewhere/metrics.jsonl").is_file(), True),
+    "resume": Case("earlier/checkpoints/step-000001", lambda s: [m["step"] for m in s.metrics], [2], "steps=2"),
+}
+UNTRAINED = r"has no effect because `birl eval` does not train"
+WARM = "validation.temperature=1 "
+EVAL_CASES = {
+    **MODEL,
+    "model.chat_template": Case("shout.jinja", first_prompt, "What is 10 + 2?!!!"),
+    "model.max_length": Case(
+        "100", lambda s: min(lengths(s.groups)), under="data.validation=long.jsonl validation.max_tokens=60"
+    ),
+    **MEASURED,
+    "data.train": Case("a.jsonl", refused=UNTRAINED),
+    "data.weights": Case("[1]", refused=UNTRAINED),
+    "data.validation": Case("a.jsonl", tasks),
+    "data.validation_split": Case("0.5", refused=UNTRAINED),
+    "data.subset": Case("second", lambda s: s.groups[0].task.answer, "other", "data.validation=subsets"),
+    "data.split": Case("test", refused=UNTRAINED),
+    "data.validation_data_split": Case("train", lambda s: s.groups[0].task.answer, "0", "data.validation=splits"),
+    "data.max_samples": Case("2", refused=UNTRAINED),
+    "data.max_validation_samples": Case("2", lambda s: len(s.groups), 2),
+    "data.max_prompt_tokens": Case("100", refused=UNTRAINED),
+    "data.shuffle": Case("false", refused=UNTRAINED),
+    "validation.every": Case("1", refused=UNTRAINED),
+    "validation.at_start": Case("false", refused=UNTRAINED),
+    "validation.samples": Case("2", lambda s: {len(g.trajectories) for g in s.groups}, {2}, WARM),
+    "validation.k": Case("[1,2]", lambda s: "pass@2" in s.printed, True, WARM + "validation.samples=2"),
+    "validation.temperature": Case("1", answers),
+    "validation.top_p": Case("0.1", answers, under=WARM),
+    "validation.top_k": Case("1", answers, under=WARM),
+    "validation.max_tokens": Case("4", lambda s: max(lengths(s.groups)), 4),
+    "reward.timeout": Case("0.1", under="reward.functions=given:slow", refused="reward .* took longer than 0.1 s"),
+    "output": Case("results.json", lambda s: Path("results.json").is_file(), True),
+    "seed": Case("1", answers, under=WARM),
+}
+
+
+class Bench:
+    """Runs settings once and remembers what was seen."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[type, str, int], Seen] = {}
+        self.runs = 0
+
+    def seen(self, schema: type, settings: str, repetition: int = 0) -> Seen:
+        key = (schema, settings, repetition)
+        if key not in self.known:
+            self.known[key] = self.observe(schema, settings)
+        return self.known[key]
+
+    def observe(self, schema: type, settings: str) -> Seen:
+        self.runs += 1
+        words = (TRAINING + f"run=run{self.runs} " if schema is RL else EVALUATION) + settings
+        by_key = dict(word.partition("=")[::2] for word in words.split())
+        spaced = {"Be_brief.": "Be brief."}
+        config, choices = load_with_choices(schema, [f"{k}={spaced.get(v, v)}" for k, v in by_key.items()])
+        seen = Seen(config=config)
+        with ExitStack() as stack:
+            out = stack.enter_context(redirect_stdout(io.StringIO()))
+            spies(seen, stack)
+            if schema is RL:
+                seen.summary = rl.train(config, choices, given=build.Given(rewards=functions(config)))
+                seen.run = Path(seen.summary["run"])
+                seen.weights = digest(seen.run)
+            else:
+                evaluate.run(config)
+        seen.printed = out.getvalue()
+        return seen
+
+
+def functions(config: Any) -> list[Any]:
+    names = [name.removeprefix("given:") for name in config.reward.functions]
+    return [GIVEN[name]() if name in GIVEN else name for name in names]
+
+
+def digest(run: Path) -> str:
+    newest = checkpoint.latest(run / "checkpoints")
+    assert newest is not None
+    tensors = checkpoint.read_weights(newest)
+    return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
+
+
+def spies(seen: Seen, stack: ExitStack) -> None:
+    """Note what goes through the run's own objects; nothing of it is changed."""
+
+    def spy(owner: Any, name: str, note: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            note(result, *args)
+            return result
+
+        stack.enter_context(patch.object(owner, name, called))
+
+    def note_passes(*_: Any) -> None:
+        seen.passes += 1
+
+    def note_batch(result: Any, runner: Any, requests: Any) -> None:
+        seen.decoded_at_once = max(seen.decoded_at_once, len(requests))
+        seen.threads = torch.get_num_threads()
+
+    spy(Learner, "forward_backward", note_passes)
+    spy(Runner, "decode", note_batch)
+    spy(build, "assembled", lambda parts, *_: setattr(seen, "parts", parts))
+
+    play, measure, make_rewards = Rollout.group, build.evaluation, build.make_rewards
+
+    async def group(self: Rollout, *args: Any) -> Group:
+        found = await play(self, *args)
+        seen.everything.append((self.seed, found))
+        return found
+
+    async def evaluation(*args: Any) -> Any:
+        seen.parts = await measure(*args)
+        return seen.parts
+
+    stack.enter_context(patch.object(Rollout, "group", group))
+    stack.enter_context(patch.object(build, "evaluation", evaluation))
+    if isinstance(seen.config, Eval):  # has no Python way in; named functions would need a worker process each time
+        stack.enter_context(patch.object(build, "make_rewards", lambda c: make_rewards(c, functions(seen.config))))
+
+
+def fake_wandb() -> ModuleType:
+    """Notes in the run folder that it was asked for."""
+    module: Any = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.errors, module.Settings, module.Table = SimpleNamespace(Error=RuntimeError), MagicMock(), MagicMock()
+    module.init = lambda **options: (Path(options["dir"], "wandb").write_text(options["mode"]), MagicMock())[1]
+    return module
+
+
+@pytest.fixture(scope="module")
+def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("every_key")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.chdir(folder)
+        patches.setitem(sys.modules, "wandb", fake_wandb())
+        Path("model").symlink_to(tiny)
+        tiny_model_folder("other", seed=1)
+        Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
+        Path("rewards.py").write_text(FILE)
+        plain = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "other": "seven"} for i in range(20)]
+        write("a.jsonl", plain[:6])
+        write("b.jsonl", plain[10:13])
+        write("long.jsonl", [{**row, "prompt": f"{row['prompt']} {'why? ' * 40}"} for row in plain[:2]] + plain[2:8])
+        write("splits/train.jsonl", [{"prompt": f"Is {i} split?", "answer": "0"} for i in range(4)])
+        write("splits/test.jsonl", [{"prompt": f"Was {i} split?", "answer": "1"} for i in range(3)])
+        write("subsets/one.jsonl", [{"prompt": f"Is {i} one?", "answer": "one"} for i in range(4)])
+        write("subsets/other.jsonl", [{"prompt": f"Is {i} other?", "answer": "other"} for i in range(4)])
+        subsets = "\n".join(
+            f"- config_name: {name}\n  data_files: {file}\n  default: {str(name == 'first').lower()}"
+            for name, file in (("first", "one.jsonl"), ("second", "other.jsonl"))
+        )
+        Path("subsets/README.md").write_text(f"---\nconfigs:\n{subsets}\n---\n")
+        bench = Bench()
+        bench.observe(RL, "run=earlier")
+        yield bench
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prove(bench: Bench, schema: type, key: str, case: Case | None) -> None:
+    assert case is not None, f"{key} has no case: say here which effect it has, or remove it"
+    changed = f"{case.under} {key}={case.to.replace(' ', '_')}"
+    before = bench.seen(schema, case.under)
+    if case.refused:
+        with pytest.raises(BirlError, match=case.refused):
+            bench.observe(schema, changed)
+        return
+    assert case.see is not None
+    shown = case.see(before)
+    assert case.see(bench.seen(schema, case.under, repetition=1)) == shown, "two equal runs differ"
+    after = case.see(bench.observe(schema, changed))
+    assert after != shown
+    assert case.becomes is ANY or after == case.becomes
+
+
+@pytest.mark.parametrize("key", documentation(RL))
+def test_changing_it_changes_a_training_run(bench: Bench, key: str) -> None:
+    prove(bench, RL, key, RL_CASES.get(key))
+
+
+@pytest.mark.parametrize("key", documentation(Eval))
+def test_changing_it_changes_an_evaluation(bench: Bench, key: str) -> None:
+    prove(bench, Eval, key, EVAL_CASES.get(key))
+
+
+def test_there_is_no_case_for_a_key_that_is_gone() -> None:
+    assert RL_CASES.keys() <= documentation(RL).keys()
+    assert EVAL_CASES.keys() <= documentation(Eval).keys()
+
+
+def test_what_only_bounds_memory_or_time_changes_no_result(bench: Bench) -> None:
+    expected = bench.seen(RL, "")
+    for setting in ("learner.tokens_per_microbatch=200", "learner.gradient_checkpointing=true", "engine.max_batch=1"):
+        found = bench.observe(RL, setting)
+        assert answers(found) == answers(expected)
+        assert found.metrics[-1]["grad_norm"] == pytest.approx(expected.metrics[-1]["grad_norm"], rel=1e-4)
