@@ -244,12 +244,13 @@ class _Run:
     def check_refill(self, step: pipeline.Step) -> None:
         """The pipeline gives up after max_refill and hands over what it has."""
         limit, wanted = self.config.algorithm.max_refill, self.config.rollout.prompts
-        if len(step.groups) < wanted and len(step.refused) > limit * wanted:
+        refused, asked = len(step.refused), len(step.groups) + len(step.refused)
+        if len(step.groups) < wanted and refused > limit * wanted:
             raise BirlError(
-                f"Step {step.number}: {len(step.refused)} of {len(step.groups) + len(step.refused)} groups have rewards "
-                f"that are all the same, and algorithm.max_refill={limit:g} x rollout.prompts={wanted} replacements "
-                "did not yield enough others. Take easier or harder prompts, a larger rollout.group_size or "
-                "algorithm.max_refill, or algorithm.dynamic_sampling=false."
+                f"Step {step.number}: {refused} of {asked} groups have rewards that are all the same, and "
+                f"algorithm.max_refill={limit:g} x rollout.prompts={wanted} replacements did not yield enough others. "
+                "Take easier or harder prompts, a larger rollout.group_size or algorithm.max_refill, or "
+                "algorithm.dynamic_sampling=false."
             )
 
     def check_gap(self, stats: Stats) -> None:

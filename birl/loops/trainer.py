@@ -156,7 +156,7 @@ def _unknown(name: str) -> str:
 
 
 def _listed(rewards: Any) -> list[Reward]:
-    found = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    found: Any = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     if not isinstance(found, list | tuple) or not all(isinstance(f, str) or callable(f) for f in found):
         raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
     return list(found)
@@ -164,13 +164,14 @@ def _listed(rewards: Any) -> list[Reward]:
 
 def _names(rewards: Sequence[Reward]) -> list[str]:
     """What the configuration says about each: its own name, or given:NAME for a Python object."""
-    names: list[str] = []
-    for reward in rewards:
-        own = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
-        name = own if isinstance(reward, str) else f"given:{re.sub(r'[^a-zA-Z0-9_]+', '', own)}"
-        taken = 0 if isinstance(reward, str) else sum(n.partition("#")[0] == name for n in names)
-        names.append(f"{name}#{taken + 1}" if taken else name)
-    return [name.replace("#", "_") if name.startswith("given:") else name for name in names]
+    names = [
+        r if isinstance(r, str) else "given:" + re.sub(r"\W", "", getattr(r, "__name__", type(r).__name__))
+        for r in rewards
+    ]
+    return [
+        f"{name}_{names[:i].count(name) + 1}" if name.startswith("given:") and name in names[:i] else name
+        for i, name in enumerate(names)
+    ]
 
 
 def _source(dataset: Any) -> list[str]:

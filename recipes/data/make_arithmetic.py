@@ -3,7 +3,8 @@
     python recipes/data/make_arithmetic.py            # the committed files, byte for byte
     python recipes/data/make_arithmetic.py --out my_data --suffix " Answer with a number."
 
-No problem (operation and operands, their order aside) is in both files of a set, and no prompt occurs twice.
+No problem (operation and operands, their order aside) is in both files of a set, and no prompt occurs twice. All words
+are ours; no data set was copied.
 """
 
 import argparse
@@ -19,85 +20,45 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One kind of problem of `arithmetic/`. `tell` are stories; they need operands of 2 or more ("4 pens")."""
+    """One kind of problem of `arithmetic/`: two numbers whose order does not matter."""
 
     name: str
     answer: Callable[[int, int], int]
-    commutes: bool
-    ask: tuple[str, ...]
-    tell: tuple[str, ...]
+    wordings: tuple[str, ...]
 
 
-SUM = Operation(
-    name="sum",
-    answer=lambda a, b: a + b,
-    commutes=True,
-    ask=(
-        "What is {a} + {b}?",
-        "{a} + {b} = ?",
-        "Add {a} and {b}.",
-        "What is {a} plus {b}?",
-        "How much is {a} plus {b}?",
-        "What do you get if you add {b} to {a}?",
-        "What is the sum of {a} and {b}?",
-        "Calculate {a} + {b}.",
-        "Which number is {b} more than {a}?",
+OPERATIONS = (
+    Operation(
+        name="sum",
+        answer=lambda a, b: a + b,
+        wordings=(
+            "What is {a} + {b}?",
+            "{a} + {b} = ?",
+            "Add {a} and {b}.",
+            "What is {a} plus {b}?",
+            "How much is {a} plus {b}?",
+            "What do you get if you add {b} to {a}?",
+            "What is the sum of {a} and {b}?",
+            "Calculate {a} + {b}.",
+            "Which number is {b} more than {a}?",
+        ),
     ),
-    tell=(
-        "I have {a} pens and get {b} more. How many pens do I have?",
-        "Anna has {a} apples. She buys {b} more. How many apples does she have now?",
-        "There are {a} cats and {b} dogs in the garden. How many animals are there?",
-        "A bus carries {a} people. {b} more get on. How many people are on the bus?",
-        "Tom read {a} pages yesterday and {b} pages today. How many pages did he read?",
-    ),
-)
-DIFFERENCE = Operation(
-    name="difference",
-    answer=lambda a, b: a - b,
-    commutes=False,
-    ask=(
-        "What is {a} - {b}?",
-        "{a} - {b} = ?",
-        "Subtract {b} from {a}.",
-        "What is {a} minus {b}?",
-        "How much is {a} minus {b}?",
-        "Take {b} away from {a}. What is left?",
-        "What is the difference between {a} and {b}?",
-        "Calculate {a} - {b}.",
-        "Which number is {b} less than {a}?",
-    ),
-    tell=(
-        "I have {a} pens and lose {b} of them. How many pens do I have?",
-        "Anna has {a} apples. She eats {b} of them. How many apples are left?",
-        "There are {a} birds in a tree. {b} of them fly away. How many birds stay?",
-        "A bus carries {a} people. {b} of them get off. How many people are on the bus?",
-        "Tom wants to read {a} pages and has read {b} of them. How many pages are left?",
+    Operation(
+        name="product",
+        answer=lambda a, b: a * b,
+        wordings=(
+            "What is {a} * {b}?",
+            "{a} * {b} = ?",
+            "Multiply {a} by {b}.",
+            "What is {a} times {b}?",
+            "How much is {a} times {b}?",
+            "What do you get if you multiply {a} by {b}?",
+            "What is the product of {a} and {b}?",
+            "Calculate {a} * {b}.",
+            "What is {a} multiplied by {b}?",
+        ),
     ),
 )
-PRODUCT = Operation(
-    name="product",
-    answer=lambda a, b: a * b,
-    commutes=True,
-    ask=(
-        "What is {a} * {b}?",
-        "{a} * {b} = ?",
-        "Multiply {a} by {b}.",
-        "What is {a} times {b}?",
-        "How much is {a} times {b}?",
-        "What do you get if you multiply {a} by {b}?",
-        "What is the product of {a} and {b}?",
-        "Calculate {a} * {b}.",
-        "What is {a} multiplied by {b}?",
-    ),
-    tell=(
-        "I have {a} boxes with {b} pens each. How many pens do I have?",
-        "Anna buys {a} bags. There are {b} apples in each bag. How many apples does she have?",
-        "There are {a} cages with {b} birds each. How many birds are there?",
-        "{a} buses carry {b} people each. How many people is that?",
-        "Tom reads {b} pages a day. How many pages does he read in {a} days?",
-    ),
-)
-OPERATIONS = (SUM, DIFFERENCE, PRODUCT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,24 +154,22 @@ STORIES = (
     ),
 )
 
-Problem = tuple[
-    str, tuple[int, ...]
-]  # what it is called, and its operands in an order that is the same for all equal ones
+Problem = tuple[str, tuple[int, ...]]  # its kind, and its operands in an order that is the same for all equal ones
 Row = dict[str, str]
 
 
 def arithmetic(
-    train: int, validation: int, seed: int, largest: int = 12, suffix: str = ""
+    train: int, validation: int, seed: int, largest: int = 9, suffix: str = ""
 ) -> tuple[list[Row], list[Row]]:
-    """Sums, differences and products of two numbers from 1 to `largest`; a tenth of the pairs is held out entirely."""
+    """Sums and products of two numbers from 1 to `largest`; a fifth of the pairs is held out entirely."""
     rng = random.Random(seed)
     sides: tuple[list[list[Row]], list[list[Row]]] = ([], [])
     for operation in OPERATIONS:
         pairs = list(itertools.combinations_with_replacement(range(1, largest + 1), 2))
         rng.shuffle(pairs)
-        held = max(1, len(pairs) // 10)
+        held = max(1, len(pairs) // 5)
         for side, chosen in zip(sides, (pairs[held:], pairs[:held]), strict=True):
-            rows = [row for pair in chosen for row in wordings(operation, pair, suffix)]
+            rows = [row for pair in chosen for row in worded(operation, pair, suffix)]
             rng.shuffle(rows)
             side.append(rows)
     first, second = (take_in_turn(side, n) for side, n in zip(sides, (train, validation), strict=True))
@@ -219,12 +178,9 @@ def arithmetic(
     return first, second
 
 
-def wordings(operation: Operation, pair: tuple[int, int], suffix: str) -> Iterator[Row]:
-    low, high = sorted(pair)
-    orders = {(low, high), (high, low)} if operation.commutes else {(high, low)}
-    templates = operation.ask + (operation.tell if low > 1 else ())
-    for (a, b), template in itertools.product(sorted(orders), templates):
-        yield {"prompt": template.format(a=a, b=b) + suffix, "answer": str(operation.answer(a, b))}
+def worded(operation: Operation, pair: tuple[int, int], suffix: str) -> Iterator[Row]:
+    for (a, b), wording in itertools.product(sorted({pair, pair[::-1]}), operation.wordings):
+        yield {"prompt": wording.format(a=a, b=b) + suffix, "answer": str(operation.answer(a, b))}
 
 
 def take_in_turn(kinds: Sequence[list[Row]], n: int) -> list[Row]:
@@ -272,9 +228,9 @@ def write(folder: Path, train: list[Row], validation: list[Row]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE, help="folder to write the two sets into")
-    parser.add_argument("--train", type=int, default=2000, help="training rows of each set")
+    parser.add_argument("--train", type=int, default=1000, help="training rows of each set")
     parser.add_argument("--validation", type=int, default=200, help="validation rows of each set")
-    parser.add_argument("--largest", type=int, default=12, help="largest operand of arithmetic/")
+    parser.add_argument("--largest", type=int, default=9, help="largest operand of arithmetic/")
     parser.add_argument("--suffix", default="", help="text behind each prompt")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)

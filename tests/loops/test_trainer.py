@@ -1,0 +1,308 @@
+"""`from birl import Trainer`: rewards and rows as Python objects, TRL's parameter names, four lines to train."""
+
+import asyncio
+import inspect
+import json
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+
+from birl import BirlError, Trainer
+from birl.config.load import load
+from birl.config.schema import RL
+
+ROWS = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "level": i} for i in range(4)]
+SMALL = {"engine.kv_cache_gb": 0.01, "threads": 1, "model.dtype": "float32", "checkpoint.every": 0}
+QUIET = {"track.console": "off", "track.tensorboard": False, "track.report": False}
+
+
+def letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, c)) % 7) for c in completions]
+
+
+def shortness(completions: list[str], **_: Any) -> list[float]:
+    return [-float(len(c)) for c in completions]
+
+
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A Trainer with small defaults, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(**arguments: Any) -> Trainer:
+        small = {"num_generations": 2, "batch_size": 2, "max_tokens": 8, "max_steps": 1, "learning_rate": 1e-2}
+        given = {"model": str(tiny), "reward_funcs": letters, "train_dataset": ROWS, "output_dir": "run", **small}
+        overrides = {**SMALL, **QUIET, **arguments.pop("overrides", {})}
+        return Trainer(**{**given, **arguments}, overrides=overrides)
+
+    return make
+
+
+def rollouts(run: str = "run") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
+
+
+def metrics(run: str = "run") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+def write(name: str) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return name
+
+
+def test_the_example_of_the_docstring_runs(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it stands there, but for a model and sizes that take a second."""
+    monkeypatch.chdir(tmp_path)
+    write("train.jsonl"), write("test.jsonl")
+    lines = [line for line in (inspect.getdoc(Trainer) or "").splitlines() if line.startswith("    ")]
+    assert len(lines) == 4
+    assert "max_steps=20)" in lines[1]
+    lines[1] = lines[1].replace("max_steps=20)", "max_steps=1, max_tokens=8, num_generations=2, **small)")
+    names = {"my_reward": letters, "small": {"model": str(tiny), "overrides": SMALL}}
+    exec(textwrap.dedent("\n".join(lines)), names)
+    assert "'validation/all/score'" in capsys.readouterr().out.splitlines()[-1]
+    run = names["trainer"].run
+    assert run == Path(names["summary"]["run"]) == Path("runs/model-train-dr_grpo-0")
+    assert {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "checkpoints", "report.html"} <= {
+        path.name for path in run.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        tuple(ROWS),
+        Dataset.from_list(ROWS),
+        [{"question": r["prompt"], "answer": r["answer"], "level": r["level"]} for r in ROWS],
+        [{"messages": [{"role": "user", "content": r["prompt"]}], "level": r["level"]} for r in ROWS],
+    ],
+    ids=["list", "tuple", "datasets.Dataset", "question", "messages"],
+)
+def test_rows_as_python_objects(make: Make, rows: Any) -> None:
+    summary = make(train_dataset=rows, eval_dataset=rows).train()
+    assert summary["finished"] and summary["step"] == 1
+    assert summary["after"]["metrics"]["validation/all/n"] == 4
+    assert {r["task"].partition(":")[0] for r in rollouts()} == {"train"}
+
+
+@pytest.mark.parametrize("kind", [str, Path, lambda name: [name, write("more.jsonl")]], ids=["str", "Path", "list"])
+def test_rows_in_files(make: Make, kind: Callable[[str], Any]) -> None:
+    make(train_dataset=kind(write("mine.jsonl")), batch_size=4, overrides={"data.weights": []}).train()
+    assert {r["task"].partition(":")[0] for r in rollouts()} <= {"mine.jsonl", "more.jsonl"}
+    assert len(rollouts()) == 8
+
+
+def test_the_rewards_are_added_with_their_weights(make: Make) -> None:
+    make(reward_funcs=[letters, shortness, "length"], reward_weights=[1.0, 0.5, 2.0]).train()
+    for record in rollouts():
+        parts = record["parts"]
+        assert parts.keys() == {"letters", "shortness", "length"}
+        expected = parts["letters"] + 0.5 * parts["shortness"] + 2.0 * parts["length"]
+        assert record["reward"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_any_callable_is_a_reward(make: Make) -> None:
+    class Judge:
+        def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return letters(completions)
+
+    async def later(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return letters(completions)
+
+    functions = [lambda completions, **_: letters(completions), lambda completions, **_: shortness(completions)]
+    trainer = make(reward_funcs=[*functions, partial(letters), Judge(), later])
+    names = ["given:lambda", "given:lambda_2", "given:partial", "given:Judge", "given:later"]
+    assert trainer.config.reward.functions == names
+    trainer.train()
+    assert all(len(r["parts"]) == 5 and r["outcome"] in ("ok", "truncated") for r in rollouts())
+
+
+def test_further_columns_reach_the_reward_by_name(make: Make) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def reward(
+        completions: list[str], prompts: list[Any], level: list[int], gold: list[str], **rest: Any
+    ) -> list[float]:
+        calls.append({"n": len(completions), "prompts": prompts, "level": level, "gold": gold, **rest})
+        return letters(completions)
+
+    make(reward_funcs=reward, num_generations=3).train()
+    assert len(calls) == 2
+    for call in calls:
+        (level,) = set(call["level"])
+        assert call["n"] == len(call["level"]) == 3
+        assert call["gold"] == call["answer"] == [str(level + 2)] * 3
+        assert call["prompts"] == [[{"role": "user", "content": f"What is {level} + 2?"}]] * 3
+
+
+def test_a_column_that_does_not_exist_is_named(make: Make) -> None:
+    with pytest.raises(BirlError, match=r"'levels'.* no such column. Did you mean 'level'\?"):
+        make(reward_funcs=lambda completions, levels: letters(completions)).train()
+
+
+def test_a_reward_that_always_raises_ends_the_run_and_says_where(make: Make) -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        raise ValueError("no such judge")
+
+    with pytest.raises(
+        BirlError, match=r"4 of 4 episodes failed(.|\n)*test_trainer\.py:\d+: ValueError: no such judge"
+    ):
+        make(reward_funcs=broken).train()
+
+
+def test_a_reward_that_raises_for_some_is_an_outcome_and_no_zero(make: Make) -> None:
+    def picky(completions: list[str], level: list[int], **_: Any) -> list[float]:
+        if level[0] == 0:
+            raise ValueError("not this one")
+        return letters(completions)
+
+    summary = make(reward_funcs=picky, batch_size=4).train()
+    bad = [r for r in rollouts() if r["outcome"] == "env_error"]
+    assert len(bad) == 2 and all("ValueError: not this one" in r["detail"] for r in bad)
+    assert all(r["reward"] is None and r["advantage"] is None for r in bad)
+    assert summary["finished"] and metrics()[0]["outcome/env_error"] == 2
+
+
+def test_every_parameter_is_a_key(make: Make) -> None:
+    config = make(
+        loss_type="grpo",
+        beta=0.1,
+        epsilon=0.1,
+        epsilon_high=0.3,
+        scale_rewards="batch",
+        num_generations=3,
+        batch_size=5,
+        max_steps=7,
+        max_tokens=9,
+        temperature=0.8,
+        learning_rate=1e-4,
+        mask_truncated_completions=True,
+        seed=3,
+        output_dir="there",
+        reward_weights=[2.0],
+        overrides={"optimizer.schedule": "cosine"},
+    ).config
+    algorithm, rollout = config.algorithm, config.rollout
+    assert (algorithm.denominator, algorithm.kl_coef, algorithm.scale_rewards) == ("sequence", 0.1, "batch")
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.mask_truncated) == (0.1, 0.3, True)
+    assert (rollout.group_size, rollout.prompts, rollout.max_tokens, rollout.temperature) == (3, 5, 9, 0.8)
+    assert (config.steps, config.seed, config.run, config.reward.weights) == (7, 3, "there", [2.0])
+    assert (config.optimizer.lr, config.optimizer.schedule) == (1e-4, "cosine")
+
+
+@pytest.mark.parametrize(
+    ("loss", "denominator"), [("grpo", "sequence"), ("bnpo", "token"), ("dapo", "token"), ("dr_grpo", "constant")]
+)
+def test_loss_types(make: Make, loss: str, denominator: str) -> None:
+    assert make(loss_type=loss).config.algorithm.denominator == denominator
+
+
+@pytest.mark.parametrize(
+    ("scale", "key"), [(True, "group"), (False, "none"), ("group", "group"), ("batch", "batch"), ("none", "none")]
+)
+def test_scales_of_rewards(make: Make, scale: str | bool, key: str) -> None:
+    assert make(scale_rewards=scale).config.algorithm.scale_rewards == key
+
+
+def test_sizes_are_what_was_asked_for(make: Make) -> None:
+    make(num_generations=3, batch_size=2, max_steps=2, max_tokens=5, beta=0.1).train()
+    assert [m["outcome/asked"] for m in metrics()] == [6, 6]
+    assert max(m["length/max"] for m in metrics()) == 5
+    assert all("kl" in m for m in metrics())
+
+
+def test_without_max_steps_it_goes_through_the_data_once(make: Make) -> None:
+    assert make(max_steps=-1).train()["step"] == 2
+    assert make(max_steps=-1, num_epochs=2, output_dir="twice").train()["step"] == 4
+
+
+def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
+    preset = {"algorithm": "grpo"}
+    algorithm = make(overrides=preset).config.algorithm
+    assert (algorithm.kl_coef, algorithm.scale_rewards, algorithm.denominator) == (0.04, "group", "sequence")
+    assert make(beta=0.2, overrides=preset).config.algorithm.kl_coef == 0.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_generation": 4}, r"no parameter num_generation\. Did you mean num_generations\?"),
+        ({"train_datasets": ROWS}, r"no parameter train_datasets\. Did you mean train_dataset\?"),
+        ({"max_completion_length": 9}, r"Did you mean max_tokens\?"),
+        ({"per_device_train_batch_size": 9}, r"Did you mean batch_size\?"),
+        ({"warmup_steps": 3}, r'overrides=\{"optimizer\.warmup_steps": \.\.\.\}'),
+        ({"overrides": {"optimizer.shedule": "cosine"}}, r"Did you mean optimizer\.schedule\?"),
+        ({"loss_type": "gspo"}, r"loss_type='gspo': choose one of grpo, bnpo, dapo, dr_grpo"),
+        ({"scale_rewards": "std"}, r"scale_rewards='std': choose group, batch or none"),
+        ({"num_generations": 1}, r"rollout\.group_size=1: the mean of one reward is that reward"),
+        ({"learning_rate": "fast"}, r"optimizer\.lr takes a number"),
+        ({"reward_weights": [1.0, 2.0]}, r"2 weights for 1 functions"),
+        ({"reward_funcs": []}, r"reward\.functions is empty"),
+        ({"reward_funcs": 3}, r"reward_funcs=3: give a function"),
+        ({"reward_funcs": [letters, None]}, r"reward_funcs=.*None\]: give a function"),
+        ({"reward_funcs": "maths"}, r"Did you mean math\?"),
+        ({"train_dataset": None}, r"data\.train is empty"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_value_is_refused_at_once(make: Make, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(BirlError, match=message):
+        make(**arguments)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no rows|empty"),
+        (["prompt", 3], "row 1 is a str"),
+        ([{"text": "hello"}], "train has no column messages, prompt, question"),
+        (42, "train: a int; it takes a path, a datasets.Dataset or a list of dicts"),
+        ("missing.jsonl", "missing.jsonl: no such file"),
+    ],
+    ids=["empty", "no dicts", "no prompt", "no rows", "no file"],
+)
+def test_unusable_rows_are_refused_by_name(make: Make, rows: Any, message: str) -> None:
+    with pytest.raises(BirlError, match=message):
+        make(train_dataset=rows).train()
+
+
+def test_the_run_folder_says_what_was_given(make: Make) -> None:
+    """Objects cannot be written down: the file names them, and `birl rl` says that it does not have them."""
+    trainer = make(train_dataset=Dataset.from_list(ROWS), eval_dataset=ROWS)
+    trainer.train()
+    written = yaml.safe_load((trainer.run / "config.yaml").read_text())
+    assert written["reward"]["functions"] == ["given:letters"]
+    assert written["data"]["train"] == written["data"]["validation"] == ["given"]
+    assert load(RL, [str(trainer.run / "config.yaml")]) == trainer.config
+
+
+def test_the_same_trainer_goes_on_where_it_stopped(make: Make) -> None:
+    first = make(max_steps=1).train()
+    again = make(max_steps=3).train()
+    assert (first["step"], again["step"]) == (1, 3)
+    assert [m["step"] for m in metrics()] == [1, 2, 3]
+    assert make(max_steps=3).train()["step"] == 3
+
+
+def test_it_trains_in_a_notebook(make: Make) -> None:
+    """Where an event loop is running already."""
+
+    async def cell() -> dict[str, Any]:
+        return make().train()
+
+    assert asyncio.run(cell())["finished"]
