@@ -143,15 +143,16 @@ def _in_event_loop() -> bool:
 
 def _unknown(name: str) -> str:
     """The message about a parameter that does not exist, with what it may stand for."""
-    from birl.config.load import nearest_keys
+    from birl.config.load import ELSEWHERE, nearest_keys
     from birl.config.schema import RL
 
     known = [p for p in inspect.signature(Trainer).parameters if p != "unknown"]
     near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
     key = next(iter(nearest_keys(name, RL)), "")
-    if not near and key:
-        hint = f' It may be overrides={{"{key}": ...}}.'
+    if name not in RENAMED and key and (not near or name in ELSEWHERE or key.endswith(f".{name}")):
+        hint = f' Did you mean overrides={{"{key}": ...}}?'
+    else:
+        hint = f" Did you mean {near[0]}?" if near else ""
     return f"Trainer has no parameter {name}.{hint} It has: {', '.join(known)}."
 
 
