@@ -61,9 +61,8 @@ def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any
         shutil.rmtree(part, ignore_errors=True)
         raise BirlError(
             f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). The newest "
-            "complete "
-            f"checkpoint is untouched. Make room, for example with `birl checkpoints {root.parent} prune 1`, and run "
-            "the same command again to go on from it."
+            f"complete checkpoint is untouched. Make room, for example with `birl checkpoints {root.parent} prune 1`, "
+            "and run the same command again to go on from it."
         ) from error
     return target
 
@@ -94,18 +93,19 @@ def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return read_state(path)
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The float32 weights of a checkpoint by the model's own names, without needing the model."""
+def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """All tensors whose name starts with `prefix`, which is cut off. "model." gives the float32 weights by the model's
+    own names, without needing the model."""
     reader = dcp.FileSystemReader(path / "tensors")
     entries = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(tuple(m.size), dtype=m.properties.dtype)  # pyright: ignore
         for name, m in entries.items()
-        if name.startswith("model.")
+        if name.startswith(prefix)
     }
     with _quiet():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): t for name, t in tensors.items()}
+    return {name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def export(path: Path, model_files: Path, target: Path, dtype: torch.dtype = tor
     config = AutoConfig.from_pretrained(model_files)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = checkpoint.read_weights(path)
+    weights = checkpoint.read_tensors(path, "model.")
     _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]

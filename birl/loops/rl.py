@@ -293,6 +293,7 @@ class _Run:
         assert self.parts.plan_validation is not None
         self.parts.tracker.phase("validating")
         metrics, groups = await evaluate(self.parts.plan_validation, self.parts.validation_rollout)
+        self.parts.take_counters()  # the next step counts its own tokens only
         record = {"step": self.step, "metrics": metrics, "samples": answers(groups, self.parts.rollout, 32)}
         self.first_validation = self.first_validation or record
         self.last_validation = record

@@ -392,7 +392,7 @@ def functions(config: Any) -> list[Any]:
 def digest(run: Path) -> str:
     newest = checkpoint.latest(run / "checkpoints")
     assert newest is not None
-    tensors = checkpoint.read_weights(newest)
+    tensors = checkpoint.read_tensors(newest, "model.")
     return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
 
 

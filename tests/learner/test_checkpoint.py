@@ -19,7 +19,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert state["step"] == 7 and state["position"] == 12
     assert all(torch.equal(found[k], t) for k, t in tensors().items())
     assert checkpoint.latest(tmp_path) == path
-    assert torch.equal(checkpoint.read_weights(path)["a"], tensors()["model.a"])
+    assert torch.equal(checkpoint.read_tensors(path, "model.")["a"], tensors()["model.a"])
 
 
 @pytest.mark.parametrize(

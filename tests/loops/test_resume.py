@@ -108,23 +108,28 @@ def same(one: Path, other: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo"])
 def test_kill_minus_nine_at_any_moment_changes_no_bit(tiny: Path, tmp_path: Path, algorithm: str) -> None:
-    """Five kills at random moments and five while a checkpoint is being written or pruned."""
-    extra = [f"algorithm={algorithm}", "algorithm.updates_per_batch=2", "algorithm.overlong_buffer=0"]
-    began = time.monotonic()
+    """Ten kills, five of them while a checkpoint is being written or an old one removed."""
+    extra = [f"algorithm={algorithm}", "algorithm.updates_per_batch=2", "checkpoint.keep_last=2", "steps=24"]
     assert finish(start(command(tiny, tmp_path, "whole", *extra))) == 0
-    whole = time.monotonic() - began
     rng = random.Random(algorithm)
     words = command(tiny, tmp_path, "killed", *extra)
-    deaths = 0
+    metrics = tmp_path / "killed" / "metrics.jsonl"
     for i in range(10):
-        process = start(words, die_at=rng.randint(1, 60) if i % 2 else None)
-        if i % 2 == 0:
-            time.sleep(rng.uniform(0.2, 0.6) * whole)
+        if i % 2:
+            process = start(words, die_at=rng.randint(1, 40))
+        else:
+            process = start(words)
+            wait_for_step(tmp_path / "killed", done(metrics) + 1)
+            time.sleep(rng.uniform(0, 0.2))
             process.kill()
-        deaths += finish(process) == -signal.SIGKILL
-    assert deaths >= 5
+        assert finish(process) == -signal.SIGKILL
+    assert 3 <= done(metrics) < 24
     assert finish(start(words)) == 0
     same(tmp_path / "whole", tmp_path / "killed")
+
+
+def done(log: Path) -> int:
+    return log.read_text().count("\n") if log.exists() else 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -146,7 +151,7 @@ def test_a_second_ctrl_c_exits_at_once(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef slow(completions, **_):\n    time.sleep(30)\n")
     run = tmp_path / "run"
     process = start(
-        command(tiny, tmp_path, "run", f"reward.functions={tmp_path}/slow.py:slow", "reward.timeout=60", "steps=1")
+        command(tiny, tmp_path, "run", f"reward.functions={tmp_path}/slow.py:slow", "reward.timeout=60")
     )
     deadline = time.monotonic() + DEADLINE
     while not (run / "config.yaml").exists():
@@ -179,6 +184,6 @@ def test_more_steps_go_on_and_a_finished_run_is_left_alone(tiny: Path, tmp_path:
 def wait_for_step(run: Path, step: int) -> None:
     deadline = time.monotonic() + DEADLINE
     log = run / "metrics.jsonl"
-    while not log.exists() or log.read_text().count("\n") < step:
+    while done(log) < step:
         assert time.monotonic() < deadline, "no step was finished"
         time.sleep(0.02)
