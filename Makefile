@@ -19,9 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # The command that `make demo` runs, and that anyone can type after `make setup`.
-DEMO := birl rl model=smollm2 "data.train=[recipes/data/arithmetic/train.jsonl]" \
-	"data.validation=[recipes/data/arithmetic/validation.jsonl]" \
-	rollout.max_tokens=32 optimizer.lr=1e-5 steps=20 run=runs/demo
+DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 
 BENCHMARKS := grpo_step rollout
 

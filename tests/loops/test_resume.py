@@ -32,7 +32,9 @@ def birl(words: list[str], die_at: int | None) -> None:
         left = [die_at]
 
         def hook(event: str, args: tuple) -> None:
-            if event in ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree") and "checkpoints" in str(args[0]):
+            if event in ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree") and "checkpoints" in str(
+                args[0]
+            ):
                 left[0] -= 1
                 if left[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -150,9 +152,7 @@ def test_ctrl_c_and_sigterm_save_and_exit_with_0(tiny: Path, tmp_path: Path, num
 def test_a_second_ctrl_c_exits_at_once(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef slow(completions, **_):\n    time.sleep(30)\n")
     run = tmp_path / "run"
-    process = start(
-        command(tiny, tmp_path, "run", f"reward.functions={tmp_path}/slow.py:slow", "reward.timeout=60")
-    )
+    process = start(command(tiny, tmp_path, "run", f"reward.functions={tmp_path}/slow.py:slow", "reward.timeout=60"))
     deadline = time.monotonic() + DEADLINE
     while not (run / "config.yaml").exists():
         assert time.monotonic() < deadline

@@ -1,0 +1,88 @@
+"""Our side: sampling with the embedded engine, log-probs included. Prints one JSON object.
+
+    .venv/bin/python -m benchmarks.our_generate --model DIR --data prompts.jsonl --batch 16 --tokens 128
+
+Every answer has exactly --tokens tokens (the end token is ignored).
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from concurrent.futures import Executor
+from pathlib import Path
+
+from benchmarks.peers import peak_rss_gb, versions
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="the embedded engine; prints one JSON object")
+    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
+    parser.add_argument("--data", required=True, help="JSONL file")
+    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--batch", type=int, default=16, help="sequences at once")
+    parser.add_argument("--group", type=int, default=1, help="answers per prompt; batch / group prompts are read")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser.add_argument("--repeats", type=int, default=2, help="timed calls, after one short one that warms up")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+async def measure(args: argparse.Namespace, compute: Executor) -> dict:
+    from benchmarks.peers import rows
+    from birl.config import schema
+    from birl.loops import build
+    from birl.types import Message, SamplingParams
+
+    policy = build.load_policy(schema.Model(path=str(Path(args.model))), compute)
+    policy.model.to(build.DTYPES[args.precision]).requires_grad_(False)
+    version = 0
+    engine = policy.engine(schema.Engine(max_batch=args.batch), policy.context, lambda: version)
+    data = rows(args.data)
+    chosen = [data[i // args.group % len(data)]["prompt"] for i in range(args.batch)]
+    prompts = [policy.chat.render(tuple(Message(role=m["role"], content=m["content"]) for m in p)) for p in chosen]
+
+    async def sample(tokens: int, seed: int) -> float:
+        nonlocal version
+        version += 1  # as after an optimizer step: the engine lays its weights out anew, inside the timed call
+        start = time.perf_counter()
+        answers = await asyncio.gather(
+            *(
+                engine.generate(p, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed * args.batch + i))
+                for i, p in enumerate(prompts)
+            )
+        )
+        assert all(len(a.tokens) == tokens for a in answers)
+        return time.perf_counter() - start
+
+    await sample(min(8, args.tokens), args.seed)
+    seconds = [await sample(args.tokens, args.seed + 1 + i) for i in range(args.repeats)]
+    await engine.close()
+    made = args.batch * args.tokens
+    return {
+        "side": "birl",
+        "precision": args.precision,
+        "batch": args.batch,
+        "group": args.group,
+        "tokens": args.tokens,
+        "prompt_tokens": sum(map(len, prompts)),
+        "seconds": seconds,
+        "tokens_per_s": made * len(seconds) / sum(seconds),
+        "best_tokens_per_s": made / min(seconds),
+    }
+
+
+def main() -> None:
+    args = arguments()
+    from birl.allocator import keep_memory
+    from birl.loops.machine import compute_thread
+
+    keep_memory()
+    with compute_thread() as compute:
+        result = asyncio.run(measure(args, compute))
+    print(json.dumps(result | {"peak_rss_gb": peak_rss_gb(), "load": os.getloadavg(), "versions": versions()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The loop with a tiny model: it learns, and everything it writes can be trusted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from birl.config import schema
+from birl.config.load import load
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.loops import build, rl
+
+OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
+
+
+def many_a(completions: list[str], **_: Any) -> list[float]:
+    """Dense enough that a random model learns it in a few steps."""
+    return [text.count("a") / max(1, len(text)) for text in completions]
+
+
+def sparse(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [float(a == "1" and "a" in text) for text, a in zip(completions, answer, strict=True)]
+
+
+def run(tiny: Path, folder: Path, *words: str, reward: Any = many_a, rows: int = 12) -> dict[str, Any]:
+    data = [{"prompt": f"What is {i} + 2?", "answer": str(i % 2)} for i in range(rows)]
+    config = load(
+        schema.RL,
+        [
+            f"model.path={tiny}",
+            "model.dtype=float32",
+            "data.train=[given]",
+            "reward.functions=[given:reward]",
+            "rollout.prompts=4",
+            "rollout.group_size=4",
+            "rollout.max_tokens=8",
+            "optimizer.lr=3e-3",
+            "steps=2",
+            "track.console=off",
+            "threads=1",
+            f"run={folder}/run",
+            *words,
+        ],
+    )
+    return rl.train(config, given=build.Given(rewards=[reward], train=data))
+
+
+def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("preset", ["dr_grpo", "grpo", "dapo"])
+def test_the_reward_rises(tiny: Path, tmp_path: Path, preset: str) -> None:
+    run(tiny, tmp_path, f"algorithm={preset}", "algorithm.overlong_buffer=0", "steps=25", "rollout.group_size=8")
+    rewards = [m["reward/mean"] for m in log(tmp_path)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+
+
+def test_counts_close_at_every_step(tiny: Path, tmp_path: Path) -> None:
+    def sometimes(completions: list[str], **_: Any) -> list[float]:
+        if any(len(text) % 3 == 0 for text in completions):
+            raise ValueError("not today")
+        return many_a(completions)
+
+    run(tiny, tmp_path, "steps=6", "rollout.max_failure_rate=1.0", reward=sometimes)
+    records = log(tmp_path, "rollouts")
+    for step in log(tmp_path):
+        mine = [r for r in records if r["step"] == step["step"]]
+        assert step["outcome/asked"] == sum(step[f"outcome/{o}"] for o in OUTCOMES) == len(mine) == 16
+        for outcome in OUTCOMES:
+            assert step[f"outcome/{outcome}"] == sum(r["outcome"] == outcome for r in mine)
+        assert step["tokens/generated"] == sum(sum(s["mask"]) for r in mine for s in r["samples"])
+    assert any(r["outcome"] == "env_error" and r["reward"] is None and r["advantage"] is None for r in records)
+
+
+def test_what_is_trained_is_what_was_sampled(tiny: Path, tmp_path: Path) -> None:
+    """Engine log-probs equal the learner's at the moment of the first update, in the loop itself."""
+    run(tiny, tmp_path, "steps=4", "rollout.temperature=0.7")
+    for step in log(tmp_path):
+        assert step["mismatch/mean"] < 1e-5 and abs(step["ratio/max"] - 1) < 1e-4 and step["staleness/max"] == 0
+
+
+def test_an_engine_with_other_weights_stops_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = build.make_learner
+
+    def other_temperature(config: schema.RL, model: torch.nn.Module) -> Any:
+        learner = plain(config, model)
+        learner.temperature = 5.0
+        return learner
+
+    monkeypatch.setattr(build, "make_learner", other_temperature)
+    with pytest.raises(BirlError, match="does not sample from the weights"):
+        run(tiny, tmp_path)
+
+
+def test_groups_without_signal_are_replaced_counted_and_bounded(tiny: Path, tmp_path: Path) -> None:
+    words = ("algorithm.dynamic_sampling=true", "rollout.group_size=8", "rollout.max_tokens=6", "steps=3")
+    run(tiny, tmp_path, *words, "algorithm.max_refill=20", reward=sparse, rows=40)
+    for step in log(tmp_path):
+        assert step["groups/kept"] == 4 and step["groups/refilled"] >= 1
+        assert step["groups/no_signal"] == step["groups/refilled"]
+    refused = [r for r in log(tmp_path, "rollouts") if r["advantage"] is None]
+    assert refused and all(r["reward"] is not None for r in refused)
+
+
+def test_a_reference_is_the_first_policy(tiny: Path, tmp_path: Path) -> None:
+    run(tiny, tmp_path, "algorithm.kl_coef=0.1", "steps=4")
+    kl = [m["kl"] for m in log(tmp_path)]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-4
+
+
+def test_several_updates_leave_the_policy_behind(tiny: Path, tmp_path: Path) -> None:
+    run(tiny, tmp_path, "algorithm.updates_per_batch=4", "steps=2")
+    last = log(tmp_path)[-1]
+    assert last["updates/done"] == 4 and last["ratio/max"] > 1.01
+    assert checkpoint.read_state(checkpoint.saved(tmp_path / "run" / "checkpoints")[-1].path)["version"] == 8
+
+
+def test_the_run_folder_tells_the_whole_story(tiny: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "What is 1 + 2?", "answer": "3"}]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = run(tiny, tmp_path, f"data.validation={tmp_path}/held.jsonl", "validation.every=1")
+    folder = tmp_path / "run"
+    names = {p.name for p in folder.iterdir()}
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "validation.jsonl",
+        "summary.json",
+        "report.html",
+    } <= names
+    assert list((folder / "tensorboard").iterdir())
+    assert summary["finished"] and summary["step"] == 2
+    assert [v["step"] for v in log(tmp_path, "validation")] == [0, 1, 2]
+    assert "<script src" not in (folder / "report.html").read_text()
+
+
+def test_dry_run_writes_nothing(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(
+        schema.RL,
+        [
+            f"model.path={tiny}",
+            "data.train=[given]",
+            "reward.functions=[given:reward]",
+            "rollout.max_tokens=8",
+            f"run={tmp_path}/run",
+            "threads=1",
+        ],
+    )
+    rl.train(config, dry_run=True, given=build.Given(rewards=[many_a], train=[{"prompt": "hello", "answer": "1"}]))
+    said = capsys.readouterr().out
+    assert "hello" in said and "GB" in said.replace("GiB", "GB")
+    assert not (tmp_path / "run").exists()
