@@ -32,11 +32,11 @@ def arguments() -> argparse.Namespace:
 async def measure(args: argparse.Namespace, compute: Executor) -> dict:
     from benchmarks.peers import rows
     from birl.config import schema
-    from birl.loops import build
+    from birl.loops.policy import DTYPES, load_policy
     from birl.types import Message, SamplingParams
 
-    policy = build.load_policy(schema.Model(path=str(Path(args.model))), compute)
-    policy.model.to(build.DTYPES[args.precision]).requires_grad_(False)
+    policy = load_policy(schema.Model(path=str(Path(args.model))), compute)
+    policy.model.to(DTYPES[args.precision]).requires_grad_(False)
     version = 0
     engine = policy.engine(schema.Engine(max_batch=args.batch), policy.context, lambda: version)
     data = rows(args.data)

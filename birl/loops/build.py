@@ -1,71 +1,40 @@
 """Configuration -> objects. The only place that turns names into things; everything below takes values."""
 
 import asyncio
-import json
-import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from birl.config import schema
-from birl.config.load import flatten, run_folder, to_yaml
+from birl.config.load import flatten, run_folder
 from birl.data.stream import TaskStream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.engine.engine import Counters, EmbeddedEngine
-from birl.engine.kv_cache import KVCache
-from birl.engine.runner import Runner
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
-from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.loops import memory
 from birl.loops.evaluate import Plan, plan
+from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
+from birl.loops.run_folder import claim, find_checkpoint
 from birl.models.forward import verify
-from birl.models.load import (
-    check_vocabulary,
-    context_limit,
-    end_ids,
-    load_model,
-    load_tokenizer,
-    resolve,
-    save_hf_config,
-)
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
 from birl.rollout.group import Rollout, derive_seed
-from birl.text.chat import PROBE, Chat
-from birl.track.log import replace as write_whole
+from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import SamplingParams, Task
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: there, nothing keeps two processes out of one folder
-    fcntl = None
-
 T = TypeVar("T")
 EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Keys that may change when a run goes on: its length, and what bounds memory or time but never changes a result.
-FREE = (
-    *("steps", "epochs", "resume", "run", "threads"),
-    *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
-    *("reward.timeout", "reward.workers", "rollout.timeout", "rollout.max_failure_rate"),
-)
-FREE_SECTIONS = ("track.", "checkpoint.", "engine.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,33 +44,6 @@ class Given:
     rewards: Sequence[Callable[..., Any] | str] = ()
     train: Any = None  # rows: a datasets.Dataset or a list of dicts
     validation: Any = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Policy:
-    """A model that can be sampled from, and the thread it computes on."""
-
-    folder: Path
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    chat: Chat
-    compute: Executor
-
-    @property
-    def context(self) -> int:
-        return context_limit(self.model)
-
-    def engine(self, config: schema.Engine, context: int, version: Callable[[], int]) -> EmbeddedEngine:
-        return EmbeddedEngine(
-            self.model,
-            self.tokenizer,
-            end_ids=end_ids(self.model, self.tokenizer),
-            context=context,
-            compute=self.compute,
-            version=version,
-            max_batch=config.max_batch,
-            kv_cache_gb=config.kv_cache_gb,
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -262,25 +204,6 @@ def assembled(
     )
 
 
-def load_policy(config: schema.Model, compute: Executor) -> Policy:
-    folder = resolve(config.path)
-    if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
-        raise BirlError(
-            f"model.path={config.path} is the folder of a run. To get its model: `birl checkpoints {config.path} "
-            "export last FOLDER`, then model.path=FOLDER."
-        )
-    tokenizer = load_tokenizer(folder, config.chat_template)
-    chat = Chat(tokenizer)
-    if config.chat_template and PROBE[0].content not in chat.decode(chat.render(PROBE[:1])):
-        raise BirlError(
-            f"model.chat_template={config.chat_template}: what the user says does not come up in its output."
-        )
-    model = load_model(folder)
-    check_vocabulary(model, tokenizer)
-    chat.end_ids = end_ids(model, tokenizer)
-    return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
-
-
 def make_learner(config: schema.RL, model: nn.Module) -> Learner:
     optimizer = config.optimizer
     return Learner(
@@ -385,176 +308,12 @@ def check_lengths(config: schema.RL, train: Sequence[Tasks], chat: Chat) -> None
         )
 
 
-def check_cache(config: schema.Engine, engine: EmbeddedEngine, tasks: Sequence[Task], answer: int, chat: Chat) -> None:
-    """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
-    lengths = [len(chat.render(task.prompt)) for task in tasks]
-    if full := sum(n >= engine.context for n in lengths):
-        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {engine.context} tokens: no answers.")
-    longest = max(lengths)
-    need, have = min(longest + answer, engine.context), engine.scheduler.capacity
-    if need > have:
-        size = need * KVCache.bytes_per_token(**Runner.cache_shape(engine.runner.model)) / 2**30
-        raise BirlError(
-            f"engine.kv_cache_gb={config.kv_cache_gb:g} holds the keys and values of {have} tokens, but one sequence "
-            f"may have {need} (a prompt of {longest} and an answer of {answer}). Set engine.kv_cache_gb="
-            f"{math.ceil(size * 1000) / 1000:g} or more, or ask for shorter answers."
-        )
-
-
 def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
     if config.steps:
         return config.steps
     if config.algorithm.dynamic_sampling:
         return None  # nobody knows how many prompts a step will take
     return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
-
-
-def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
-    """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
-    newest = checkpoint.latest(run / "checkpoints")
-    if config.resume not in ("auto", "never"):
-        return chosen_checkpoint(Path(config.resume), run, newest)
-    # a try that ended before its first step leaves nothing to lose or to go on from
-    metrics = run / "metrics.jsonl"
-    used = newest is not None or (metrics.is_file() and metrics.stat().st_size > 0)
-    if config.resume == "never":
-        if used:
-            raise BirlError(
-                f"{run} holds a run already, and resume=never. Choose another folder (run=...) or delete this one."
-            )
-        return None
-    if used:
-        before, now = read_config(run), _plain(config)
-        changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _free(k)]
-        if changed:
-            lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
-            raise BirlError(
-                f"{run} belongs to a run with another configuration:\n{lines}\n"
-                "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
-                f"run=ANOTHER_FOLDER resume={run}/checkpoints/step-..."
-            )
-    return newest
-
-
-def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
-    """`resume=FOLDER`, unless that is no checkpoint, or would mix its history with another one in `run`."""
-    if not (chosen / "manifest.json").is_file():
-        inside = checkpoint.latest(chosen / "checkpoints") or checkpoint.latest(chosen)
-        hint = f"Its newest one is resume={inside}." if inside else "`birl checkpoints RUN` lists those of a run."
-        raise BirlError(f"resume={chosen} is no checkpoint: manifest.json is missing. {hint}")
-    if newest is not None and newest.resolve() != chosen.resolve():
-        raise BirlError(
-            f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
-            f"Choose run=ANOTHER_FOLDER, leave out resume=... to go on from {newest}, or delete what you do not want."
-        )
-    return chosen
-
-
-def read_config(run: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((run / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise BirlError(
-            f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
-            f"run=... and go on from a checkpoint with resume={run}/checkpoints/step-..."
-        ) from error
-    return found if isinstance(found, dict) else {}
-
-
-def claim(run: Path, config: schema.RL, policy: Policy) -> None:
-    """Write the resolved configuration and the model's files but its weights into the run folder: all of a file or
-    nothing, as an earlier try may have left good ones."""
-    part, model = run / "model.part", run / "model"
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
-        save_hf_config(policy.model, policy.tokenizer, part)
-        shutil.rmtree(model, ignore_errors=True)
-        part.rename(model)
-        write_whole(run / "config.yaml", to_yaml(config).encode())
-        write_whole(run / "config.json", json.dumps(_plain(config), indent=1).encode())
-    except BirlError:
-        raise
-    except Exception as error:  # the tokenizers library has no error type of its own
-        shutil.rmtree(part, ignore_errors=True)
-        raise _unwritable(run, error) from error
-
-
-@contextmanager
-def held(run: Path) -> Iterator[None]:
-    """Keep other processes out of a run folder. The lock ends with this process, however that ends; only its file may
-    be left, which is no obstacle. Raises `BirlError` where another one has it."""
-    path = run / ".lock"
-    try:
-        handle = _lock(path)
-    except BlockingIOError as error:
-        pid = ""
-        with suppress(OSError):
-            pid = path.read_text().strip()
-        raise BirlError(
-            f"{run} is in use by another birl process{f' (pid {pid})' if pid else ''}, and two would overwrite each "
-            "other's files. Wait for it, stop it, or choose another folder with run=..."
-        ) from error
-    except OSError as error:
-        raise _unwritable(run, error) from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        os.close(handle)
-        with suppress(OSError):
-            run.rmdir()  # only when nothing was written into it
-
-
-def _lock(path: Path) -> int:
-    """An open file that is locked, with our pid in it. Raises `BlockingIOError` where it is taken."""
-    for _ in range(20):
-        with suppress(FileNotFoundError, FileExistsError):  # its last holder may remove it, and the folder, right now
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return _try_lock(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return _try_lock(path)
-
-
-def _try_lock(path: Path) -> int:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
-            except OSError:  # a file system without locks
-                return handle
-            if os.fstat(handle).st_ino != path.stat().st_ino:
-                raise FileNotFoundError(path)
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
-    except BaseException:
-        with suppress(OSError):
-            os.close(handle)
-        raise
-    return handle
-
-
-def _unwritable(run: Path, error: Exception) -> BirlError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return BirlError(f"Cannot write into the run folder {run}: {reason}. Choose another with run=..., or make room.")
-
-
-def _plain(config: schema.RL) -> dict[str, Any]:
-    return json.loads(json.dumps(flatten(config)))
-
-
-def _free(key: str) -> bool:
-    return key in FREE or key.startswith(FREE_SECTIONS)
-
-
-def next_commands(run: Path, finished: bool) -> list[str]:
-    if not finished:
-        return ["run the same command again to go on"]
-    return [f"birl chat {run}", f"birl checkpoints {run}", f"tensorboard --logdir {run.parent}"]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from birl.loops import build
 from birl.loops.evaluate import answers, evaluate
 from birl.loops.machine import compute_thread
 from birl.loops.metrics import outcome_metrics, reward_metrics
+from birl.loops.run_folder import held, next_commands
 from birl.loops.signals import saving_signals
 from birl.rollout import assemble, pipeline
 from birl.types import Group, Outcome, Sample, Task
@@ -58,7 +59,7 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
     folder = Path(run_folder(config, choices))
     with (
         saving_signals(stop),
-        nullcontext() if dry_run else build.held(folder),
+        nullcontext() if dry_run else held(folder),
         compute_thread(config.threads) as compute,
     ):
         parts = await build.training(config, choices, given, dry_run, compute)
@@ -95,7 +96,7 @@ class _Run:
         self.resume()
         config, parts = self.config, self.parts
         started = time.perf_counter()
-        if self.step == 0 and config.validation.at_start and config.validation.every and parts.plan_validation:
+        if self.validation_due() and (self.step > 0 or config.validation.at_start):
             await self.validate()
         self.clock = time.perf_counter()
         await pipeline.run(
@@ -275,7 +276,7 @@ class _Run:
         """Validate and save where it is time, then report."""
         config = self.config
         improved = False
-        if config.validation.every and self.parts.plan_validation and self.step % config.validation.every == 0:
+        if self.validation_due():
             improved = await self.validate()
         validated = time.perf_counter()
         self.totals.update({k: int(metrics[k]) for k in ("tokens/generated", "tokens/trained", "outcome/asked")})
@@ -288,11 +289,25 @@ class _Run:
             await self.save()
         self.clock = time.perf_counter()
 
+    def validation_due(self) -> bool:
+        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
+        every, last = self.config.validation.every, self.last_validation
+        planned = every > 0 and self.parts.plan_validation is not None and self.step % every == 0
+        return planned and (last is None or last["step"] != self.step)
+
     async def validate(self) -> bool:
-        """Measure the weights as they are now; True when they are the best so far."""
+        """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""
         assert self.parts.plan_validation is not None
         self.parts.tracker.phase("validating")
-        metrics, groups = await evaluate(self.parts.plan_validation, self.parts.validation_rollout)
+        work = asyncio.create_task(evaluate(self.parts.plan_validation, self.parts.validation_rollout))
+        stopped = asyncio.create_task(self.stop.wait())
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work})
+            return False
+        metrics, groups = work.result()
         self.parts.take_counters()  # the next step counts its own tokens only
         record = {"step": self.step, "metrics": metrics, "samples": answers(groups, self.parts.rollout, 32)}
         self.first_validation = self.first_validation or record
@@ -435,7 +450,7 @@ class _Run:
             "best": self.best,
             "best_step": self.best_step,
             "totals": dict(self.totals),
-            "next": build.next_commands(parts.run, finished),
+            "next": next_commands(parts.run, finished),
         }
         parts.tracker.finish(summary)
         return summary

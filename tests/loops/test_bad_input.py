@@ -15,7 +15,7 @@ import pytest
 
 from birl.cli import main
 from birl.learner import checkpoint
-from birl.loops import build
+from birl.loops import run_folder
 from tests.tiny import tiny_model_folder
 
 REWARDS = """
@@ -444,7 +444,7 @@ def test_a_damaged_checkpoint_is_refused(bench: Bench) -> None:
 def test_two_runs_cannot_share_a_folder(bench: Bench) -> None:
     bench.done()
     before = contents("run")
-    with build.held(Path("run")):
+    with run_folder.held(Path("run")):
         said = bench.refused("steps=2")
         assert "run is in use by another birl process" in said and f"pid {os.getpid()}" in said and "run=..." in said
         assert main([*bench.command("steps=2"), "--dry-run"]) == 0

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,28 +26,30 @@ def digits(completions, **_):
 """
 
 
-def birl(words: list[str], die_at: int | None) -> None:
-    """In a child: one command line. `die_at` n: kill -9 oneself at the n-th thing done to a file under checkpoints/."""
+def birl(words: list[str], die_at: int | None, hang: bool) -> None:
+    """In a child: one command line. `die_at` n: kill -9 oneself at the n-th thing done to a file under checkpoints/.
+    `hang`: a disk that never finishes the first save."""
     torch.set_num_threads(1)
-    if die_at is not None:
-        left = [die_at]
+    count = 0
 
-        def hook(event: str, args: tuple) -> None:
-            if event in ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree") and "checkpoints" in str(
-                args[0]
-            ):
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def hook(event: str, args: tuple) -> None:
+        nonlocal count
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree") and "checkpoints" in str(args[0]):
+            count += 1
+            if count == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if hang and event == "os.rename":
+                Path(str(args[0]).partition("checkpoints")[0], "hangs").touch()
+                time.sleep(DEADLINE)
 
-        sys.addaudithook(hook)
+    sys.addaudithook(hook)
     from birl.cli import main
 
     os._exit(main(words))
 
 
-def start(words: list[str], die_at: int | None = None) -> multiprocessing.Process:
-    process = FORK.Process(target=birl, args=(words, die_at))
+def start(words: list[str], die_at: int | None = None, hang: bool = False) -> multiprocessing.Process:
+    process = FORK.Process(target=birl, args=(words, die_at, hang))
     process.start()
     return process  # type: ignore[return-value]
 
@@ -149,16 +152,34 @@ def test_ctrl_c_and_sigterm_save_and_exit_with_0(tiny: Path, tmp_path: Path, num
     same(tmp_path / "whole", run)
 
 
-def test_a_second_ctrl_c_exits_at_once(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ndef slow(completions, **_):\n    time.sleep(30)\n")
-    run = tmp_path / "run"
-    process = start(command(tiny, tmp_path, "run", f"reward.functions={tmp_path}/slow.py:slow", "reward.timeout=60"))
-    deadline = time.monotonic() + DEADLINE
-    while not (run / "config.yaml").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_ctrl_c_abandons_a_validation_that_is_repeated_later(tiny: Path, tmp_path: Path) -> None:
+    """The reward hangs on the held-out rows of the second validation, the first time only."""
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "def slow(completions, held=None, **_):\n"
+        f"    flag = pathlib.Path({str(tmp_path)!r}) / 'hung'\n"
+        "    if any(held or ()) and flag.parent.joinpath('slow', 'metrics.jsonl').read_text() and not flag.exists():\n"
+        "        flag.touch(); time.sleep(60)\n"
+        "    return [float(sum(c.isdigit() for c in text)) for text in completions]\n"
+    )
+    (tmp_path / "held.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": "2", "held": true}\n')
+    more = [f"data.validation={tmp_path}/held.jsonl", "data.validation_split=0", "reward.timeout=100", "steps=4"]
+    more += ["validation.at_start=false", "validation.every=2", f"reward.functions={tmp_path}/slow.py:slow"]
+    process = start(command(tiny, tmp_path, "slow", *more))
+    wait_for(lambda: (tmp_path / "hung").exists())
     assert process.pid is not None
-    time.sleep(0.5)
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    assert finish(process) == 0 and time.monotonic() - began < 10
+    assert [line["step"] for line in lines(tmp_path / "slow" / "validation.jsonl")] == []
+    assert finish(start(command(tiny, tmp_path, "slow", *more))) == 0
+    assert [line["step"] for line in lines(tmp_path / "slow" / "validation.jsonl")] == [2, 4]
+
+
+def test_a_second_ctrl_c_exits_at_once(tiny: Path, tmp_path: Path) -> None:
+    process = start(command(tiny, tmp_path, "run"), hang=True)
+    wait_for(lambda: (tmp_path / "run" / "hangs").exists())
+    assert process.pid is not None
     began = time.monotonic()
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)
@@ -182,8 +203,11 @@ def test_more_steps_go_on_and_a_finished_run_is_left_alone(tiny: Path, tmp_path:
 
 
 def wait_for_step(run: Path, step: int) -> None:
+    wait_for(lambda: done(run / "metrics.jsonl") >= step)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE
-    log = run / "metrics.jsonl"
-    while done(log) < step:
-        assert time.monotonic() < deadline, "no step was finished"
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.02)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from birl.config.schema import Model
 from birl.errors import BirlError
-from birl.loops.build import load_policy
+from birl.loops.policy import load_policy
 from birl.models import attention
 from birl.models.forward import verify
 from birl.models.load import (

@@ -1,0 +1,84 @@
+"""A model that can be sampled from: `birl rl`, `eval` and `chat` all begin with one."""
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from birl.config import schema
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.kv_cache import KVCache
+from birl.engine.runner import Runner
+from birl.errors import BirlError
+from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, resolve
+from birl.text.chat import PROBE, Chat
+from birl.types import Task
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(slots=True, kw_only=True)
+class Policy:
+    """A model that can be sampled from, and the thread it computes on."""
+
+    folder: Path
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    chat: Chat
+    compute: Executor
+
+    @property
+    def context(self) -> int:
+        return context_limit(self.model)
+
+    def engine(self, config: schema.Engine, context: int, version: Callable[[], int]) -> EmbeddedEngine:
+        return EmbeddedEngine(
+            self.model,
+            self.tokenizer,
+            end_ids=end_ids(self.model, self.tokenizer),
+            context=context,
+            compute=self.compute,
+            version=version,
+            max_batch=config.max_batch,
+            kv_cache_gb=config.kv_cache_gb,
+        )
+
+
+def load_policy(config: schema.Model, compute: Executor) -> Policy:
+    folder = resolve(config.path)
+    if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
+        raise BirlError(
+            f"model.path={config.path} is the folder of a run. To get its model: `birl checkpoints {config.path} "
+            "export last FOLDER`, then model.path=FOLDER."
+        )
+    tokenizer = load_tokenizer(folder, config.chat_template)
+    chat = Chat(tokenizer)
+    if config.chat_template and PROBE[0].content not in chat.decode(chat.render(PROBE[:1])):
+        raise BirlError(
+            f"model.chat_template={config.chat_template}: what the user says does not come up in its output."
+        )
+    model = load_model(folder)
+    check_vocabulary(model, tokenizer)
+    chat.end_ids = end_ids(model, tokenizer)
+    return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
+
+
+def check_cache(config: schema.Engine, engine: EmbeddedEngine, tasks: Sequence[Task], answer: int, chat: Chat) -> None:
+    """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
+    lengths = [len(chat.render(task.prompt)) for task in tasks]
+    if full := sum(n >= engine.context for n in lengths):
+        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {engine.context} tokens: no answers.")
+    longest = max(lengths)
+    need, have = min(longest + answer, engine.context), engine.scheduler.capacity
+    if need > have:
+        size = need * KVCache.bytes_per_token(**Runner.cache_shape(engine.runner.model)) / 2**30
+        raise BirlError(
+            f"engine.kv_cache_gb={config.kv_cache_gb:g} holds the keys and values of {have} tokens, but one sequence "
+            f"may have {need} (a prompt of {longest} and an answer of {answer}). Set engine.kv_cache_gb="
+            f"{math.ceil(size * 1000) / 1000:g} or more, or ask for shorter answers."
+        )

@@ -1,0 +1,178 @@
+"""The folder of a run: who may write into it, what it says about the run, and which checkpoint to go on from."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from birl.config import schema
+from birl.config.load import flatten, to_yaml
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.loops.policy import Policy
+from birl.models.load import save_hf_config
+from birl.track.log import replace as write_whole
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there, nothing keeps two processes out of one folder
+    fcntl = None
+
+# Keys that may change when a run goes on: its length, and what bounds memory or time but never changes a result.
+FREE = (
+    *("steps", "epochs", "resume", "run", "threads"),
+    *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
+    *("reward.timeout", "reward.workers", "rollout.timeout", "rollout.max_failure_rate"),
+)
+FREE_SECTIONS = ("track.", "checkpoint.", "engine.")
+
+
+def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
+    """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
+    newest = checkpoint.latest(run / "checkpoints")
+    if config.resume not in ("auto", "never"):
+        return chosen_checkpoint(Path(config.resume), run, newest)
+    # a try that ended before its first step leaves nothing to lose or to go on from
+    metrics = run / "metrics.jsonl"
+    used = newest is not None or (metrics.is_file() and metrics.stat().st_size > 0)
+    if config.resume == "never":
+        if used:
+            raise BirlError(
+                f"{run} holds a run already, and resume=never. Choose another folder (run=...) or delete this one."
+            )
+        return None
+    if used:
+        before, now = read_config(run), _plain(config)
+        changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _free(k)]
+        if changed:
+            lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
+            raise BirlError(
+                f"{run} belongs to a run with another configuration:\n{lines}\n"
+                "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
+                f"run=ANOTHER_FOLDER resume={run}/checkpoints/step-..."
+            )
+    return newest
+
+
+def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
+    """`resume=FOLDER`, unless that is no checkpoint, or would mix its history with another one in `run`."""
+    if not (chosen / "manifest.json").is_file():
+        inside = checkpoint.latest(chosen / "checkpoints") or checkpoint.latest(chosen)
+        hint = f"Its newest one is resume={inside}." if inside else "`birl checkpoints RUN` lists those of a run."
+        raise BirlError(f"resume={chosen} is no checkpoint: manifest.json is missing. {hint}")
+    if newest is not None and newest.resolve() != chosen.resolve():
+        raise BirlError(
+            f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
+            f"Choose run=ANOTHER_FOLDER, leave out resume=... to go on from {newest}, or delete what you do not want."
+        )
+    return chosen
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise BirlError(
+            f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
+            f"run=... and go on from a checkpoint with resume={run}/checkpoints/step-..."
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def claim(run: Path, config: schema.RL, policy: Policy) -> None:
+    """Write the resolved configuration and the model's files but its weights into the run folder: all of a file or
+    nothing, as an earlier try may have left good ones."""
+    part, model = run / "model.part", run / "model"
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        save_hf_config(policy.model, policy.tokenizer, part)
+        shutil.rmtree(model, ignore_errors=True)
+        part.rename(model)
+        write_whole(run / "config.yaml", to_yaml(config).encode())
+        write_whole(run / "config.json", json.dumps(_plain(config), indent=1).encode())
+    except BirlError:
+        raise
+    except Exception as error:  # the tokenizers library has no error type of its own
+        shutil.rmtree(part, ignore_errors=True)
+        raise _unwritable(run, error) from error
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """Keep other processes out of a run folder. The lock ends with this process, however that ends; only its file may
+    be left, which is no obstacle. Raises `BirlError` where another one has it."""
+    path = run / ".lock"
+    try:
+        handle = _lock(path)
+    except BlockingIOError as error:
+        pid = ""
+        with suppress(OSError):
+            pid = path.read_text().strip()
+        raise BirlError(
+            f"{run} is in use by another birl process{f' (pid {pid})' if pid else ''}, and two would overwrite each "
+            "other's files. Wait for it, stop it, or choose another folder with run=..."
+        ) from error
+    except OSError as error:
+        raise _unwritable(run, error) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(handle)
+        with suppress(OSError):
+            run.rmdir()  # only when nothing was written into it
+
+
+def _lock(path: Path) -> int:
+    """An open file that is locked, with our pid in it. Raises `BlockingIOError` where it is taken."""
+    for _ in range(20):
+        with suppress(FileNotFoundError, FileExistsError):  # its last holder may remove it, and the folder, right now
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return _try_lock(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _try_lock(path)
+
+
+def _try_lock(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:  # a file system without locks
+                return handle
+            if os.fstat(handle).st_ino != path.stat().st_ino:
+                raise FileNotFoundError(path)
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+    except BaseException:
+        with suppress(OSError):
+            os.close(handle)
+        raise
+    return handle
+
+
+def _unwritable(run: Path, error: Exception) -> BirlError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return BirlError(f"Cannot write into the run folder {run}: {reason}. Choose another with run=..., or make room.")
+
+
+def _plain(config: schema.RL) -> dict[str, Any]:
+    return json.loads(json.dumps(flatten(config)))
+
+
+def _free(key: str) -> bool:
+    return key in FREE or key.startswith(FREE_SECTIONS)
+
+
+def next_commands(run: Path, finished: bool) -> list[str]:
+    if not finished:
+        return ["run the same command again to go on"]
+    return [f"birl chat {run}", f"birl checkpoints {run}", f"tensorboard --logdir {run.parent}"]
