@@ -10,8 +10,7 @@ __version__ = "0.1.0"
 __all__ = ["BirlError", "Trainer", "__version__"]
 
 # libgomp reads this once, when torch is imported. Two threads that wait actively for about a millisecond are as fast as
-# they can be on a quiet machine (with a tenth of that, half as fast), and hand the core over where another process wants
-# it.
+# they can be on a quiet machine (with a tenth of that, half as fast), and give the core up where others want it.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

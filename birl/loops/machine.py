@@ -1,7 +1,8 @@
-"""The one thread that computes."""
+"""The one thread that computes, and the memory of this process."""
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -33,3 +34,13 @@ def release_pool() -> None:
     with contextlib.suppress(OSError, AttributeError):
         soft = 1
         ctypes.CDLL(None).omp_pause_resource_all(soft)
+
+
+def peak_memory() -> float:
+    """Largest resident set of this process so far [GiB]; NaN where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

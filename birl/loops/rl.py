@@ -30,7 +30,7 @@ from birl.learner.learner import Stats
 from birl.learner.optimizer import learning_rate
 from birl.loops import build
 from birl.loops.evaluate import answers, evaluate
-from birl.loops.machine import compute_thread
+from birl.loops.machine import compute_thread, peak_memory
 from birl.loops.metrics import outcome_metrics, reward_metrics
 from birl.loops.run_folder import held, next_commands
 from birl.loops.signals import saving_signals
@@ -356,6 +356,7 @@ class _Run:
             "time/generate": counters.seconds,
             "time/reward": max(rolling - counters.seconds, 0.0),
             "time/train": training,
+            "memory/peak": peak_memory(),
         }
         if "kl" in stats.sums:
             metrics["kl"] = stats.mean("kl")

@@ -18,7 +18,7 @@ from birl.learner import checkpoint
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["birl.loops.rl", "birl.track.report", "tests.tiny"])
 DEADLINE = 60.0
-CLOCKS = ("time", "speed/")  # the only figures that may differ: when, and how fast
+CLOCKS = ("time", "speed/", "memory/")  # the only figures that may differ: when, how fast, in how much memory
 
 REWARD = """
 def digits(completions, **_):
