@@ -42,13 +42,14 @@ Start here
 USAGE = {
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
-    "checkpoints": "Usage: birl checkpoints RUN                     list\n"
-    "       birl checkpoints RUN verify              compare every file with its digest\n"
-    "       birl checkpoints RUN export STEP DEST    write a folder in Hugging Face format\n"
-    "       birl checkpoints RUN prune N             keep the newest N",
+    "checkpoints": "Usage: birl checkpoints RUN                       list\n"
+    "       birl checkpoints RUN verify [STEP]         compare every file with its digest; 1 where one differs\n"
+    "       birl checkpoints RUN export STEP FOLDER    write a Hugging Face model folder (STEP: number, last, best)\n"
+    "       birl checkpoints RUN prune N               keep the newest N and the best",
     "cache": "Usage: birl cache [list]        converted models and their size\n"
-    "       birl cache clear [NAME]  remove one, or all\n"
-    "       birl cache verify        find damaged ones",
+    "       birl cache clear NAME    remove those whose name begins so\n"
+    "       birl cache clear --all   remove all\n"
+    "       birl cache verify        find damaged ones; 1 where there is one",
     "doctor": "Usage: birl doctor\n\nExits with 0 when `birl rl` could run here, else with 1.",
 }
 

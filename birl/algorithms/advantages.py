@@ -10,7 +10,7 @@ EPS = 1e-6  # added to a standard deviation
 
 
 def centre(rewards: Tensor, group: Tensor, baseline: str) -> Tensor:
-    """A_i = r_i - mean of i's group (baseline "group", GRPO arXiv:2402.03300 eq. 21), or r_i itself (baseline "none").
+    """A_i = r_i - mean of i's group (baseline "group", GRPO arXiv:2402.03300 section 4.1), or r_i itself ("none").
 
     rewards [E], group [E] with values 0..number of groups - 1 -> [E].
     """

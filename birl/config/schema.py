@@ -35,11 +35,12 @@ class Data:
     split: str = "train"
     """Split that is read where a path names none and has several."""
     validation_data_split: str = ""
-    """Split that data.validation reads. Empty: `test` or `validation` where there is one, else `train`."""
+    """Split that data.validation reads. Empty: the first of `validation`, `test` and `train`
+    that exists."""
     max_samples: int = 0
-    """Keep only the first n training rows, counted before shuffling. 0: all."""
+    """Keep only the first n rows of each training set, counted before shuffling. 0: all."""
     max_validation_samples: int = 0
-    """Keep only the first n validation rows. 0: all."""
+    """Keep only the first n rows of each validation set. 0: all."""
     prompt_column: str = ""
     """Column with the prompt (text or a list of messages). Empty: `messages`, `prompt` or `question`, whichever
     exists."""

@@ -6,10 +6,7 @@ from pathlib import Path
 from birl.errors import BirlError
 from birl.learner import checkpoint
 
-USAGE = """birl checkpoints RUN                         list
-birl checkpoints RUN verify [STEP]           check every file against its SHA-256
-birl checkpoints RUN export STEP FOLDER      write a Hugging Face model folder (STEP: a number, or last, or best)
-birl checkpoints RUN prune N                 keep the newest N and the best"""
+USAGE = "birl checkpoints RUN [verify [STEP] | export STEP FOLDER | prune N]"
 
 
 def run(words: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 Not here: what is minimised (a loss is a function that is passed in), where the batches come from, when to save.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ class Stats:
     skipped: int = 0  # parts of the batch without any gradient
     nonfinite: int = 0  # optimizer steps that were left out because the gradient was not finite
     grad_norm: float = 0.0  # of the last one, before clipping
-    first_gap: float = 0.0  # mean |engine log-prob - learner log-prob| before the weights moved
+    first_gap: float = math.nan  # mean |engine log-prob - learner log-prob| before the weights moved
     staleness: int = 0  # optimizer steps between the oldest sampled token's weights and these
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
@@ -47,7 +48,8 @@ class Stats:
         self.tokens += count
 
     def mean(self, name: str) -> float:
-        return self.sums.get(name, 0.0) / max(self.tokens, 1)
+        """NaN where nothing was trained: 0 would look like a collapse."""
+        return self.sums.get(name, 0.0) / self.tokens if self.tokens else math.nan
 
 
 class Learner:

@@ -1,4 +1,4 @@
-"""How much memory a run will need, before it starts. Estimates; `docs/memory.md` compares them with measured peaks."""
+"""How much memory a run will need, before it starts. Estimates; `docs/runs.md` compares them with measured peaks."""
 
 import shutil
 import textwrap
@@ -35,6 +35,7 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
         "process": PROCESS,
         "weights, float32": 4.0 * parameters,
         "weights, compute type": 2.0 * parameters if wide == 2 else 0.0,
+        "weights laid out for generation": float(wide * parameters),
         "gradient, float32": 4.0 * parameters,
         "optimizer state": 8.0 * parameters,
         "reference model": float(wide * parameters) if reference else 0.0,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ class _Run:
     best_step: int | None = None
     totals: Counter[str] = field(default_factory=Counter)
     nonfinite: int = 0
+    saving: float = 0.0  # seconds spent on a checkpoint since the last step ended
     rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
     saved: int | None = None  # step of the newest checkpoint
     first_validation: dict[str, Any] | None = None
@@ -283,11 +284,11 @@ class _Run:
         metrics["time/validate"] = validated - trained
         metrics["time/step"] = validated - self.clock
         self.parts.tracker.step(self.step, metrics)
+        self.clock, self.saving = time.perf_counter(), 0.0
         if (config.checkpoint.every and self.step % config.checkpoint.every == 0) or (
             improved and config.checkpoint.keep_best
         ):
             await self.save()
-        self.clock = time.perf_counter()
 
     def validation_due(self) -> bool:
         """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
@@ -340,8 +341,8 @@ class _Run:
             "loss": stats.loss,
             "entropy": stats.mean("entropy"),
             "clip_fraction": stats.mean("clip_fraction"),
-            "ratio/mean": stats.mean("ratio") if stats.tokens else 1.0,
-            "ratio/max": stats.maxima.get("ratio", 1.0),
+            "ratio/mean": stats.mean("ratio"),
+            "ratio/max": stats.maxima.get("ratio", nan),
             "mismatch/mean": stats.first_gap,
             "grad_norm": stats.grad_norm,
             "lr": self.rate,
@@ -354,8 +355,9 @@ class _Run:
             "speed/generate": counters.tokens / max(counters.seconds, 1e-9),
             "speed/train": trained / max(training, 1e-9),
             "time/generate": counters.seconds,
-            "time/reward": max(rolling - counters.seconds, 0.0),
+            "time/reward": max(rolling - self.saving - counters.seconds, 0.0),
             "time/train": training,
+            "time/checkpoint": self.saving,
             "memory/peak": peak_memory(),
         }
         if "kl" in stats.sums:
@@ -394,6 +396,7 @@ class _Run:
     async def save(self) -> None:
         config, parts = self.config, self.parts
         parts.tracker.phase("saving a checkpoint")
+        began = time.perf_counter()
         state = {
             "position": self.position,
             "version": parts.learner.version,
@@ -409,7 +412,7 @@ class _Run:
         await parts.on_compute_thread(
             lambda: checkpoint.save(parts.checkpoints, self.step, parts.learner.tensors(), state)
         )
-        self.saved = self.step
+        self.saved, self.saving = self.step, time.perf_counter() - began
         best = {self.best_step} if config.checkpoint.keep_best and self.best_step else set()
         checkpoint.prune(parts.checkpoints, config.checkpoint.keep_last, best - {None})  # pyright: ignore
 

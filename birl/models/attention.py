@@ -1,11 +1,9 @@
-"""The one attention function, registered with transformers as "birl": training, prefill and decoding all run through
-it.
+"""The one attention function, registered with transformers as "birl": training, prefill and decoding run through it.
 
 transformers calls it once a layer with whatever `layout` was passed to the model's forward:
 
     Packed   many sequences behind one another in a single row [1, T]; each may be a tree: a prefix (the prompt) that
-    several
-             branches (its answers) share, computed once and attended to by all
+             several branches (its answers) share, computed once and attended to by all
     Decode   one new token for each running sequence [1, B]; keys and values live in a cache
 
 so nothing is read from globals, no padding exists, and no mask of transformers is used (it would be wrong: with
@@ -24,6 +22,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from birl.errors import BirlError
+from birl.models.tree_attention import tree_attention
 
 NAME = "birl"
 IGNORED = {"position_ids", "cache_position", "output_attentions", "use_cache", "is_causal", "position_embeddings"}
@@ -65,6 +64,9 @@ class Packed:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if self.store is not None:
             self.store(layer, key[0], value[0])
+        if query.device.type == "cpu":
+            biases = [self.bias(tree, window) for tree in self.trees]
+            return tree_attention(query[0], key[0], value[0], biases, scale)[None]
         gqa = query.shape[1] != key.shape[1]
         outputs, start = [], 0
         for tree in self.trees:
@@ -90,6 +92,13 @@ class Packed:
             return None
         if (tree, window) not in self.masks:
             self.masks[tree, window] = tree_mask(tree, window).to(self.device)
+        return self.masks[tree, window]
+
+    def bias(self, tree: Tree, window: int | None) -> Tensor:
+        """The same as 0 and -inf, float32 [n, n]."""
+        if (tree, window) not in self.masks:
+            hidden = ~tree_mask(tree, window)
+            self.masks[tree, window] = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         return self.masks[tree, window]
 
 

@@ -25,7 +25,7 @@ CHARTS = {  # title: what each line is called, and its metric
     "Gradient norm": {"": "grad_norm"},
     "Clipped tokens [share]": {"": "clip_fraction"},
     "Speed [tokens/s]": {"generate": "speed/generate", "train": "speed/train"},
-    "Engine against learner, |log-prob gap| [nats]": {"mean": "mismatch/mean", "max": "mismatch/max"},
+    "Engine against learner, |log-prob gap| [nats]": {"mean": "mismatch/mean"},
 }
 Records = list[dict[str, Any]]
 

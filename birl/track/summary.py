@@ -18,7 +18,7 @@ from birl.track.visible import visible
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One answer to the same prompt at the first and at the last validation; scores above one half count as right."""
+    """One answer to the same prompt at the first and at the last validation. Right: a score of at least 1."""
 
     prompt: str
     answer: str
@@ -30,7 +30,7 @@ class Pair:
     @property
     def change(self) -> int:
         """1: became right, -1: became wrong, 0: neither."""
-        return int(self.score_after > 0.5) - int(self.score_before > 0.5)
+        return int(self.score_after >= 1) - int(self.score_before >= 1)
 
 
 def pairs(validations: list[dict[str, Any]]) -> list[Pair]:
@@ -120,7 +120,7 @@ def shown(all_pairs: list[Pair], number: int) -> list[Pair]:
 def tally(all_pairs: list[Pair]) -> str:
     right = sum(pair.change > 0 for pair in all_pairs)
     wrong = sum(pair.change < 0 for pair in all_pairs)
-    kept = sum(pair.change == 0 and pair.score_after > 0.5 for pair in all_pairs)
+    kept = sum(pair.change == 0 and pair.score_after >= 1 for pair in all_pairs)
     neither = len(all_pairs) - right - wrong - kept
     changed = f"of {len(all_pairs)} answers {right} became right, {wrong} became wrong"
     return f"{changed}, {kept} stayed right, {neither} stayed wrong"
