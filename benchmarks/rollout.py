@@ -3,8 +3,8 @@
     python -m benchmarks.rollout [--batches 16 32 64] [--rounds 2] [--threads 2] [--json FILE]
 
 Ours gives a log-prob for each token and lays its weights out anew in each timed call, as after an optimizer step;
-`generate` computes no log-probs. All answers have the same length, which flatters `generate`: it cannot refill the places
-of answers that ended. One line for each batch size; the last line, and the goal, is the largest: 8 prompts x 8 answers.
+`generate` computes no log-probs. All answers have the same length, which flatters `generate`: it cannot refill the
+places of answers that ended. One line for each batch size; the goal is for the largest: 8 prompts x 8 answers.
 """
 
 import argparse

@@ -52,6 +52,7 @@ REQUIRED = (
     Package("hydra", "hydra-core", "1.3", "reads key=value words"),
     Package("numpy", "numpy", "1.26", "arrays between data and torch"),
     Package("math_verify", "math-verify", "0.8", "the math reward"),
+    Package("sympy", "sympy", "1.13", "numbers of the math reward"),
     Package("rich", "rich", "13.7", "the live view in the terminal"),
     Package("tensorboard", "tensorboard", "2.17", "writes curves; track.tensorboard=false does without"),
 )

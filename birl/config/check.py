@@ -404,9 +404,8 @@ def _dynamic_sampling(config: RL) -> list[str]:
         )
     if config.algorithm.max_refill == 0:
         found.append(
-            "algorithm.max_refill=0: algorithm.dynamic_sampling=true may then replace nothing, and the run "
-            "stops at the first "
-            "group without signal; set algorithm.max_refill=4."
+            "algorithm.max_refill=0: algorithm.dynamic_sampling=true may then replace nothing; set "
+            "algorithm.max_refill=4."
         )
     return found
 

@@ -80,7 +80,8 @@ class Algorithm:
     dynamic_sampling: bool = False
     """Replace groups in which every reward is the same by new prompts (DAPO)."""
     max_refill: float = 4.0
-    """Bound on that: at most this many times rollout.prompts extra groups are sampled in a step, then the run stops."""
+    """Bound on that: at most this many times rollout.prompts extra groups are sampled in a step, which then goes on
+    with the groups it has."""
     overlong_buffer: int = 0
     """The last n tokens before rollout.max_tokens in which overlong_penalty grows from 0 to its full value (DAPO)
     [tokens]."""

@@ -133,7 +133,7 @@ class _Run:
         rolled_out = time.perf_counter()
         self.parts.tracker.phase("training")
         self.check_failures(step)
-        self.check_refill(step)
+        self.report_refill(step)
         samples, by_episode = self.credit(step.groups)
         stats = await self.parts.on_compute_thread(partial(self.update, samples))
         self.step, self.position = step.number, step.position
@@ -243,16 +243,14 @@ class _Run:
                 f"reasons:\n{reasons}"
             )
 
-    def check_refill(self, step: pipeline.Step) -> None:
-        """The pipeline gives up after max_refill and hands over what it has."""
-        limit, wanted = self.config.algorithm.max_refill, self.config.rollout.prompts
-        refused, asked = len(step.refused), len(step.groups) + len(step.refused)
-        if len(step.groups) < wanted and refused > limit * wanted:
-            raise BirlError(
-                f"Step {step.number}: {refused} of {asked} groups have rewards that are all the same, and "
-                f"algorithm.max_refill={limit:g} x rollout.prompts={wanted} replacements did not yield enough others. "
-                "Take easier or harder prompts, a larger rollout.group_size or algorithm.max_refill, or "
-                "algorithm.dynamic_sampling=false."
+    def report_refill(self, step: pipeline.Step) -> None:
+        """The pipeline gives up after max_refill and hands over what it has; the step goes on with that."""
+        wanted, asked = self.config.rollout.prompts, len(step.groups) + len(step.refused)
+        if len(step.groups) < wanted and len(step.refused) > self.config.algorithm.max_refill * wanted:
+            self.parts.tracker.message(
+                f"Step {step.number}: only {len(step.groups)} of {asked} groups have rewards that differ "
+                f"(algorithm.max_refill={self.config.algorithm.max_refill:g}). Where that lasts, the prompts are too "
+                "easy or too hard by now."
             )
 
     def check_gap(self, stats: Stats) -> None:

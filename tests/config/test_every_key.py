@@ -244,8 +244,8 @@ RL_CASES = {
     ),
     "algorithm.max_refill": Case(
         "0.4",
+        last("groups/kept"),
         under="reward.functions=given:sometimes_constant algorithm.dynamic_sampling=true",
-        refused=r"algorithm\.max_refill=0\.4",
     ),
     "algorithm.overlong_buffer": Case("7", advantages, under="algorithm.baseline=none"),
     "algorithm.overlong_penalty": Case("3", advantages, under="algorithm.baseline=none algorithm.overlong_buffer=7"),
