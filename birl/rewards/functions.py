@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,17 @@ def make_importable(folder: Path) -> None:
         sys.path.insert(next(installed, len(sys.path)), str(folder))
 
 
+class _Uncached(SourceFileLoader):
+    """Without a .pyc file: a full disk would leave half of one, and a change within the same second is not noticed."""
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError("no bytecode")  # which is how the loader is told to leave the cache alone
+
+
 def _import_file(path: Path) -> Any:
     make_importable(path.parent)
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # no other module has it
-    loader_spec = importlib.util.spec_from_file_location(name, path)
+    loader_spec = importlib.util.spec_from_file_location(name, path, loader=_Uncached(name, str(path)))
     assert loader_spec is not None and loader_spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(loader_spec)
     loader_spec.loader.exec_module(module)
