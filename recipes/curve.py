@@ -16,7 +16,8 @@ def curve(run: Path) -> list[dict[str, object]]:
     for m in read("metrics.jsonl"):
         seconds += m["time/step"]
         figures = (m["step"], round(seconds, 1), m["reward/mean"], held_out.get(m["step"], ""), m["length/mean"])
-        rest = (round(m["entropy"], 4), round(m["grad_norm"], 4), int(m["tokens/generated"]))
+        entropy = "" if m["entropy"] is None else round(m["entropy"], 4)  # null: nothing was trained in this step
+        rest = (entropy, round(m["grad_norm"], 4), int(m["tokens/generated"]))
         rows.append(dict(zip(COLUMNS, (*figures, *rest), strict=True)))
     return rows
 

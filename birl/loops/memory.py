@@ -48,7 +48,7 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
 def render(prediction: dict[str, float], config: schema.RL, *, steps: int | None, task: Task, prompt: str) -> str:
     """The text that `--dry-run` prints."""
     total = sum(prediction.values())
-    rows = [f"  {name:<24}{size / GIB:7.2f} GiB" for name, size in prediction.items() if size]
+    rows = [f"  {name:<34}{size / GIB:7.2f} GiB" for name, size in prediction.items() if size]
     width = min(shutil.get_terminal_size().columns, 120)
     return "\n".join(
         [
@@ -60,6 +60,6 @@ def render(prediction: dict[str, float], config: schema.RL, *, steps: int | None
             "",
             "Predicted memory:",
             *rows,
-            f"  {'together':<24}{total / GIB:7.2f} GiB",
+            f"  {'together':<34}{total / GIB:7.2f} GiB",
         ]
     )
