@@ -38,11 +38,11 @@ def write_report(run: Path) -> Path:
     found = {**facts(run), **summary}
     title = str(summary.get("title") or run.name)
     body = [
-        _head(run, title, found, bool(summary)),
+        _head(run, title, found),
         _curves(steps, validations),
         _samples(pairs(validations)),
         _counts(steps),
-        _next(summary.get("next"), bool(summary)),
+        _next(summary.get("next"), bool(summary.get("finished"))),
         _config(run / "config.yaml"),
         _others(steps, validations),
     ]
@@ -60,9 +60,12 @@ def _page(title: str, body: str) -> str:
     )
 
 
-def _head(run: Path, title: str, found: Mapping[str, Any], finished: bool) -> str:
+def _head(run: Path, title: str, found: Mapping[str, Any]) -> str:
     cards = [_fact(*card) for card in _fact_cards(found)]
-    state = f"finished {escape(found.get('finished', ''))[:16].replace('T', ' ')} UTC" if finished else "not finished"
+    state = "not finished"
+    if "ended" in found:
+        verb = "finished" if found.get("finished") else "stopped"
+        state = f"{verb} {escape(found['ended'])[:16].replace('T', ' ')} UTC"
     return (
         f'<h1>{escape(title)}</h1><p class="soft">{escape(run)} · {state}</p><div class="facts">{"".join(cards)}</div>'
     )

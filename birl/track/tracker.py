@@ -114,7 +114,7 @@ class Tracker:
         """Close everything, write summary.json and report.html, and print what the run came to. `summary["next"]` is
         a list of commands to try now."""
         self.close()
-        found = {"title": self.title, "finished": _now(), **facts(self.run), **summary}
+        found = {"title": self.title, "ended": _now(), "finished": True, **facts(self.run), **summary}
         replace(self.run / "summary.json", encode(found))
         report = None
         if self.track.report:
