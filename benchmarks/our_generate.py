@@ -30,13 +30,16 @@ def arguments() -> argparse.Namespace:
 
 
 async def measure(args: argparse.Namespace, compute: Executor) -> dict:
+    import torch
+
     from benchmarks.peers import rows
     from birl.config import schema
     from birl.loops.policy import DTYPES, load_policy
+    from birl.models.load import cast
     from birl.types import Message, SamplingParams
 
     policy = load_policy(schema.Model(path=str(Path(args.model))), compute)
-    policy.model.to(DTYPES[args.precision]).requires_grad_(False)
+    cast(policy.model, DTYPES[args.precision]).requires_grad_(False)
     version = 0
     engine = policy.engine(schema.Engine(max_batch=args.batch), policy.context, lambda: version)
     data = rows(args.data)
@@ -46,6 +49,8 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
     async def sample(tokens: int, seed: int) -> float:
         nonlocal version
         version += 1  # as after an optimizer step: the engine lays its weights out anew, inside the timed call
+        with torch.no_grad():
+            torch._foreach_mul_(list(policy.model.parameters()), 1.0)
         start = time.perf_counter()
         answers = await asyncio.gather(
             *(

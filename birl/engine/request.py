@@ -28,6 +28,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
+    computed: int = 0  # positions whose keys and values are there
     stop: Stop | None = None
     aborted: bool = False
     _uniforms: list[float] = field(default_factory=list)
@@ -40,8 +42,13 @@ class Request:
         return len(self.prompt) + len(self.tokens)
 
     @property
-    def last_token(self) -> int:
-        return self.tokens[-1] if self.tokens else self.prompt[-1]
+    def ids(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.tokens)
+
+    def pending(self) -> list[int]:
+        """Tokens whose keys and values are not there yet; the last one's logits give the next token."""
+        start = self.computed - len(self.prompt)
+        return self.tokens[start:] if start >= 0 else [*self.prompt[start:], *self.tokens]
 
     @property
     def uniform(self) -> float:

@@ -1,76 +1,87 @@
-"""The two forward passes of generation, over the very module that is trained."""
+"""One forward pass of generation, over the very module that is trained."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from birl.engine.kv_cache import KVCache
-from birl.engine.request import Request
-from birl.models.attention import Decode, Packed, Tree
+from birl import kernels
+from birl.engine.pages import Pages
+from birl.engine.scheduler import Work, sharing
+from birl.kernels import PAGE
+from birl.models.decoder import decoder_for, head_dim
 from birl.models.forward import head, hidden_states
 from birl.models.packed import PackedLinears
+from birl.models.paged import Cache, Paged
 
 
 class Runner:
-    """Prefill fills the cache with all of a sequence but its last token; decode runs that last token and gives the next
-    one's logits. So the first answer token comes out of decode as well, and a group's prompt is computed once for all
-    its members."""
+    """Prompts and single tokens go through the model together, as rows over a paged cache."""
 
-    def __init__(self, model: nn.Module, prefill_tokens: int = 4096) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.prefill_tokens = prefill_tokens
         self.packed = PackedLinears(model)
-        self.cache = KVCache(**self.cache_shape(model), device=head(model).weight.device)
+        self.cache: Cache | None = None
 
-    @staticmethod
-    def cache_shape(model: nn.Module) -> dict:
-        config = model.config.get_text_config()  # pyright: ignore
-        heads = config.num_attention_heads
-        return {
-            "layers": config.num_hidden_layers,
-            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-            "dtype": head(model).weight.dtype,
-        }
-
-    def prefill(self, requests: Sequence[Request], first_slot: int) -> None:
-        """Requests go to the slots from first_slot on. Equal prompts are computed once, at most prefill_tokens in one
-        pass."""
-        slots: dict[tuple[int, ...], list[int]] = {}
-        for i, request in enumerate(requests):
-            slots.setdefault((*request.prompt, *request.tokens)[:-1], []).append(first_slot + i)
-        slots.pop((), None)
-        part: list[tuple[int, ...]] = []
-        for sequence in slots:
-            if part and sum(map(len, part)) + len(sequence) > self.prefill_tokens:
-                self._prefill({s: slots[s] for s in part})
-                part = []
-            part.append(sequence)
-        if part:
-            self._prefill({s: slots[s] for s in part})
-
-    def _prefill(self, slots: dict[tuple[int, ...], list[int]]) -> None:
+    def run(self, plan: Sequence[Work], pages: Pages) -> Tensor:
+        """Logits of the next token for each sampler of each complete work, in order: [samplers, V] float32."""
+        if self.cache is None:
+            self.cache = Cache.make(pages.total, **cache_shape(self.model), device=head(self.model).weight.device)
         device = self.cache.keys[0].device
-        targets = [torch.tensor(s, device=device) for s in slots.values()]
+        tokens = torch.tensor([t for w in plan for t in w.tokens], device=device)
+        lengths = [w.start + i + 1 for w in plan for i in range(len(w.tokens))]
+        tables = [w.request.pages for w in plan for _ in w.tokens]
+        layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths))
+        hidden = hidden_states(self.model, tokens, torch.tensor(lengths, device=device) - 1, layout)
+        rows, end = [], 0
+        for work in plan:
+            end += len(work.tokens)
+            if work.complete:
+                rows.append(end - 1)
+            for follower in work.followers:  # a page that is not full yet becomes its own
+                if len(follower) % PAGE:
+                    self.cache.copy_page(work.request.pages[len(follower) // PAGE], follower.pages[-1])
+        if not rows:
+            return hidden.new_empty(0, head(self.model).weight.shape[0], dtype=torch.float32)
+        if len(rows) < len(hidden):
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
+        logits = self.logits(hidden)
+        counts = [len(w.samplers) for w in plan if w.complete]
+        if max(counts, default=1) > 1:
+            logits = logits.repeat_interleave(torch.tensor(counts, device=device), dim=0)
+        return logits
 
-        def store(layer: int, keys: Tensor, values: Tensor) -> None:
-            start = 0
-            for sequence, target in zip(slots, targets, strict=True):
-                cut = slice(start, start + len(sequence))
-                start = cut.stop
-                self.cache.write(layer, target, keys[:, cut], values[:, cut])
+    def logits(self, hidden: Tensor) -> Tensor:
+        decoder = decoder_for(self.model)
+        return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
 
-        tokens = torch.tensor([t for s in slots for t in s], device=device)
-        positions = torch.tensor([i for s in slots for i in range(len(s))], device=device)
-        hidden_states(self.model, tokens, positions, Packed([Tree(len(s)) for s in slots], device, store))
+    def weights(self, version: int) -> AbstractContextManager[None]:
+        """Within, products use weights laid out for them."""
+        return nullcontext() if decoder_for(self.model) else self.packed.active(version)
 
-    def decode(self, requests: Sequence[Request]) -> Tensor:
-        """Logits of each running request's next token, [B, V] float32."""
-        device = self.cache.keys[0].device
-        tokens = torch.tensor([r.last_token for r in requests], device=device)
-        positions = torch.tensor([len(r) - 1 for r in requests], device=device)
-        longest = max(len(r) for r in requests)
-        layout = Decode(self.cache.keys, self.cache.values, positions, longest)
-        hidden = hidden_states(self.model, tokens, positions, layout)
-        return head(self.model)(hidden).float()
+    def release(self) -> None:
+        """Give back what is only needed while generating."""
+        self.packed.release()
+        self.cache = None
+
+    @property
+    def kernels(self) -> kernels.Kernels | None:
+        return kernels.load(torch.float32, 64) if head(self.model).weight.device.type == "cpu" else None
+
+
+def cache_shape(model: nn.Module) -> dict[str, Any]:
+    config = model.config.get_text_config()  # pyright: ignore
+    return {
+        "layers": config.num_hidden_layers,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_dim": head_dim(model),
+        "dtype": head(model).weight.dtype,
+    }
+
+
+def page_bytes(model: nn.Module) -> int:
+    """Bytes of a page in all layers."""
+    shape = cache_shape(model)
+    return 2 * PAGE * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * shape["dtype"].itemsize

@@ -9,15 +9,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from birl.kernels import Kernels
 from birl.types import SamplingParams
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], kernels: Kernels | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [B, V] float32 (overwritten) -> tokens [B], logprobs [B] float32.
 
     A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
     has none.
     """
+    if kernels is not None:
+        temperatures = [p.temperature for p in params]
+        for row, p in enumerate(params):
+            if p.temperature and (p.top_k or p.top_p < 1 or p.min_p):
+                logits[row] = restrict(logits[row] / p.temperature, p)
+                temperatures[row] = 1.0
+        return kernels.sample(logits, torch.tensor(temperatures), torch.tensor(uniforms, dtype=torch.float32))
     greedy = torch.tensor([p.temperature == 0 for p in params])
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits.div_(torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None])

@@ -1,38 +1,59 @@
-"""Who decodes next. Pure Python: no tensors, no time, no threads, so that it can be tested with numbers alone.
+"""Who computes what next. Pure Python: no tensors, no time, no threads, so that it can be tested with numbers alone.
 
-Running requests sit in slots 0..B-1 of the KV cache without holes. The cache is a rectangle, slots x longest sequence,
-so a batch fits when B * longest <= capacity. Requests are admitted in order of arrival at the length they have; when
-the longest grows until the rectangle is full, the youngest is preempted: it goes back to the head of the queue with
-what it has sampled, and is computed again later, with the same result.
+A running request owns the pages of its positions; full pages of a common prompt belong to all its answers. Requests are
+admitted in order of arrival while there are pages for what they have. When somebody's next token finds no free page, the
+youngest is preempted: it goes back to the head of the queue with what it has sampled, and is computed again later, with
+the same result.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
+from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.errors import BirlError
+from birl.kernels import PAGE
 from birl.types import Stop
 
-HEADROOM = 32  # tokens of growth that must be free before a request is admitted, so that it is not preempted at once
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """Compute `tokens`, the next positions of `request`. When that completes its context, `followers` wait for the same
+    logits: requests with the same tokens so far, which then go their own ways."""
+
+    request: Request
+    start: int
+    tokens: list[int]
+    followers: list[Request] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.start + len(self.tokens) == len(self.request)
+
+    @property
+    def samplers(self) -> list[Request]:
+        return [self.request, *self.followers] if self.complete else []
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """`max_batch` slots; `capacity` = slots * tokens that the KV cache may hold."""
+    """At most `max_batch` running requests, and about `prefill` prompt tokens in one step."""
 
     max_batch: int
-    capacity: int
+    pages: Pages
+    prefill: int = 2048
     waiting: deque[Request] = field(default_factory=deque)
-    running: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)  # in order of admission
+    preempted: int = 0
 
     def add(self, request: Request) -> None:
         """Raises `BirlError` when the request could not run even alone."""
         need = len(request.prompt) + request.max_tokens
-        if need > self.capacity:
+        if pages_for(need) > self.pages.total:
             raise BirlError(
-                f"The KV cache holds {self.capacity} tokens, but one sequence may need {need} ({len(request.prompt)} "
-                "of prompt and "
-                f"{request.max_tokens} of answer). Raise engine.kv_cache_gb or lower rollout.max_tokens."
+                f"The KV cache holds {self.pages.total * PAGE} tokens, but one sequence may need {need} "
+                f"({len(request.prompt)} of prompt and {request.max_tokens} of answer). Raise engine.kv_cache_gb or "
+                "lower rollout.max_tokens."
             )
         self.waiting.append(request)
 
@@ -40,41 +61,112 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def admit(self) -> list[Request]:
-        """Move waiting requests into slots, first come first served; returns those whose prompt must be computed
-        now."""
-        admitted: list[Request] = []
-        while self.waiting and len(self.running) < self.max_batch:
+    def plan(self) -> list[Work]:
+        """What to compute in this step, with pages for all of it."""
+        self.make_room()
+        budget = self.prefill
+        plan: list[Work] = []
+        for request in self.running:
+            pending = request.pending()[:budget] if len(request) - request.computed > 1 else request.pending()
+            budget -= len(pending) if len(pending) > 1 else 0
+            if pending:
+                plan.append(Work(request=request, start=request.computed, tokens=pending))
+        while self.waiting and len(self.running) < self.max_batch and budget > 0:
             request = self.waiting[0]
-            longest = max(len(r) for r in (*self.running, request)) + (HEADROOM if self.running else 1)
-            if (len(self.running) + 1) * longest > self.capacity:
+            leader = next((w for w in plan if w.complete and w.request.ids == request.ids), None)
+            if not self.admit(request, leader):
                 break
             self.running.append(self.waiting.popleft())
-            admitted.append(request)
-        return admitted
+            if leader is not None:
+                leader.followers.append(request)
+            else:
+                plan.append(Work(request=request, start=request.computed, tokens=request.pending()[:budget]))
+                budget -= len(plan[-1].tokens)
+        return plan
 
-    def preempt(self) -> list[Request]:
-        """Make room for one more token for everybody. Returns who lost the slot (always the youngest, so the rest stays
-        put)."""
-        lost: list[Request] = []
-        while len(self.running) > 1 and len(self.running) * (max(map(len, self.running)) + 1) > self.capacity:
-            lost.append(self.running.pop())
-            self.waiting.appendleft(lost[-1])
-        return lost
+    def make_room(self) -> None:
+        """A page for the next token of everybody who needs one; the youngest make way."""
+        place = 0
+        while place < len(self.running):
+            request = self.running[place]
+            if len(request.pages) >= pages_for(len(request)):
+                place += 1
+            elif self.pages.free:
+                request.pages.append(self.pages.take())
+            else:
+                lost = self.running.pop()
+                self.give_back(lost)
+                self.waiting.appendleft(lost)
+                self.preempted += 1
 
-    def retire(self) -> tuple[list[Request], list[tuple[int, int]]]:
-        """Take out finished and aborted requests. Returns them, and the moves (from slot, to slot) that close the
-        holes."""
+    def admit(self, request: Request, leader: Work | None) -> bool:
+        """Pages for what the request has, some of them those of a running one with the same prompt."""
+        if leader is not None:
+            known, computed = leader.request.pages[: len(request) // PAGE], len(request)
+        else:
+            known = self.known_pages(request)
+            computed = len(known) * PAGE
+        need = pages_for(len(request)) - len(known)
+        spare = len(self.running)  # so that it is not preempted at once
+        if self.running and need + min(spare, self.pages.total // 8) > len(self.pages.free):
+            return False
+        if need > len(self.pages.free):
+            return False
+        request.pages = [*map(self.pages.share, known), *(self.pages.take() for _ in range(need))]
+        request.computed = computed
+        return True
+
+    def known_pages(self, request: Request) -> list[int]:
+        """Full pages of a running request with the same prompt; at least one token is left to compute."""
+        full = min(len(request.prompt), len(request) - 1) // PAGE
+        donor = next((r for r in self.running if r.computed >= full * PAGE and r.prompt == request.prompt), None)
+        return donor.pages[:full] if donor is not None else []
+
+    def retire(self) -> list[Request]:
+        """Take out finished and aborted requests."""
         for request in [r for r in self.waiting if r.aborted]:
             self.waiting.remove(request)
         finished = [r for r in self.running if r.stop is not None or r.aborted]
         for request in finished:
             request.stop = Stop.ABORT if request.aborted else request.stop
-        count = len(self.running) - len(finished)
-        holes = [i for i in range(count) if self.running[i].stop is not None]
-        movers = [i for i in range(count, len(self.running)) if self.running[i].stop is None]
-        moves = list(zip(movers, holes, strict=True))
-        for source, target in moves:
-            self.running[target] = self.running[source]
-        del self.running[count:]
-        return finished, moves
+            self.give_back(request)
+        if finished:
+            self.running = [r for r in self.running if r.stop is None]
+        return finished
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        for request in self.running:
+            self.give_back(request)
+        self.waiting.clear()
+        self.running.clear()
+
+    def give_back(self, request: Request) -> None:
+        for page in request.pages:
+            self.pages.release(page)
+        request.pages, request.computed = [], 0
+
+
+def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple[list[int], list[int]]:
+    """Neighbouring rows with common first pages, as (rows of each group, pages they share): full pages only."""
+    groups: list[int] = []
+    shared: list[int] = []
+    first: list[int] = []
+    for table, length in zip(tables, lengths, strict=True):
+        if groups and groups[-1] < most:
+            same = common_start(first, table, min(shared[-1], length // PAGE))
+            if same and (same == shared[-1] or groups[-1] == 1 or 2 * same > shared[-1]):
+                groups[-1] += 1
+                shared[-1] = same
+                continue
+        first = table
+        groups.append(1)
+        shared.append(length // PAGE)
+    return groups, shared
+
+
+def common_start(a: list[int], b: list[int], limit: int) -> int:
+    n = 0
+    while n < limit and a[n] == b[n]:
+        n += 1
+    return n

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from birl.data.pack import Batch
 from birl.learner.optimizer import Masters, adamw
+from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, packed
+from birl.models.load import cast
 from birl.models.logprobs import token_logprobs
 
 #: logp [N], entropy [N], batch -> scalar loss, and figures to report: name -> [N]
@@ -75,10 +77,11 @@ class Learner:
         self.temperature = temperature
         self.max_grad_norm = max_grad_norm
         self.version = 0
+        self.gradient_checkpointing = gradient_checkpointing
         model.requires_grad_(trainable)
         model.eval()  # no dropout: the engine and the learner must see one and the same distribution
         if not trainable:
-            model.to(dtype)
+            cast(model, dtype)
             return
         if gradient_checkpointing:
             # transformers recomputes only in training mode; there is no dropout in it that train() could switch on
@@ -148,8 +151,16 @@ class Learner:
         self.version = version
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if decoder := decoder_for(self.model):
+            decoder.checkpointing = self.gradient_checkpointing
         hidden = hidden_states(self.model, batch.tokens, batch.positions, packed(batch.trees, batch.tokens.device))
-        return token_logprobs(hidden[batch.source], head(self.model), batch.targets, self.temperature)
+        return token_logprobs(
+            hidden[batch.source],
+            head(self.model),
+            batch.targets,
+            self.temperature,
+            decoder=decoder,
+        )
 
     def _make_optimizer_state(self) -> None:
         """AdamW makes its state at the first step; a checkpoint needs the tensors to exist before that."""

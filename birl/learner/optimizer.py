@@ -11,12 +11,15 @@ from math import cos, pi
 import torch
 from torch import Tensor, nn
 
+from birl.models.decoder import weights_changed
+
 
 class Masters:
     """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over
     micro-batches."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.model = model
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.tensors: dict[str, Tensor] = {}
         self.separate = dtype != torch.float32
@@ -27,9 +30,11 @@ class Masters:
             self.tensors[name] = parameter.data.float()
             parameter.data = self.tensors[name].to(dtype)
             parameter.register_post_accumulate_grad_hook(_move_grad_to(self.tensors[name]))
+            parameter.master = self.tensors[name]  # pyright: ignore  birl's kernels add gradients to it directly
 
     def publish(self) -> None:
-        """Round the masters into the module's own parameters."""
+        """Round the masters into the module's own parameters, and have every copy of them made anew."""
+        weights_changed(self.model)
         if self.separate:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
@@ -38,7 +43,8 @@ class Masters:
 def _move_grad_to(master: Tensor):
     def hook(parameter: Tensor) -> None:
         grad = parameter.grad
-        assert grad is not None
+        if grad is None:  # the kernels have put it where it belongs
+            return
         if master.grad is None:
             master.grad = grad.float()
         else:

@@ -25,6 +25,7 @@ from birl.loops.evaluate import Plan, plan
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.models.forward import verify
+from birl.models.load import cast
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
@@ -333,7 +334,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
     starting = asyncio.create_task(rewards.start())
     try:
         policy = await asyncio.get_running_loop().run_in_executor(compute, load_policy, config.model, compute)
-        policy.model.to(DTYPES[config.model.dtype]).requires_grad_(False)
+        cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
         verify(policy.model)
         tasks = load_tasks(config.data, "validation", chat=policy.chat.has_template)
         questions = [t[i] for t in tasks for i in range(len(t))]

@@ -51,9 +51,10 @@ def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
 
 async def _converse(target: str, settings: dict, compute: Executor) -> None:
     from birl.loops.policy import DTYPES, load_policy
+    from birl.models.load import cast
 
     policy = load_policy(schema.Model(path=model_of(target)), compute)
-    policy.model.to(DTYPES[settings["dtype"]]).requires_grad_(False)
+    cast(policy.model, DTYPES[settings["dtype"]]).requires_grad_(False)
     engine = policy.engine(schema.Engine(), policy.context, lambda: 0)
     messages = [Message(role="system", content=settings["system"])] if settings["system"] else []
     print("An empty line starts a new conversation, Ctrl-D ends.")

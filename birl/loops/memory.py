@@ -6,8 +6,8 @@ import textwrap
 from torch import nn
 
 from birl.config import schema
-from birl.engine.kv_cache import KVCache
-from birl.engine.runner import Runner
+from birl.engine.pages import pages_for
+from birl.engine.runner import page_bytes
 from birl.models.logprobs import CHUNK
 from birl.types import Task
 
@@ -28,9 +28,7 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
     per_layer = wide * (12 * hidden + 4 * inner) + 4 * 4 * hidden  # norms keep float32 copies
     kept = hidden * wide if config.learner.gradient_checkpointing else per_layer
     tokens = config.learner.tokens_per_microbatch
-    cache = (
-        KVCache.bytes_per_token(**Runner.cache_shape(model)) * config.engine.max_batch * config.rollout.max_tokens * 2
-    )
+    cache = page_bytes(model) * config.engine.max_batch * pages_for(config.rollout.max_tokens * 2)
     return {
         "process": PROCESS,
         "weights, float32": 4.0 * parameters,

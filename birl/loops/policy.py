@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.kv_cache import KVCache
-from birl.engine.runner import Runner
+from birl.engine.pages import pages_for
+from birl.engine.runner import page_bytes
 from birl.errors import BirlError
+from birl.kernels import PAGE
 from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, resolve
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
@@ -74,11 +75,11 @@ def check_cache(config: schema.Engine, engine: EmbeddedEngine, tasks: Sequence[T
     if full := sum(n >= engine.context for n in lengths):
         print(f"Warning: {full} of {len(lengths)} prompts fill the context of {engine.context} tokens: no answers.")
     longest = max(lengths)
-    need, have = min(longest + answer, engine.context), engine.scheduler.capacity
-    if need > have:
-        size = need * KVCache.bytes_per_token(**Runner.cache_shape(engine.runner.model)) / 2**30
+    pages, have = pages_for(min(longest + answer, engine.context)), engine.scheduler.pages.total
+    if pages > have:
+        size = pages * page_bytes(engine.runner.model) / 2**30
         raise BirlError(
-            f"engine.kv_cache_gb={config.kv_cache_gb:g} holds the keys and values of {have} tokens, but one sequence "
-            f"may have {need} (a prompt of {longest} and an answer of {answer}). Set engine.kv_cache_gb="
-            f"{math.ceil(size * 1000) / 1000:g} or more, or ask for shorter answers."
+            f"engine.kv_cache_gb={config.kv_cache_gb:g} holds the keys and values of {have * PAGE} tokens, but one "
+            f"sequence may have {min(longest + answer, engine.context)} (a prompt of {longest} and an answer of "
+            f"{answer}). Set engine.kv_cache_gb={math.ceil(size * 1000) / 1000:g} or more, or ask for shorter answers."
         )

@@ -4,7 +4,7 @@ transformers calls it once a layer with whatever `layout` was passed to the mode
 
     Packed   many sequences behind one another in a single row [1, T]; each may be a tree: a prefix (the prompt) that
              several branches (its answers) share, computed once and attended to by all
-    Decode   one new token for each running sequence [1, B]; keys and values live in a cache
+    Paged    the next tokens of running sequences; keys and values live in the pages of a cache (`models/paged.py`)
 
 so nothing is read from globals, no padding exists, and no mask of transformers is used (it would be wrong: with
 `position_ids` that restart, transformers packs silently wrongly unless `use_cache=False`).
@@ -12,8 +12,9 @@ so nothing is read from globals, no padding exists, and no mask of transformers 
 Shapes: H query heads, K key heads, G = H / K queries for each key head, D head size, T packed tokens, B sequences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from birl.errors import BirlError
+from birl.kernels import Kernels
 from birl.models.tree_attention import tree_attention
 
 NAME = "birl"
@@ -31,6 +33,12 @@ IGNORED = {"position_ids", "cache_position", "output_attentions", "use_cache", "
 class Layout(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+        ...
+
+    def attend_rows(
+        self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same by kernels: [T, H, D] -> [T, H * D], and log-sum-exp [T, H] where a backward pass needs it."""
         ...
 
 
@@ -54,16 +62,13 @@ class Tree:
 
 @dataclass(frozen=True)
 class Packed:
-    """Attention within each tree of a packed row. `store` receives each layer's keys and values [K, T, D] (prefill)."""
+    """Attention within each tree of a packed row."""
 
     trees: Sequence[Tree]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    store: Callable[[int, Tensor, Tensor], None] | None = None
     masks: dict[tuple[Tree, int | None], Tensor] = field(default_factory=dict)  # made once, used by every layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        if self.store is not None:
-            self.store(layer, key[0], value[0])
         if query.device.type == "cpu":
             biases = [self.bias(tree, window) for tree in self.trees]
             return tree_attention(query[0], key[0], value[0], biases, scale)[None]
@@ -85,6 +90,25 @@ class Packed:
                 )
             )
         return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def attend_rows(
+        self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return kernels.tree_attention(query, key, value, self.segments, scale)
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """Each tree's prefix and branches as the kernels want them: rows (first, count, prefix's first, prefix's count,
+        tree), int64. A prefix sees nothing but itself."""
+        rows, start = [], 0
+        for number, tree in enumerate(self.trees):
+            rows.append((start, tree.prefix, start, 0, number))
+            place = start + tree.prefix
+            for n in tree.branches:
+                rows.append((place, n, start, tree.prefix, number))
+                place += n
+            start = place
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
 
     def mask(self, tree: Tree, window: int | None) -> Tensor | None:
         """Who sees whom, bool [n, n]; None where plain causal attention says the same."""
@@ -111,48 +135,6 @@ def tree_mask(tree: Tree, window: int | None) -> Tensor:
         position = torch.tensor(tree.positions())
         mask &= position[:, None] - position < window
     return mask
-
-
-@dataclass(frozen=True)
-class Decode:
-    """One token for each of the first B slots of a cache. `positions` [B] says where each goes; it sees everything
-    before it.
-
-    The queries of one key head are given to the kernel as if they were G consecutive queries [B, K, G, D]: nothing is
-    repeated, and on CPU this is two to three times faster than one-token attention with repeated heads.
-    """
-
-    keys: list[Tensor]  # one for each layer: [slots, K, capacity, D]
-    values: list[Tensor]
-    positions: Tensor
-    length: int  # longest sequence, the new token included
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        batch, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
-        keys, values = self.keys[layer], self.values[layer]
-        slots = torch.arange(batch, device=query.device)
-        keys[slots, :, self.positions] = key[0].transpose(0, 1)
-        values[slots, :, self.positions] = value[0].transpose(0, 1)
-        output = F.scaled_dot_product_attention(
-            query[0].transpose(0, 1).reshape(batch, kv_heads, heads // kv_heads, -1),
-            keys[:batch, :, : self.length],
-            values[:batch, :, : self.length],
-            attn_mask=self.mask(window, query.dtype),
-            scale=scale,
-        )
-        return output.reshape(1, batch, heads, -1)
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 where a sequence has a token, -inf elsewhere: [B, 1, 1, length]."""
-        if window not in self.masks:
-            column = torch.arange(self.length, device=self.positions.device)
-            hidden = column > self.positions[:, None]
-            if window is not None:
-                hidden |= column <= self.positions[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self.masks[window] = mask[:, None, None]
-        return self.masks[window]
 
 
 def attention(

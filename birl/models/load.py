@@ -145,6 +145,14 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
         )
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Parameters in another type, in place. `model.to(dtype)` would also round the buffers, the frequencies of the
+    rotary embedding among them: every position after the first few hundred would then be another one."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def context_limit(model: nn.Module) -> int:
     """Longest sequence that the model was made for [tokens]."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 2**31))  # pyright: ignore

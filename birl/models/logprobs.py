@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birl.models.decoder import Decoder, Matrix, deposit, gradient_place
+
 CHUNK = (
     6 * 2**20
 )  # logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
@@ -25,12 +27,22 @@ def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
 
 
 def token_logprobs(
-    hidden: Tensor, head: torch.nn.Linear, targets: Tensor, temperature: float = 1.0, chunk: int = CHUNK
+    hidden: Tensor,
+    head: torch.nn.Linear,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    decoder: Decoder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution.
 
-    hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable.
+    hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
+    compute them: what the engine samples with, bit for bit.
     """
+    if decoder is not None:
+        return _KernelLogprobs.apply(  # pyright: ignore
+            hidden, head.weight, head.bias, targets, temperature, chunk, decoder.head
+        )
     return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk)  # pyright: ignore
 
 
@@ -82,6 +94,51 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0, dtype=torch.float32)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+
+
+class _KernelLogprobs(torch.autograd.Function):
+    """The same on birl's kernels, with the head's weight laid out once and logits that are not rounded."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
+        head: Matrix,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        logprobs, entropy, norm = torch.empty(3, len(hidden)).unbind()
+        for rows in _chunks(len(hidden), chunk // len(weight)):
+            found = head.kernels.logprobs(head.floats(hidden[rows]), targets[rows], temperature)
+            logprobs[rows], norm[rows], entropy[rows] = found
+        ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
+        ctx.temperature, ctx.chunk, ctx.head = temperature, chunk, head
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
+        if grads[0] is None and grads[1] is None:
+            return (None,) * 7
+        head: Matrix = ctx.head
+        k = head.kernels
+        by_logp, by_entropy = (None if g is None else g.contiguous() for g in grads)
+        grad_hidden = torch.zeros(hidden.shape)
+        into, add = gradient_place(weight)
+        by_bias = None if bias is None else torch.empty(bias.shape)
+        packed = k.pack([hidden], transposed=True) if k.dtype == torch.bfloat16 else None
+        for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1) // 32 * 32 or 32):
+            logits = head.floats(hidden, words)
+            grad = k.logprobs_backward(logits, targets, ctx.temperature, norm, entropy, by_logp, by_entropy, words.start)
+            if packed is not None:
+                k.gemm(grad, k.pack([weight[words]], transposed=True), add_to=grad_hidden)
+                k.outer(k.transpose(grad), packed, into[words], add)
+            else:
+                grad_hidden.addmm_(grad, weight[words])
+                into[words].addmm_(grad.T, hidden, beta=float(add))
+            if by_bias is not None:
+                by_bias[words] = grad.sum(0, dtype=torch.float32)
+        by_weight = None if hasattr(weight, "master") else into.to(weight.dtype)
+        found_bias = None if by_bias is None else deposit(bias, by_bias)
+        return grad_hidden.to(hidden.dtype), by_weight, found_bias, None, None, None, None
 
 
 def _chunks(n: int, size: int) -> list[slice]:

@@ -213,7 +213,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
 }
 HELD_OUT = "data.validation=b.jsonl "
 SAMPLED = HELD_OUT + "validation.temperature=1 "
-UNEQUAL = "algorithm.updates_per_batch=2 optimizer.lr=0.05 "
+UNEQUAL = "algorithm.updates_per_batch=2 optimizer.lr=0.002 "
 RL_CASES = {
     **MODEL,
     **MEASURED,
@@ -295,8 +295,10 @@ RL_CASES = {
     "optimizer.weight_decay": Case("0.5", weights),
     "optimizer.max_grad_norm": Case("0.001", weights, under="optimizer.eps=0.1"),
     "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
-    "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_gradient_checkpointing, True),
-    "learner.max_logprob_gap": Case("1e-12", refused=r"learner\.max_logprob_gap=1e-12 is allowed"),
+    "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_activation_checkpointing, True),
+    "learner.max_logprob_gap": Case(
+        "1e-12", refused=r"learner\.max_logprob_gap=1e-12 is allowed", under="model.path=plain"
+    ),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
     "checkpoint.keep_best": Case(
@@ -412,12 +414,12 @@ def spies(seen: Seen, stack: ExitStack) -> None:
     def note_passes(*_: Any) -> None:
         seen.passes += 1
 
-    def note_batch(result: Any, runner: Any, requests: Any) -> None:
-        seen.decoded_at_once = max(seen.decoded_at_once, len(requests))
+    def note_batch(result: Any, runner: Any, plan: Any, pages: Any) -> None:
+        seen.decoded_at_once = max(seen.decoded_at_once, sum(len(w.samplers) for w in plan))
         seen.threads = torch.get_num_threads()
 
     spy(Learner, "forward_backward", note_passes)
-    spy(Runner, "decode", note_batch)
+    spy(Runner, "run", note_batch)
     spy(build, "assembled", lambda parts, *_: setattr(seen, "parts", parts))
 
     play, measure, make_rewards = Rollout.group, build.evaluation, build.make_rewards
@@ -454,6 +456,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         patches.setitem(sys.modules, "wandb", fake_wandb())
         Path("model").symlink_to(tiny)
         tiny_model_folder("other", seed=1)
+        tiny_model_folder("plain", heads=4, kv_heads=2)  # not on birl's kernels
         Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
         Path("rewards.py").write_text(FILE)
         plain = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "other": "seven"} for i in range(20)]

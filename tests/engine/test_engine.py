@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,21 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.models.load import load_model, load_tokenizer
 from birl.types import Completion, Sample, SamplingParams, Stop
+from tests.tiny import tiny_model_folder
 
+PAGE_BYTES = 2 * 2 * 32 * 32 * 4  # of the tiny model: keys and values, layers, positions, head size, float32
 PROMPTS = [tuple(range(5, 5 + n)) for n in (1, 4, 9, 9, 17, 30)]
+
+
+@pytest.fixture(scope="module", params=["kernels", "plain"])
+def tiny(request: pytest.FixtureRequest) -> Path:
+    """Both ways through the model: birl's kernels, and PyTorch's operators."""
+    return request.getfixturevalue("tiny_kernels" if request.param == "kernels" else "plain")
+
+
+@pytest.fixture(scope="module")
+def tiny_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("kernels") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +90,18 @@ def test_engine_and_learner_agree(tiny: Path, compute: ThreadPoolExecutor, tempe
     assert bench.gap(PROMPTS, completions).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_with_kernels_they_agree_bit_for_bit(
+    tiny_kernels: Path, compute: ThreadPoolExecutor, dtype: torch.dtype, temperature: float
+) -> None:
+    bench = Bench(tiny_kernels, compute, dtype, temperature=temperature)
+    prompts = [*PROMPTS, *[tuple(range(3, 100))] * 3]
+    completions = bench.generate(prompts, seeded(len(prompts), temperature=temperature))
+    gap = bench.gap(prompts, completions)
+    assert (gap == 0).all() if dtype == torch.bfloat16 else gap.abs().max() <= 1e-6  # float32 products are oneDNN's
+
+
 def test_they_agree_after_training_moved_the_weights(tiny: Path, compute: ThreadPoolExecutor) -> None:
     """The engine has no copy that could be stale: it runs the module that was trained, in bfloat16 too."""
     bench = Bench(tiny, compute, torch.bfloat16)
@@ -100,9 +126,9 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch(tiny: Path, compute: 
         assert alone.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"kv_cache_gb": 75 * 512 / 2**30}])
+@pytest.mark.parametrize("options", [{"max_batch": 1}, {"max_batch": 2}, {"kv_cache_gb": 3 * PAGE_BYTES / 2**30}])
 def test_nor_on_slots_or_preemption(tiny: Path, compute: ThreadPoolExecutor, options: dict[str, float]) -> None:
-    """75 cache places: the prompt of 30 with its answer of 40 just fits alone, so others are preempted and computed
+    """Three pages: the prompt of 30 with its answer of 40 just fits alone, so others are preempted and computed
     again."""
     params = seeded(len(PROMPTS), ignore_eos=True)
     expected = Bench(tiny, compute).generate(PROMPTS, params)
@@ -114,13 +140,40 @@ def test_a_groups_prompt_is_prefilled_once(
     tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tiny, compute)
-    computed: list[int] = []
-    original = bench.engine.runner._prefill
+    plans: list[list[tuple[int, int]]] = []
+    original = bench.engine.runner.run
     monkeypatch.setattr(
-        bench.engine.runner, "_prefill", lambda slots: (computed.extend(map(len, slots)), original(slots))
+        bench.engine.runner,
+        "run",
+        lambda plan, pages: (plans.append([(len(w.tokens), len(w.samplers)) for w in plan]), original(plan, pages))[1],
     )
-    bench.generate([PROMPTS[4]] * 5 + [PROMPTS[2]] * 2, seeded(7))
-    assert sorted(computed) == [8, 16]
+    long = tuple(range(3, 73))
+    bench.generate([long] * 5 + [PROMPTS[2]] * 2, seeded(7, ignore_eos=True))
+    assert plans[0] == [(70, 5), (9, 2)] and plans[1] == [(1, 1)] * 7
+    assert bench.engine.counters.prefilled == 79
+
+
+def test_later_answers_reuse_the_pages_of_a_running_one(
+    tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tuple(range(3, 73))
+    params = seeded(3, ignore_eos=True)
+    expected = Bench(tiny, compute).generate([long] * 3, params)
+    bench = Bench(tiny, compute, max_batch=2)
+    found = bench.generate([long] * 3, [replace(params[0], max_tokens=5), *params[1:]])
+    assert found[0].tokens == expected[0].tokens[:5]
+    assert [f.tokens for f in found[1:]] == [e.tokens for e in expected[1:]]
+    assert bench.engine.counters.prefilled == 70 + 6  # the third had two pages of 32 for nothing
+
+
+def test_long_prompts_go_through_in_pieces(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    prompts = [tuple(range(3, 103)), tuple(range(4, 64)), tuple(range(4, 64))]
+    expected = Bench(tiny, compute).generate(prompts, seeded(3))
+    bench = Bench(tiny, compute)
+    bench.engine.scheduler.prefill = 33
+    found = bench.generate(prompts, seeded(3))
+    assert [c.tokens for c in found] == [c.tokens for c in expected]
+    assert bench.gap(prompts, found).abs().max() <= 1e-5
 
 
 def test_stops(tiny: Path, compute: ThreadPoolExecutor) -> None:
@@ -154,7 +207,7 @@ def test_the_end_token_is_part_of_the_answer_only_when_it_was_sampled(tiny: Path
 
 
 def test_impossible_requests_are_refused_and_others_go_on(tiny: Path, compute: ThreadPoolExecutor) -> None:
-    bench = Bench(tiny, compute, kv_cache_gb=40 * 512 / 2**30)
+    bench = Bench(tiny, compute, kv_cache_gb=2 * PAGE_BYTES / 2**30)
 
     async def main() -> None:
         good = asyncio.create_task(bench.engine.generate(PROMPTS[1], SamplingParams(max_tokens=5, seed=1)))
@@ -185,7 +238,7 @@ def test_a_broken_forward_reaches_every_caller(
 ) -> None:
     bench = Bench(tiny, compute)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.engine.runner, "decode", lambda requests: 1 / 0)
+        patch.setattr(bench.engine.runner, "run", lambda plan, pages: 1 / 0)
 
         async def main() -> list[object]:
             calls = (bench.engine.generate(p, SamplingParams(max_tokens=3)) for p in PROMPTS)

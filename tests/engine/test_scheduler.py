@@ -3,15 +3,16 @@ from typing import Any, cast
 
 import pytest
 
+from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
-from birl.engine.scheduler import Scheduler
+from birl.engine.scheduler import Scheduler, Work, sharing
 from birl.errors import BirlError
 from birl.types import SamplingParams, Stop
 
 
-def request(prompt: int, answer: int) -> Request:
+def request(prompt: int, answer: int, first: int = 1) -> Request:
     return Request(
-        prompt=tuple(range(1, prompt + 1)),
+        prompt=tuple(range(first, first + prompt)),
         params=SamplingParams(max_tokens=answer, seed=0),
         max_tokens=answer,
         end_ids=frozenset(),
@@ -20,62 +21,95 @@ def request(prompt: int, answer: int) -> Request:
     )
 
 
+def compute(plan: list[Work]) -> None:
+    """What the engine does with a plan."""
+    for work in plan:
+        work.request.computed += len(work.tokens)
+    for work in plan:
+        for r in work.samplers:
+            r.append(7, -1.0, 0)
+
+
+def check(scheduler: Scheduler, plan: list[Work]) -> None:
+    """Every position has its page; a page that is not full belongs to one request; the books close."""
+    users: dict[int, int] = {}
+    for r in scheduler.running:
+        assert len(r.pages) == pages_for(len(r)) and len(set(r.pages)) == len(r.pages)
+        for i, page in enumerate(r.pages):
+            users[page] = users.get(page, 0) + 1
+            others = [o for o in scheduler.running if page in o.pages]
+            assert len(others) == 1 or all(o.pages[i] == page and o.prompt == r.prompt for o in others)
+            assert len(others) == 1 or (i + 1) * 32 <= len(r)
+    assert users == {p: n for p, n in enumerate(scheduler.pages.users) if n}
+    assert sorted(scheduler.pages.free) == [p for p, n in enumerate(scheduler.pages.users) if not n]
+    planned = [r for w in plan for r in (w.request, *w.followers)]
+    assert len(planned) == len({id(r) for r in planned})
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_everybody_is_served_once_within_the_memory(seed: int) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(max_batch=5, capacity=400)
-    requests = [request(rng.randint(1, 60), rng.randint(1, 60)) for _ in range(30)]
+    scheduler = Scheduler(max_batch=5, pages=Pages(12), prefill=rng.choice([7, 64, 2048]))
+    requests = [request(rng.choice([1, 32, 33, 64, 90]), rng.randint(1, 90), rng.choice([1, 200])) for _ in range(30)]
     for r in requests:
         scheduler.add(r)
-    slots: dict[int, Request] = {}
     finished: list[Request] = []
     for _ in range(10_000):
-        for lost in scheduler.preempt():
-            slots = {s: r for s, r in slots.items() if r is not lost}
-        first = len(scheduler.running)
-        for i, r in enumerate(scheduler.admit()):
-            slots[first + i] = r
-        assert [slots[i] for i in range(len(scheduler.running))] == scheduler.running
-        assert len(scheduler.running) <= 5
-        assert len(scheduler.running) * max(map(len, scheduler.running)) <= 400
-        for r in scheduler.running:
-            r.append(7, -1.0, 0)
-        done, moves = scheduler.retire()
-        for source, target in moves:
-            slots[target] = slots[source]
-        slots = {i: slots[i] for i in range(len(scheduler.running))}
-        finished += done
+        plan = scheduler.plan()
+        assert plan and len(scheduler.running) <= 5
+        check(scheduler, plan)
+        compute(plan)
+        finished += scheduler.retire()
         if not scheduler.busy:
             break
     assert len(finished) == len(requests) == len({id(r) for r in finished})
     assert all(len(r.tokens) == r.max_tokens and r.stop is Stop.LENGTH for r in finished)
+    assert sorted(scheduler.pages.free) == list(range(12))
 
 
-def test_first_come_first_served_and_preempted_ones_go_to_the_head() -> None:
-    scheduler = Scheduler(max_batch=8, capacity=200)
-    a, b, c = request(40, 60), request(40, 60), request(10, 10)
+def test_the_youngest_is_preempted_and_goes_to_the_head() -> None:
+    scheduler = Scheduler(max_batch=8, pages=Pages(4))
+    a, b, c = request(40, 60), request(41, 60, first=300), request(10, 10, first=600)
     for r in (a, b, c):
         scheduler.add(r)
-    assert scheduler.admit() == [a, b]  # c would need 3 x 72
-    for _ in range(60):
-        for r in scheduler.running:
-            r.append(7, -1.0, 0)
-        if scheduler.preempt():
-            break
+    compute(scheduler.plan())
+    assert scheduler.running == [a, b] and list(scheduler.waiting) == [c]
+    while not scheduler.preempted:
+        compute(scheduler.plan())
     assert scheduler.running == [a] and list(scheduler.waiting) == [b, c]
 
 
+def test_answers_to_one_prompt_share_full_pages_and_one_computation() -> None:
+    scheduler = Scheduler(max_batch=8, pages=Pages(20))
+    for _ in range(3):
+        scheduler.add(request(70, 5))
+    (work,) = scheduler.plan()
+    assert len(work.tokens) == 70 and len(work.samplers) == 3
+    a, b, c = scheduler.running
+    assert a.pages[:2] == b.pages[:2] == c.pages[:2] and len({a.pages[2], b.pages[2], c.pages[2]}) == 3
+    compute([work])
+    tables, lengths = [r.pages for r in (a, b, c)], [71] * 3
+    assert sharing(tables, lengths) == ([3], [2])
+
+
+def test_rows_that_share_pages_are_neighbours_in_one_group() -> None:
+    shared, own = [5, 6, 7], [[8], [9], [10]]
+    assert sharing([shared + o for o in own] + [[1, 2]], [97, 98, 99, 40]) == ([3, 1], [3, 1])
+    assert sharing([shared] * 20, list(range(65, 85)), most=8) == ([8, 8, 4], [2, 2, 2])
+    assert sharing([[1], [2]], [4, 5]) == ([1, 1], [0, 0])
+
+
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(BirlError, match=r"holds 100 tokens.*may need 120"):
-        Scheduler(max_batch=8, capacity=100).add(request(60, 60))
+    with pytest.raises(BirlError, match=r"holds 96 tokens.*may need 120"):
+        Scheduler(max_batch=8, pages=Pages(3)).add(request(60, 60))
 
 
 def test_abort_works_for_waiting_and_running() -> None:
-    scheduler = Scheduler(max_batch=1, capacity=100)
+    scheduler = Scheduler(max_batch=1, pages=Pages(9))
     a, b = request(5, 5), request(5, 5)
     scheduler.add(a)
     scheduler.add(b)
-    scheduler.admit()
+    scheduler.plan()
     a.aborted = b.aborted = True
-    done, _ = scheduler.retire()
-    assert done == [a] and a.stop is Stop.ABORT and not scheduler.busy
+    assert scheduler.retire() == [a] and a.stop is Stop.ABORT and not scheduler.busy
+    assert len(scheduler.pages.free) == 9

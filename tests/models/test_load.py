@@ -73,7 +73,7 @@ def test_weights_are_float32_and_attention_is_ours(folder: Path) -> None:
 def test_the_loaded_model_computes_what_the_saved_one_did(tiny: Path) -> None:
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
-        torch.testing.assert_close(load_model(tiny)(ids).logits, tiny_model()(ids).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(load_model(tiny)(ids).logits, tiny_model()(ids).logits, atol=2e-5, rtol=0)
 
 
 def test_untied_embeddings_stay_apart(folder: Path) -> None:

@@ -1,0 +1,327 @@
+"""Kernels for the CPU, in C: compiled when first needed, kept in the cache.
+
+PyTorch's operators for a decoder layer cost more than its matrix products once there are only a few dozen rows, and none
+promises the same bits for a row in another batch. These do (see `common.h`), and the engine and the learner both use
+them. Where there is no C compiler, or the model's shape does not fit, everything runs on PyTorch's operators instead.
+
+    kernels = birl.kernels.load(torch.bfloat16, head_dim=64)     # None where they cannot be had; why: `problem()`
+
+All tensors are contiguous unless a stride is passed. T rows, H hidden size, I inner size, D head size, V vocabulary.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
+PAGE = 32  # positions in a page of the KV cache (attention.c)
+ROUND, KEEP, ADD = 0, 1, 2  # what gemm does with its float32 sums (gemm.c)
+
+
+@dataclass(slots=True)
+class PackedWeight:
+    """A weight [N, K], or several below one another, in the layout that `Kernels.gemm` reads."""
+
+    data: Tensor
+    rows: int
+    columns: int
+
+    def part(self, rows: slice) -> "PackedWeight":
+        """Some rows, from a multiple of 16 on; a view."""
+        first, last, _ = rows.indices(self.rows)
+        width = -(-self.columns // 32) * 32
+        return PackedWeight(self.data[first * width : -(-last // 16) * 16 * width], last - first, self.columns)
+
+
+class Kernels:
+    """The functions of one compiled library. `dtype` is the type of weights and activations."""
+
+    def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype, head_dim: int) -> None:
+        self.lib, self.dtype, self.head_dim = lib, dtype, head_dim
+        pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+        codes = {"p": pointer, "n": number, "f": real, "i": ctypes.c_int}
+        for name, signature in SIGNATURES.items():
+            if hasattr(lib, name):
+                function = getattr(lib, name)
+                function.argtypes, function.restype = [codes[c] for c in signature], None
+        self.isa = ""
+        if dtype == torch.bfloat16:
+            lib.gemm_start.restype = ctypes.c_char_p
+            self.isa = (lib.gemm_start() or b"").decode()
+            if not self.isa:
+                raise OSError("the kernel does not grant AMX")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, rstd: Tensor | None = None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight: x [T, H] float32 -> [T, H]; `rstd` [T] receives the first factor."""
+        h = torch.empty(x.shape, dtype=self.dtype)
+        self.lib.rms_norm(_p(x), _p(weight), _p(h), _p(rstd), x.shape[0], x.shape[1], eps)
+        return h
+
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, rstd: Tensor, grad_h: Tensor, grad_x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Add the norm's gradient to grad_x [T, H] float32. Returns grad_x in this type, and the weight's gradient."""
+        rounded = torch.empty(x.shape, dtype=self.dtype)
+        parts = torch.zeros(torch.get_num_threads(), x.shape[1])
+        self.lib.rms_norm_backward(
+            _p(x), _p(weight), _p(rstd), _p(grad_h), _p(grad_x), _p(rounded), _p(parts), x.shape[0], x.shape[1]
+        )
+        return rounded, parts.sum(0)
+
+    def rotary(self, rows: Tensor, heads: int, cosine: Tensor, sine: Tensor, inverse: bool = False) -> None:
+        """Rotate the first heads of each row [T, ...] in place. cosine, sine [T, D / 2] float32."""
+        direction = -1.0 if inverse else 1.0
+        self.lib.rotary(_p(rows), _p(cosine), _p(sine), rows.shape[0], heads, rows.stride(0), direction)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up: [T, 2 I] -> [T, I]."""
+        rows, width = gate_up.shape
+        y = torch.empty(rows, width // 2, dtype=self.dtype)
+        self.lib.swiglu(_p(gate_up), _p(y), rows, width // 2)
+        return y
+
+    def swiglu_backward(self, gate_up: Tensor, grad_y: Tensor) -> Tensor:
+        """gate_up becomes its own gradient. Returns the forward result, which was not kept."""
+        y = torch.empty_like(grad_y)
+        self.lib.swiglu_backward(_p(gate_up), _p(grad_y), _p(y), *grad_y.shape)
+        return y
+
+    def pack(self, weights: Sequence[Tensor], transposed: bool = False) -> PackedWeight:
+        """Weights [N_i, K] below one another, for products with their transpose; `transposed`: with themselves."""
+        sizes = [w.shape[0] for w in weights]
+        inner = weights[0].shape[1]
+        rows, columns = (inner, sum(sizes)) if transposed else (sum(sizes), inner)
+        data = torch.empty(-(-rows // 16) * 16 * (-(-columns // 32) * 32), dtype=torch.bfloat16)
+        done = 0
+        for weight, size in zip(weights, sizes, strict=True):
+            self.lib.gemm_pack(_p(weight), _p(data), size, inner, done, columns, int(transposed))
+            done += size
+        return PackedWeight(data, rows, columns)
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """[T, N] -> [N, T padded to 32 with zeros]."""
+        y = torch.empty(x.shape[1], -(-len(x) // 32) * 32, dtype=torch.bfloat16)
+        self.lib.gemm_transpose(_p(x), x.stride(0), _p(y), *x.shape, y.shape[1])
+        return y
+
+    def outer(self, grad: Tensor, x: PackedWeight, into: Tensor, add: bool) -> None:
+        """into [N, K] float32 (+)= grad' x, the gradient of a weight: grad [N, T] from `transpose`, x [T, K] packed
+        transposed."""
+        mode = ADD if add else KEEP
+        self.lib.gemm(
+            *(_p(grad), grad.stride(0), _p(x.data), None, _p(into), into.stride(0)),
+            *(grad.shape[0], x.rows, grad.shape[1], mode),
+        )
+
+    def gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+        """x W' + bias: [T, K] -> [T, N], or added to `add_to` [T, N] float32. Rows of x may be apart."""
+        mode = ROUND if add_to is None else ADD
+        y = torch.empty(x.shape[0], weight.rows, dtype=self.dtype) if add_to is None else add_to
+        self._gemm(x, weight, bias, y, mode)
+        return y
+
+    def gemm_float(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """The same, not rounded: [T, N] float32."""
+        y = torch.empty(x.shape[0], weight.rows)
+        self._gemm(x, weight, bias, y, KEEP)
+        return y
+
+    def _gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, y: Tensor, mode: int) -> None:
+        assert x.shape[1] == weight.columns and x.stride(1) == 1 and y.stride(1) == 1
+        self.lib.gemm(
+            _p(x), x.stride(0), _p(weight.data), _p(bias), _p(y), y.stride(0), x.shape[0], weight.rows, x.shape[1], mode
+        )
+
+    def tree_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Attention within packed trees: query [T, heads, D], key and value [T, kv_heads, D], all with the same row
+        stride -> out [T, heads * D], log-sum-exp [T, heads] float32. `segments`: see `birl.models.attention`."""
+        rows, heads, _ = query.shape
+        out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
+        lse = torch.empty(rows, heads)
+        self.lib.tree_attention(
+            *(_p(query), _p(key), _p(value), query.stride(0), _p(out), _p(lse)),
+            *(_p(segments), len(segments), heads, key.shape[1], scale, window),
+        )
+        return out, lse
+
+    def tree_attention_backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor],
+        segments: Tensor,
+        scale: float,
+        window: int = 0,
+    ) -> None:
+        """Write the gradients by query, key and value into `grads`, which have their shapes and strides."""
+        self.lib.tree_attention_backward(
+            *(_p(query), _p(key), _p(value), query.stride(0), _p(out), _p(lse), _p(grad_out), *map(_p, grads)),
+            *(_p(segments), len(segments), query.shape[1], key.shape[1], scale, window),
+        )
+
+    def cache_write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, pages: Tensor, places: Tensor):
+        """Rows of key and value [T, kv_heads, D] go to place places[t] of page pages[t] (int32)."""
+        self.lib.cache_write(
+            *(_p(key), _p(value), key.stride(0), _p(keys), _p(values), _p(pages), _p(places)),
+            *(key.shape[0], key.shape[1]),
+        )
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        starts: Tensor,
+        shared: Tensor,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """One query row [B, heads, D] for each of B sequences in the cache -> [B, heads * D]. All index tensors int32:
+        table [B, pages], lengths [B]; rows starts[g]..starts[g + 1] have their first shared[g] pages in common."""
+        rows, heads, _ = query.shape
+        out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
+        self.lib.paged_attention(
+            *(_p(query), query.stride(0), _p(out), _p(keys), _p(values), _p(table), table.shape[1]),
+            *(_p(lengths), _p(starts), _p(shared), len(shared), heads, keys.shape[1], scale, window),
+        )
+        return out
+
+    def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """logits [N, V] float32 -> log softmax(logits / temperature)[target], log-normaliser, entropy, each [N]."""
+        logp, norm, entropy = torch.empty(3, len(logits)).unbind()
+        self.lib.logprobs(
+            *(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape
+        )
+        return logp, norm, entropy
+
+    def logprobs_backward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        norm: Tensor,
+        entropy: Tensor,
+        grad_logp: Tensor | None,
+        grad_entropy: Tensor | None,
+        first: int,
+    ) -> Tensor:
+        """Gradient by the logits [N, W] of the words first, first + 1, ..., in this type."""
+        grad = torch.empty(logits.shape, dtype=self.dtype)
+        self.lib.logprobs_backward(
+            *(_p(logits), _p(targets), temperature, _p(norm), _p(entropy), _p(grad_logp), _p(grad_entropy)),
+            *(_p(grad), first, *logits.shape),
+        )
+        return grad
+
+    def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [B, V] float32 -> tokens [B], and their log-probs [B] under softmax(logits / temperature)."""
+        tokens, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        self.lib.sample(_p(logits), _p(temperatures), _p(uniforms), _p(tokens), _p(logp), *logits.shape)
+        return tokens, logp
+
+
+# p pointer, n long, f float, i int
+SIGNATURES = {
+    "rms_norm": "ppppnnf",
+    "rms_norm_backward": "pppppppnn",
+    "rotary": "pppnnnf",
+    "swiglu": "ppnn",
+    "swiglu_backward": "pppnn",
+    "gemm_pack": "ppnnnni",
+    "gemm_transpose": "pnpnnn",
+    "gemm": "pnpppnnnni",
+    "tree_attention": "pppnpppnnnfn",
+    "tree_attention_backward": "pppnpppppppnnnfn",
+    "cache_write": "ppnppppnn",
+    "paged_attention": "pnppppnpppnnnfn",
+    "logprobs": "ppfpppnn",
+    "logprobs_backward": "ppfpppppnnn",
+    "sample": "pppppnn",
+}
+
+
+def _p(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def problem() -> str:
+    """Why there are no kernels on this machine; empty where there are."""
+    if os.environ.get("BIRL_KERNELS", "1") == "0":
+        return "switched off by BIRL_KERNELS=0"
+    if not sys.platform.startswith("linux"):
+        return "only built on Linux"
+    if compiler() is None:
+        return "no C compiler (install gcc, or set CC)"
+    try:
+        build(torch.bfloat16, 64)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"they do not compile: {error}"
+    return ""
+
+
+def compiler() -> str | None:
+    wanted = os.environ.get("CC")
+    return next((found for name in (wanted, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+
+
+@functools.cache
+def load(dtype: torch.dtype, head_dim: int) -> Kernels | None:
+    """The kernels for this element type and head size, or None."""
+    if dtype not in (torch.bfloat16, torch.float32) or head_dim % 32 or problem():
+        return None
+    try:
+        return Kernels(ctypes.CDLL(str(build(dtype, head_dim))), dtype, head_dim)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def build(dtype: torch.dtype, head_dim: int) -> Path:
+    """Compile, unless the cache has it: about a second. Raises `OSError` or `SubprocessError`."""
+    sources = sorted(HERE.glob("*.c" if dtype == torch.bfloat16 else "[!g]*.c"))  # products in float32 are PyTorch's
+    command = [compiler() or "cc", *FLAGS, f"-DHEAD_DIM={head_dim}", *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    identity = hashlib.sha256(repr((command, _processor())).encode())
+    for file in (*sources, HERE / "common.h"):
+        identity.update(file.read_bytes())
+    root = Path(os.environ.get("BIRL_CACHE") or Path.home() / ".cache" / "birl") / "kernels"
+    target = root / f"{identity.hexdigest()[:20]}.so"
+    if not target.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            made = Path(folder, "kernels.so")
+            done = subprocess.run(
+                [*command, "-o", str(made), *map(str, sources), "-lm"], capture_output=True, text=True, timeout=120
+            )
+            if done.returncode:
+                raise OSError(done.stderr.strip().splitlines()[0] if done.stderr.strip() else "the compiler failed")
+            made.replace(target)  # another process may have been faster: its file is the same
+    return target
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+    except OSError:
+        return platform.processor()
+    return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), platform.machine())

@@ -1,0 +1,314 @@
+/* Attention over trees of packed tokens (training, prefill) and over pages of cached tokens (decoding).
+
+   A query's keys are put into one row of scores by position, whether they come from a prefix that many answers share,
+   from the answer itself, or from pages: the softmax and the weighted sum then run in the same order everywhere. */
+#include "common.h"
+
+#define PAGE 32 /* keys of a tile or a cache page */
+#define QUERIES (HEAD_DIM > 64 ? 2 : 4)
+
+static float *take(size_t floats) {
+    void *p = NULL;
+    return posix_memalign(&p, 64, (floats + LANES) * sizeof(float)) ? NULL : p;
+}
+
+/* scores[i][0..31] = q[i] . k  for n queries and a tile of keys [HEAD_DIM][32]. */
+static inline void score_tile(const float *q, long n, const float *keys, float *scores, long stride) {
+    for (long i = 0; i < n; i += QUERIES) {
+        const long m = n - i < QUERIES ? n - i : QUERIES;
+        const float *row[QUERIES];
+        for (int j = 0; j < QUERIES; j++) row[j] = q + (i + (j < m ? j : 0)) * HEAD_DIM;
+        vec s[QUERIES][2] = {};
+        for (int d = 0; d < HEAD_DIM; d++) {
+            vec a = *(const vec *)(keys + d * PAGE), b = *(const vec *)(keys + d * PAGE + LANES);
+            for (int j = 0; j < QUERIES; j++) s[j][0] += row[j][d] * a, s[j][1] += row[j][d] * b;
+        }
+        for (int j = 0; j < m; j++) {
+            *(vec *)(scores + (i + j) * stride) = s[j][0];
+            *(vec *)(scores + (i + j) * stride + LANES) = s[j][1];
+        }
+    }
+}
+
+/* out[i] += sum_j p[i][j] values[j], j in order, for n queries and `count` values [count][HEAD_DIM]. */
+static inline void add_values(const float *p, long stride, long n, const float *values, long count, float *out) {
+    for (long i = 0; i < n; i += QUERIES) {
+        const long m = n - i < QUERIES ? n - i : QUERIES;
+        const float *row[QUERIES];
+        vec o[QUERIES][HEAD_VECTORS];
+        for (int j = 0; j < QUERIES; j++) {
+            row[j] = p + (i + (j < m ? j : 0)) * stride;
+            for (int v = 0; v < HEAD_VECTORS; v++) o[j][v] = *(const vec *)(out + (i + (j < m ? j : 0)) * HEAD_DIM + v * LANES);
+        }
+        for (long k = 0; k < count; k++)
+            for (int v = 0; v < HEAD_VECTORS; v++) {
+                vec x = *(const vec *)(values + k * HEAD_DIM + v * LANES);
+                for (int j = 0; j < QUERIES; j++) o[j][v] += row[j][k] * x;
+            }
+        for (int j = 0; j < m; j++)
+            for (int v = 0; v < HEAD_VECTORS; v++) *(vec *)(out + (i + j) * HEAD_DIM + v * LANES) = o[j][v];
+    }
+}
+
+/* scores[first..last) become probabilities, everything else in the row 0 up to `end`. Returns log sum exp. */
+static inline float softmax(float *scores, long first, long last, long end) {
+    const long from = first / LANES * LANES;
+    for (long j = from; j < first; j++) scores[j] = -INFINITY;
+    for (long j = 0; j < from; j++) scores[j] = 0;
+    const long to = (last + LANES - 1) / LANES * LANES;
+    for (long j = last; j < to; j++) scores[j] = -INFINITY;
+    for (long j = to; j < end; j++) scores[j] = 0;
+    vec most = splat(-INFINITY), total = {};
+    for (long j = from; j < to; j += LANES) most = larger(*(vec *)(scores + j), most);
+    const float peak = largest(most);
+    for (long j = from; j < to; j += LANES) {
+        vec e = vexp(*(vec *)(scores + j) - peak);
+        total += e;
+        *(vec *)(scores + j) = e;
+    }
+    const float all = sum(total), scale = 1.f / all;
+    for (long j = from; j < to; j += LANES) *(vec *)(scores + j) *= scale;
+    return peak + logf(all);
+}
+
+static inline void widen(const elem *from, float *to, long n, float scale) {
+    for (long i = 0; i < n; i += LANES) *(vec *)(to + i) = load(from + i) * scale;
+}
+
+static inline void narrow(const float *from, elem *to, long n) {
+    for (long i = 0; i < n; i += LANES) store(to + i, *(const vec *)(from + i));
+}
+
+/* A stretch of rows that see `prefix` rows and, causally, themselves. */
+typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
+
+static inline long tiles(long n) { return (n + PAGE - 1) / PAGE; }
+
+/* n rows of one head -> tiles [HEAD_DIM][32] in float32; places behind the last row are 0. */
+static void transpose(const elem *rows, long stride, long n, float *out) {
+    float row[HEAD_DIM] __attribute__((aligned(64)));
+    if (n % PAGE) memset(out + n / PAGE * PAGE * HEAD_DIM, 0, PAGE * HEAD_DIM * sizeof(float));
+    for (long t = 0; t < n; t++) {
+        widen(rows + t * stride, row, HEAD_DIM, 1.f);
+        float *tile = out + t / PAGE * PAGE * HEAD_DIM + t % PAGE;
+        for (int d = 0; d < HEAD_DIM; d++) tile[d * PAGE] = row[d];
+    }
+}
+
+static void widen_rows(const elem *rows, long stride, long n, float *out) {
+    for (long t = 0; t < n; t++) widen(rows + t * stride, out + t * HEAD_DIM, HEAD_DIM, 1.f);
+}
+
+/* Dot products of queries with the first `count` keys of a segment, by position. Scores are written 32 at a time, so a
+   row needs 32 floats more than positions; what belongs to no key is overwritten or masked afterwards. */
+static void score_rows(const float *q, long n, const float *prefix, long prefix_length, const float *own, long count,
+                       float *scores, long stride) {
+    for (long j = 0; j < prefix_length; j += PAGE) score_tile(q, n, prefix + j * HEAD_DIM, scores + j, stride);
+    for (long j = 0; j < count; j += PAGE) score_tile(q, n, own + j * HEAD_DIM, scores + prefix_length + j, stride);
+}
+
+static long block_rows(long group) { return group >= 16 ? 1 : 16 / group; }
+
+/* out [T, H * D], lse [T, H].  Heads of one key head are queries of one product. Rows are `stride` elements apart. */
+EXPORT void tree_attention(const elem *query, const elem *key, const elem *value, long stride, elem *out, float *lse,
+                           const segment *segments, long count, long heads, long kv_heads, float scale, long window) {
+    const long group = heads / kv_heads;
+#pragma omp parallel for schedule(dynamic)
+    for (long task = 0; task < count * kv_heads; task++) {
+        const segment s = segments[task / kv_heads];
+        const long h = task % kv_heads, step = block_rows(group), width = (tiles(s.prefix) + tiles(s.length) + 1) * PAGE;
+        float *memory = take(2 * width * HEAD_DIM + step * group * (width + 2 * HEAD_DIM));
+        float *prefix_keys = memory, *keys = prefix_keys + tiles(s.prefix) * PAGE * HEAD_DIM;
+        float *values = memory + width * HEAD_DIM, *scores = values + width * HEAD_DIM;
+        float *q = scores + step * group * width, *o = q + step * group * HEAD_DIM;
+        transpose(key + s.prefix_start * stride + h * HEAD_DIM, stride, s.prefix, prefix_keys);
+        transpose(key + s.start * stride + h * HEAD_DIM, stride, s.length, keys);
+        widen_rows(value + s.prefix_start * stride + h * HEAD_DIM, stride, s.prefix, values);
+        widen_rows(value + s.start * stride + h * HEAD_DIM, stride, s.length, values + s.prefix * HEAD_DIM);
+        for (long top = 0; top < s.length; top += step) {
+            const long rows = s.length - top < step ? s.length - top : step, n = rows * group;
+            for (long i = 0; i < rows; i++)
+                widen(query + (s.start + top + i) * stride + h * group * HEAD_DIM, q + i * group * HEAD_DIM,
+                      group * HEAD_DIM, scale);
+            const long end = s.prefix + top + rows;
+            score_rows(q, n, prefix_keys, s.prefix, keys, top + rows, scores, width);
+            for (long i = 0; i < n; i++) {
+                const long visible = s.prefix + top + i / group + 1, first = window && visible > window ? visible - window : 0;
+                const float l = softmax(scores + i * width, first, visible, end);
+                if (lse) lse[(s.start + top + i / group) * heads + h * group + i % group] = l;
+            }
+            memset(o, 0, n * HEAD_DIM * sizeof(float));
+            add_values(scores, width, n, values, end, o);
+            for (long i = 0; i < rows; i++)
+                narrow(o + i * group * HEAD_DIM, out + ((s.start + top + i) * heads + h * group) * HEAD_DIM, group * HEAD_DIM);
+        }
+        free(memory);
+    }
+}
+
+/* into[j] += sum_i p[i][j] rows[i]  for `count` places j and n queries. */
+static inline void add_outer(const float *p, long stride, long n, const float *rows, float *into, long count) {
+    for (long j = 0; j < count; j += 4) {
+        const long m = count - j < 4 ? count - j : 4;
+        vec x[4][HEAD_VECTORS];
+        for (int k = 0; k < 4; k++)
+            for (int v = 0; v < HEAD_VECTORS; v++) x[k][v] = *(const vec *)(into + (j + (k < m ? k : 0)) * HEAD_DIM + v * LANES);
+        for (long i = 0; i < n; i++)
+            for (int v = 0; v < HEAD_VECTORS; v++) {
+                vec r = *(const vec *)(rows + i * HEAD_DIM + v * LANES);
+                for (int k = 0; k < 4; k++) x[k][v] += p[i * stride + j + k] * r;
+            }
+        for (int k = 0; k < m; k++)
+            for (int v = 0; v < HEAD_VECTORS; v++) *(vec *)(into + (j + k) * HEAD_DIM + v * LANES) = x[k][v];
+    }
+}
+
+/* With p = softmax(s), o = p v:  dv = p' do,  dp = do v',  ds = p (dp - do . o),  dq = scale ds k,  dk = scale ds' q.
+   grad_query, grad_key, grad_value have the layout of query, key, value. Segments of one tree must follow one another;
+   a tree and a key head are one task, so every sum has one writer. */
+EXPORT void tree_attention_backward(const elem *query, const elem *key, const elem *value, long stride, const elem *out,
+                                    const float *lse, const elem *grad_out, elem *grad_query, elem *grad_key,
+                                    elem *grad_value, const segment *segments, long count, long heads, long kv_heads,
+                                    float scale, long window) {
+    const long group = heads / kv_heads, trees = count ? segments[count - 1].tree + 1 : 0;
+#pragma omp parallel for schedule(dynamic)
+    for (long task = 0; task < trees * kv_heads; task++) {
+        const long h = task % kv_heads, step = block_rows(group);
+        long from = 0;
+        while (segments[from].tree != task / kv_heads) from++;
+        long to = from, length = 0, most = 0;
+        for (; to < count && segments[to].tree == segments[from].tree; to++) {
+            length += segments[to].length;
+            most = segments[to].length > most ? segments[to].length : most;
+        }
+        const segment root = segments[from];
+        const long prefix = to > from + 1 ? segments[from + 1].prefix : 0;
+        const long width = (tiles(prefix) + tiles(most) + 1) * PAGE, n_max = step * group;
+        /* of the tree: natural keys, values and their gradients; of a segment: tiles; of a block: rows of scores */
+        float *memory = take(4 * (length + 4) * HEAD_DIM + 4 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM));
+        float *k_rows = memory, *v_rows = k_rows + (length + 4) * HEAD_DIM;
+        float *dk = v_rows + (length + 4) * HEAD_DIM, *dv = dk + (length + 4) * HEAD_DIM;
+        float *k_prefix = dv + (length + 4) * HEAD_DIM, *v_prefix = k_prefix + width * HEAD_DIM;
+        float *k_own = v_prefix + width * HEAD_DIM, *v_own = k_own + width * HEAD_DIM;
+        float *p = v_own + width * HEAD_DIM, *dp = p + n_max * width;
+        float *q = dp + n_max * width, *go = q + n_max * HEAD_DIM, *dq = go + n_max * HEAD_DIM, *o = dq + n_max * HEAD_DIM;
+        const elem *k_first = key + root.start * stride + h * HEAD_DIM, *v_first = value + root.start * stride + h * HEAD_DIM;
+        widen_rows(k_first, stride, length, k_rows);
+        widen_rows(v_first, stride, length, v_rows);
+        memset(dk, 0, 2 * (length + 4) * HEAD_DIM * sizeof(float));
+        transpose(k_first, stride, prefix, k_prefix);
+        transpose(v_first, stride, prefix, v_prefix);
+        for (long at = from; at < to; at++) {
+            const segment s = segments[at];
+            const long offset = (s.start - root.start) * HEAD_DIM;
+            transpose(key + s.start * stride + h * HEAD_DIM, stride, s.length, k_own);
+            transpose(value + s.start * stride + h * HEAD_DIM, stride, s.length, v_own);
+            for (long top = 0; top < s.length; top += step) {
+                const long rows = s.length - top < step ? s.length - top : step, n = rows * group, own = top + rows;
+                for (long i = 0; i < rows; i++) {
+                    const long row = s.start + top + i;
+                    widen(query + row * stride + h * group * HEAD_DIM, q + i * group * HEAD_DIM, group * HEAD_DIM, scale);
+                    widen(grad_out + (row * heads + h * group) * HEAD_DIM, go + i * group * HEAD_DIM, group * HEAD_DIM, 1.f);
+                    widen(out + (row * heads + h * group) * HEAD_DIM, o + i * group * HEAD_DIM, group * HEAD_DIM, 1.f);
+                }
+                score_rows(q, n, k_prefix, s.prefix, k_own, own, p, width);
+                score_rows(go, n, v_prefix, s.prefix, v_own, own, dp, width);
+                for (long i = 0; i < n; i++) {
+                    const long visible = s.prefix + top + i / group + 1, first = window && visible > window ? visible - window : 0;
+                    const float l = lse[(s.start + top + i / group) * heads + h * group + i % group];
+                    vec dots = {};
+                    for (int v = 0; v < HEAD_DIM; v += LANES) dots += *(vec *)(go + i * HEAD_DIM + v) * *(vec *)(o + i * HEAD_DIM + v);
+                    const float delta = sum(dots);
+                    float *pr = p + i * width, *dr = dp + i * width;
+                    for (long j = 0; j < s.prefix + own; j += LANES) {
+                        vec e = vexp(*(vec *)(pr + j) - l);
+                        *(vec *)(pr + j) = e;
+                        *(vec *)(dr + j) = e * (*(vec *)(dr + j) - delta);
+                    }
+                    for (long j = 0; j < first; j++) pr[j] = dr[j] = 0;
+                    for (long j = visible; j < s.prefix + own; j++) pr[j] = dr[j] = 0;
+                }
+                memset(dq, 0, n * HEAD_DIM * sizeof(float));
+                add_values(dp, width, n, k_rows, s.prefix, dq);
+                add_values(dp + s.prefix, width, n, k_rows + offset, own, dq);
+                add_outer(p, width, n, go, dv, s.prefix);
+                add_outer(p + s.prefix, width, n, go, dv + offset, own);
+                add_outer(dp, width, n, q, dk, s.prefix);
+                add_outer(dp + s.prefix, width, n, q, dk + offset, own);
+                for (long i = 0; i < n * HEAD_DIM; i += LANES) *(vec *)(dq + i) *= scale;
+                for (long i = 0; i < rows; i++)
+                    narrow(dq + i * group * HEAD_DIM, grad_query + (s.start + top + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM);
+            }
+        }
+        for (long t = 0; t < length; t++) {
+            narrow(dk + t * HEAD_DIM, grad_key + (root.start + t) * stride + h * HEAD_DIM, HEAD_DIM);
+            narrow(dv + t * HEAD_DIM, grad_value + (root.start + t) * stride + h * HEAD_DIM, HEAD_DIM);
+        }
+        free(memory);
+    }
+}
+
+/* Cache of one layer: keys [pages, kv_heads, HEAD_DIM, 32], values [pages, kv_heads, 32, HEAD_DIM]. Position j of
+   sequence b is in page table[b][j / 32]. */
+
+/* Rows t of key and value [T, stride] go to page pages[t], place places[t]. */
+EXPORT void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
+                        const int32_t *places, long T, long kv_heads) {
+#pragma omp parallel for schedule(static)
+    for (long t = 0; t < T; t++)
+        for (long h = 0; h < kv_heads; h++) {
+            const elem *k = key + t * stride + h * HEAD_DIM, *v = value + t * stride + h * HEAD_DIM;
+            elem *tile = keys + (pages[t] * kv_heads + h) * PAGE * HEAD_DIM + places[t];
+            for (int d = 0; d < HEAD_DIM; d++) tile[d * PAGE] = k[d];
+            memcpy(values + ((pages[t] * kv_heads + h) * PAGE + places[t]) * HEAD_DIM, v, HEAD_DIM * sizeof(elem));
+        }
+}
+
+/* One query row for each of B sequences of lengths[b] positions, all in the cache. Sequences starts[g]..starts[g + 1]
+   have their first shared[g] pages in common: these are read once for all of them. */
+EXPORT void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+                            const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
+                            const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {
+    const long group = heads / kv_heads;
+#pragma omp parallel for schedule(dynamic)
+    for (long task = 0; task < groups * kv_heads; task++) {
+        const long g = task / kv_heads, h = task % kv_heads, first = starts[g], count = starts[g + 1] - first;
+        const long common = shared[g];
+        long longest = 0;
+        for (long b = first; b < first + count; b++) longest = lengths[b] > longest ? lengths[b] : longest;
+        const long width = (tiles(longest) + 1) * PAGE;
+        float *memory = take(PAGE * HEAD_DIM + count * group * (width + 2 * HEAD_DIM));
+        float *tile = memory, *scores = tile + PAGE * HEAD_DIM, *q = scores + count * group * width;
+        float *o = q + count * group * HEAD_DIM;
+        memset(o, 0, count * group * HEAD_DIM * sizeof(float));
+        for (long i = 0; i < count; i++)
+            widen(query + (first + i) * stride + h * group * HEAD_DIM, q + i * group * HEAD_DIM, group * HEAD_DIM, scale);
+        for (long page = 0; page < common; page++) {
+            widen(keys + (table[first * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, PAGE * HEAD_DIM, 1.f);
+            score_tile(q, count * group, tile, scores + page * PAGE, width);
+        }
+        for (long i = 0; i < count; i++) {
+            const long length = lengths[first + i], visible = window && length > window ? length - window : 0;
+            float *rows = scores + i * group * width;
+            for (long page = common; page < tiles(length); page++) {
+                widen(keys + (table[(first + i) * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, PAGE * HEAD_DIM, 1.f);
+                score_tile(q + i * group * HEAD_DIM, group, tile, rows + page * PAGE, width);
+            }
+            for (long j = 0; j < group; j++) softmax(rows + j * width, visible, length, tiles(length) * PAGE);
+        }
+        for (long page = 0; page < common; page++) {
+            widen(values + (table[first * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, PAGE * HEAD_DIM, 1.f);
+            add_values(scores + page * PAGE, width, count * group, tile, PAGE, o);
+        }
+        for (long i = 0; i < count; i++) {
+            const long length = lengths[first + i];
+            for (long page = common; page < tiles(length); page++) {
+                const long valid = length - page * PAGE < PAGE ? length - page * PAGE : PAGE;
+                widen(values + (table[(first + i) * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, valid * HEAD_DIM, 1.f);
+                add_values(scores + i * group * width + page * PAGE, width, group, tile, valid, o + i * group * HEAD_DIM);
+            }
+            narrow(o + i * group * HEAD_DIM, out + ((first + i) * heads + h * group) * HEAD_DIM, group * HEAD_DIM);
+        }
+        free(memory);
+    }
+}

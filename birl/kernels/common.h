@@ -1,0 +1,90 @@
+/* Types and vector functions that the kernels share. Compiled once for each (element type, head size).
+
+   elem is what weights and activations are stored in: bfloat16 or float32. Everything is computed in float32, and every
+   sum has one order that depends on nothing but the row itself: not on the batch, the threads, or how keys are stored.
+   So the engine and the learner get the same bits. */
+#pragma once
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define HEAD_VECTORS (HEAD_DIM / LANES)
+#define EXPORT __attribute__((visibility("default")))
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(32), aligned(2), may_alias));
+
+#ifdef BF16
+typedef uint16_t elem;
+#else
+typedef float elem;
+#endif
+
+static inline vec splat(float x) { return (vec){} + x; }
+
+static inline vec load_bf16(const uint16_t *p) {
+    uvec wide = __builtin_convertvector(*(const hvec *)p, uvec) << 16;
+    return (vec)wide;
+}
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+static inline void store_bf16(uint16_t *p, vec x) {
+    uvec bits = (uvec)x;
+    uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    uvec nan = (uvec)(x != x);
+    rounded = (rounded & ~nan) | (0x7fc0 & nan);
+    *(hvec *)p = __builtin_convertvector(rounded, hvec);
+}
+
+#ifdef BF16
+static inline vec load(const elem *p) { return load_bf16(p); }
+static inline void store(elem *p, vec x) { store_bf16(p, x); }
+static inline float load1(const elem *p) {
+    union { uint32_t u; float f; } v = {(uint32_t)*p << 16};
+    return v.f;
+}
+#else
+static inline vec load(const elem *p) { return *(const vec *)p; }
+static inline void store(elem *p, vec x) { *(vec *)p = x; }
+static inline float load1(const elem *p) { return *p; }
+#endif
+
+static inline float sum(vec x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+
+static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
+
+static inline float largest(vec x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+/* e^x to about one unit in the last place (Cephes' expf): 2^n times a polynomial; 0 below -87. */
+static inline vec vexp(vec x) {
+    const float magic = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
+    ivec tiny = x < -87.f;
+    x = choose(tiny, splat(-87.f), choose(x > 88.f, splat(88.f), x));
+    vec shifted = x * 1.44269504f + magic;
+    vec n = shifted - magic;
+    vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vec y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.f;
+    ivec exponent = ((ivec)shifted - 0x4b400000) << 23;
+    return choose(tiny, splat(0.f), (vec)((ivec)y + exponent));
+}

@@ -1,0 +1,390 @@
+"""Decoders of Llama's shape (Llama, SmolLM, Qwen2, Mistral without a window) on birl's kernels, for the CPU.
+
+The same arithmetic as transformers' module, over the module's own parameters, with three differences: the residual
+stream stays float32, a layer's backward pass is written out so that it keeps little and computes the rest again, and
+every row's bits depend on that row's sequence alone. So the log-probs that the engine samples with are the learner's,
+bit for bit, in bfloat16 too. Any other architecture runs through transformers' forward (`models/forward.py` decides).
+
+    x -> norm -> q k v -> rotary -> attention -> output projection -> + x -> norm -> gate, up -> swiglu -> down -> +
+
+Shapes: T tokens, H hidden size, I inner size, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from birl import kernels
+from birl.kernels import Kernels, PackedWeight
+from birl.models.attention import Layout, Packed
+
+LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer"}
+
+
+class Matrix:
+    """Weights [N_i, K] below one another, as one product. In bfloat16 by our own kernel, in float32 by oneDNN, both
+    with weights laid out once and again whenever they have changed."""
+
+    def __init__(self, kernels: Kernels, linears: Sequence[nn.Linear]) -> None:
+        self.kernels, self.linears = kernels, linears
+        self.packed: PackedWeight | Tensor | None = None
+        self.bias: Tensor | None = None
+        self.made_of: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [m.weight.detach() for m in self.linears]
+
+    def parameters(self) -> list[Tensor]:
+        """Weights, then biases."""
+        return [m.weight for m in self.linears] + [m.bias for m in self.linears if m.bias is not None]
+
+    def layout(self) -> Any:
+        """The weights as the product wants them. `_version` counts most of what is written into a tensor; for the rest
+        there is `weights_changed`."""
+        now = tuple((p.data_ptr(), p._version) for p in self.parameters())
+        if self.packed is None or now != self.made_of:
+            self.packed = None  # the memory first
+            weights = self.weights
+            if self.kernels.dtype == torch.bfloat16:
+                self.packed = self.kernels.pack(weights)
+            else:
+                joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+                self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, 32)
+            self.bias = None if self.linears[0].bias is None else torch.cat([m.bias.detach() for m in self.linears])
+            self.made_of = now
+        return self.packed
+
+    def release(self) -> None:
+        self.packed = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, N]."""
+        packed = self.layout()
+        if isinstance(packed, PackedWeight):
+            return self.kernels.gemm(x, packed, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
+
+    def add(self, x: Tensor, to: Tensor) -> None:
+        """to += x W', to [T, N] float32."""
+        packed = self.layout()
+        if isinstance(packed, PackedWeight):
+            self.kernels.gemm(x, packed, self.bias, add_to=to)
+        else:
+            to += self(x)
+
+    def floats(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
+        """x W' in float32, for some rows of W (a multiple of 16)."""
+        packed = self.layout()
+        if isinstance(packed, PackedWeight):
+            return self.kernels.gemm_float(x, packed.part(rows), None if self.bias is None else self.bias[rows])
+        if rows == slice(None):
+            return self(x)
+        return nn.functional.linear(x, self.weights[0][rows], None if self.bias is None else self.bias[rows])
+
+    def by_input(self, grad: Tensor) -> Tensor:
+        """grad W: the gradient by the input, [T, N] -> [T, K]."""
+        weights = self.weights
+        if self.kernels.dtype == torch.bfloat16:
+            return self.kernels.gemm(grad, self.kernels.pack(weights, transposed=True))
+        by_x, *rest = (torch.mm(g, w) for g, w in zip(grad.split([len(w) for w in weights], 1), weights, strict=True))
+        for part in rest:
+            by_x += part
+        return by_x
+
+    def by_parameters(self, x: Tensor, grad: Tensor) -> list[Tensor | None]:
+        """grad' x for each of `parameters()`; None where it went into a float32 master (`deposit`)."""
+        weights = [m.weight for m in self.linears]
+        sizes = [len(w) for w in weights]
+        if self.kernels.dtype == torch.bfloat16:
+            packed, turned = self.kernels.pack([x], transposed=True), self.kernels.transpose(grad)
+            found = [outer(self.kernels, w, g, packed) for w, g in zip(weights, turned.split(sizes), strict=True)]
+        else:
+            found = [*torch.mm(grad.T, x).split(sizes)]
+        if self.bias is not None:
+            sums = grad.sum(0, dtype=torch.float32).split(sizes)
+            found += [deposit(m.bias, g) for m, g in zip(self.linears, sums, strict=True)]
+        return found
+
+
+def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:
+    """Add a float32 gradient to the parameter's float32 master, if it has one; else give it back in its own type."""
+    master = getattr(parameter, "master", None)
+    if master is None:
+        return grad.to(parameter.dtype)
+    master.grad = grad.clone() if master.grad is None else master.grad.add_(grad)
+    return None
+
+
+def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tensor | None:
+    """The gradient of a weight, summed in float32 right where it belongs."""
+    into, add = gradient_place(parameter)
+    k.outer(grad, x, into, add)
+    return None if hasattr(parameter, "master") else into.to(parameter.dtype)
+
+
+def gradient_place(parameter: Tensor) -> tuple[Tensor, bool]:
+    """Where a parameter's float32 gradient is, and whether there is something in it already."""
+    master = getattr(parameter, "master", None)
+    if master is None:
+        return torch.empty(parameter.shape), False
+    add = master.grad is not None
+    if not add:
+        master.grad = torch.empty_like(master)
+    return master.grad, add
+
+
+@dataclass(slots=True)
+class Layer:
+    """The parameters of one decoder layer, and where its attention's heads begin and end."""
+
+    index: int
+    norm1: Any
+    qkv: Matrix
+    output: Matrix
+    norm2: Any
+    gate_up: Matrix
+    down: Matrix
+    heads: int
+    kv_heads: int
+    scale: float
+
+    def parameters(self) -> list[Tensor]:
+        """In the order of `_Layer.backward`."""
+        matrices = [m for part in (self.qkv, self.output, self.gate_up, self.down) for m in part.parameters()]
+        return [self.norm1.weight, self.norm2.weight, *matrices]
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a layer's forward pass keeps for its backward pass; with checkpointing only `x`."""
+
+    x: Tensor  # [T, H] float32, before the layer
+    middle: Tensor  # after attention
+    rstd1: Tensor
+    rstd2: Tensor
+    qkv: Tensor  # after rotary
+    attended: Tensor
+    lse: Tensor
+    gate_up: Tensor
+
+
+class Decoder:
+    """A causal LM's body and head on the kernels. It owns no parameters."""
+
+    def __init__(self, model: nn.Module, kernels: Kernels) -> None:
+        body: Any = cast(Any, model).base_model
+        self.kernels, self.body = kernels, body
+        self.layers = [self._layer(i, layer) for i, layer in enumerate(body.layers)]
+        self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
+        self.checkpointing = False
+
+    def _layer(self, index: int, module: Any) -> Layer:
+        attention, mlp = module.self_attn, module.mlp
+        head_dim = self.kernels.head_dim
+        return Layer(
+            index=index,
+            norm1=module.input_layernorm,
+            qkv=Matrix(self.kernels, [attention.q_proj, attention.k_proj, attention.v_proj]),
+            output=Matrix(self.kernels, [attention.o_proj]),
+            norm2=module.post_attention_layernorm,
+            gate_up=Matrix(self.kernels, [mlp.gate_proj, mlp.up_proj]),
+            down=Matrix(self.kernels, [mlp.down_proj]),
+            heads=attention.q_proj.out_features // head_dim,
+            kv_heads=attention.k_proj.out_features // head_dim,
+            scale=attention.scaling,
+        )
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
+        x: Tensor = _Embed.apply(tokens, self.body.embed_tokens.weight)  # pyright: ignore
+        cosine, sine = self.rotations(positions)
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters())):
+            for layer in self.layers:
+                self.forward(layer, x, cosine, sine, layout, in_place=True)
+            return self.kernels.rms_norm(x, self.body.norm.weight, self.body.norm.variance_epsilon)
+        assert isinstance(layout, Packed), "only packed trees have a backward pass"
+        for layer in self.layers:
+            x = _Layer.apply(x, self, layer, cosine, sine, layout, *layer.parameters())  # pyright: ignore
+        return _Norm.apply(x, self.body.norm.weight, self.body.norm.variance_epsilon, self.kernels)  # pyright: ignore
+
+    def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, D / 2] float32, from the model's own module."""
+        cosine, sine = self.body.rotary_emb(torch.empty(0), positions[None])
+        half = self.kernels.head_dim // 2
+        return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
+
+    def forward(
+        self, layer: Layer, x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout, in_place: bool
+    ) -> tuple[Tensor, Kept | None]:
+        """One layer: x [T, H] float32 -> the same. In place nothing is kept."""
+        k = self.kernels
+        rstd1, rstd2 = (None, None) if in_place else torch.empty(2, len(x)).unbind()
+        h = k.rms_norm(x, layer.norm1.weight, layer.norm1.variance_epsilon, rstd1)
+        qkv = layer.qkv(h)
+        k.rotary(qkv, layer.heads + layer.kv_heads, cosine, sine)
+        attended, lse = layout.attend_rows(layer.index, k, *self.split(layer, qkv), layer.scale)
+        middle = x if in_place else x.clone()
+        layer.output.add(attended, middle)
+        h = k.rms_norm(middle, layer.norm2.weight, layer.norm2.variance_epsilon, rstd2)
+        gate_up = layer.gate_up(h)
+        after = middle if in_place else middle.clone()
+        layer.down.add(k.swiglu(gate_up), after)
+        if rstd1 is None or rstd2 is None:
+            return after, None
+        return after, Kept(x, middle, rstd1, rstd2, qkv, attended, lse, gate_up)
+
+    def split(self, layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of queries, keys and values [T, heads, D] in rows [T, (heads + 2 kv_heads) D]."""
+        rows = qkv.view(len(qkv), -1, self.kernels.head_dim)
+        return rows.split([layer.heads, layer.kv_heads, layer.kv_heads], dim=1)  # pyright: ignore
+
+    def backward(
+        self, layer: Layer, kept: Kept, cosine: Tensor, sine: Tensor, layout: Packed, grad: Tensor
+    ) -> list[Tensor | None]:
+        """`grad` [T, H] float32, the gradient by the layer's result, becomes that by its input. Returns the parameters'
+        gradients in the order of `Layer.parameters`."""
+        k = self.kernels
+        after = grad.to(k.dtype)
+        gate_up = kept.gate_up
+        inner = k.swiglu_backward(gate_up, layer.down.by_input(after))  # gate_up is its own gradient from here on
+        down = layer.down.by_parameters(inner, after)
+        h = k.rms_norm(kept.middle, layer.norm2.weight, layer.norm2.variance_epsilon)
+        both = layer.gate_up.by_parameters(h, gate_up)
+        after, norm2 = k.rms_norm_backward(
+            kept.middle, layer.norm2.weight, kept.rstd2, layer.gate_up.by_input(gate_up), grad
+        )
+        output = layer.output.by_parameters(kept.attended, after)
+        grad_qkv = torch.empty_like(kept.qkv)
+        k.tree_attention_backward(
+            *self.split(layer, kept.qkv),
+            kept.attended,
+            kept.lse,
+            layer.output.by_input(after),
+            self.split(layer, grad_qkv),
+            layout.segments,
+            layer.scale,
+        )
+        k.rotary(grad_qkv, layer.heads + layer.kv_heads, cosine, sine, inverse=True)
+        h = k.rms_norm(kept.x, layer.norm1.weight, layer.norm1.variance_epsilon)
+        qkv = layer.qkv.by_parameters(h, grad_qkv)
+        _, norm1 = k.rms_norm_backward(kept.x, layer.norm1.weight, kept.rstd1, layer.qkv.by_input(grad_qkv), grad)
+        norms = [deposit(layer.norm1.weight, norm1), deposit(layer.norm2.weight, norm2)]
+        return [*norms, *qkv, *output, *both, *down]
+
+    def release(self) -> None:
+        """Give back the weights laid out for products."""
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                matrix.release()
+        self.head.release()
+
+
+class _Layer(torch.autograd.Function):
+    """A layer with its written-out backward pass. `parameters` are passed so that their gradients have a place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, decoder: Decoder, layer: Layer, cosine: Tensor, sine: Tensor, layout: Packed,
+                *parameters: Tensor) -> Tensor:  # fmt: skip
+        after, kept = decoder.forward(layer, x, cosine, sine, layout, in_place=False)
+        assert kept is not None
+        ctx.inputs = decoder, layer, cosine, sine, layout
+        ctx.kept, ctx.x = (None, x) if decoder.checkpointing else (kept, None)
+        return after
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        decoder, layer, cosine, sine, layout = ctx.inputs
+        kept = ctx.kept or decoder.forward(layer, ctx.x, cosine, sine, layout, in_place=False)[1]
+        ctx.kept = ctx.x = None
+        grad = grads[0].contiguous()
+        found = decoder.backward(layer, kept, cosine, sine, layout, grad)
+        return grad, None, None, None, None, None, *found
+
+
+class _Embed(torch.autograd.Function):
+    """Rows of the embedding in float32. The gradient touches these rows only, not the whole vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return weight[tokens].float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weight = ctx.saved_tensors
+        into, add = gradient_place(weight)
+        if not add:
+            into.zero_()
+        into.index_add_(0, tokens, grads[0])
+        return None, None if hasattr(weight, "master") else into.to(weight.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, k: Kernels) -> Tensor:
+        rstd = torch.empty(len(x))
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.kernels = k
+        return k.rms_norm(x, weight, eps, rstd)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        grad = torch.zeros_like(x)
+        _, by_weight = ctx.kernels.rms_norm_backward(x, weight, rstd, grads[0].contiguous(), grad)
+        return grad, deposit(weight, by_weight), None, None
+
+
+def decoder_for(model: nn.Module) -> Decoder | None:
+    """The model on our kernels, or None where they are not made for it. Made again when the weights' type changed."""
+    body: Any = getattr(model, "base_model", None)
+    if body is None or not hasattr(body, "layers") or not len(body.layers):
+        return None
+    dtype = cast(Any, model).get_output_embeddings().weight.dtype
+    found = model.__dict__.get("_birl_decoder")
+    if found is None or found[0] != dtype:
+        kernel = kernels.load(dtype, head_dim(model)) if fits(model) else None
+        found = (dtype, None if kernel is None else Decoder(model, kernel))
+        model.__dict__["_birl_decoder"] = found
+    return found[1]
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Forget every laid-out copy. Call after each optimizer step and each load: PyTorch's fused AdamW writes weights
+    without counting it in `_version`."""
+    found = model.__dict__.get("_birl_decoder")
+    if found is not None and found[1] is not None:
+        found[1].release()
+
+
+def head_dim(model: nn.Module) -> int:
+    config = cast(Any, model).config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def fits(model: nn.Module) -> bool:
+    """Is this exactly the shape that `Decoder` computes? What looks alike but differs is caught by `forward.verify`."""
+    body: Any = cast(Any, model).base_model
+    config = cast(Any, model).config.get_text_config()
+    layer = body.layers[0]
+    return (
+        all(type(m).__name__ in LAYERS for m in body.layers)
+        and {name for name, _ in body.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}
+        and all(type(m) is nn.Linear for m in body.layers.modules() if isinstance(m, nn.Linear))
+        and all(p.device.type == "cpu" and p.dtype == layer.mlp.up_proj.weight.dtype for p in model.parameters())
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and layer.self_attn.o_proj.bias is None
+        and (getattr(layer.self_attn, "sliding_window", None) or _window(config)) is None
+        and config.hidden_size % 32 == 0
+        and config.intermediate_size % 32 == 0
+        and config.vocab_size % 16 == 0
+    )
+
+
+def _window(config: Any) -> int | None:
+    return config.sliding_window if config.model_type == "mistral" else None

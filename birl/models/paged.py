@@ -1,0 +1,129 @@
+"""Keys and values in pages, and attention of new tokens over them. Which page belongs to whom is decided elsewhere
+(`engine/pages.py`); pages that several sequences have in common are stored once and, by the kernels, read once.
+
+A page holds 32 positions. For each layer: keys [pages, K, D, 32] (positions last: 32 scores at a time), values
+[pages, K, 32, D].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from birl import kernels
+from birl.kernels import PAGE, Kernels
+
+
+@dataclass(slots=True)
+class Cache:
+    """The memory. It is reserved at once, and taken from the system as pages are written."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def make(
+        cls, pages: int, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> "Cache":
+        # the kernels never read what was not written; PyTorch's attention does, and 0 * NaN would be NaN
+        lazy = device.type == "cpu" and kernels.load(dtype, head_dim) is not None
+        make = torch.empty if lazy else torch.zeros
+        options = {"dtype": dtype, "device": device}
+        return cls(
+            keys=[make(pages, kv_heads, head_dim, PAGE, **options) for _ in range(layers)],
+            values=[make(pages, kv_heads, PAGE, head_dim, **options) for _ in range(layers)],
+        )
+
+    def copy_page(self, source: int, target: int) -> None:
+        for store in (self.keys, self.values):
+            for layer in store:
+                layer[target].copy_(layer[source])
+
+
+@dataclass(frozen=True)
+class Paged:
+    """B rows, each the next token of a sequence; several rows may belong to one sequence, in order. A row's key and
+    value are written first, then it sees every position before `lengths[b]`, its own included.
+
+    table [B, pages], lengths [B]; rows starts[g] to starts[g + 1] have their first shared[g] pages in common.
+    """
+
+    cache: Cache
+    table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    shared: Tensor
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cache: Cache, tables: Sequence[Sequence[int]], lengths: Sequence[int], groups: Sequence[int],
+           shared: Sequence[int]) -> "Paged":  # fmt: skip
+        """`groups`: how many rows each group has."""
+        width = max(map(len, tables))
+        starts = [0]
+        for n in groups:
+            starts.append(starts[-1] + n)
+        device = cache.keys[0].device
+        return cls(
+            cache,
+            *(
+                torch.tensor(x, dtype=torch.int32, device=device)
+                for x in ([[*t, *[0] * (width - len(t))] for t in tables], lengths, starts, shared)
+            ),
+        )
+
+    @property
+    def pages(self) -> Tensor:
+        """The page that each row is written to."""
+        last = (self.lengths.long() - 1) // PAGE
+        return self.table.gather(1, last[:, None])[:, 0].contiguous()
+
+    @property
+    def places(self) -> Tensor:
+        return (self.lengths - 1) % PAGE
+
+    def attend_rows(
+        self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        kernels.cache_write(key, value, keys, values, self.pages, self.places)
+        out = kernels.paged_attention(
+            query, keys, values, self.table, self.lengths, self.starts, self.shared, scale, window
+        )
+        return out, out
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """For models that run through transformers' own forward."""
+        rows, heads, size = query.shape[2], query.shape[1], query.shape[3]
+        compiled = kernels.load(query.dtype, size) if query.device.type == "cpu" else None
+        if compiled is not None:
+            q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+            k = F.pad(k, (0, 0, 0, heads - k.shape[1])) if k.shape[1] < heads else k  # equal strides
+            v = F.pad(v, (0, 0, 0, heads - v.shape[1])) if v.shape[1] < heads else v
+            n = key.shape[1]
+            out, _ = self.attend_rows(layer, compiled, q, k[:, :n], v[:, :n], scale, window or 0)
+            return out.view(1, rows, heads, size)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        pages, places = self.pages.long(), self.places.long()
+        keys[pages, :, :, places] = key[0].transpose(0, 1)
+        values[pages, :, places] = value[0].transpose(0, 1)
+        table, kv_heads = self.table.long(), keys.shape[1]
+        all_keys = keys[table].permute(0, 2, 1, 4, 3).reshape(rows, kv_heads, -1, size)
+        all_values = values[table].transpose(1, 2).reshape(rows, kv_heads, -1, size)
+        grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, size)
+        mask = self.mask(window, query.dtype, all_keys.shape[2])
+        out = F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=mask, scale=scale)
+        return out.reshape(1, rows, heads, size)
+
+    def mask(self, window: int | None, dtype: torch.dtype, width: int) -> Tensor:
+        """0 where a row may look, -inf elsewhere: [B, 1, 1, width]."""
+        if window not in self.masks:
+            column = torch.arange(width, device=self.lengths.device)
+            hidden = column >= self.lengths[:, None]
+            if window is not None:
+                hidden |= column < self.lengths[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self.masks[window] = mask[:, None, None]
+        return self.masks[window]

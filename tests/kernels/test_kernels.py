@@ -1,0 +1,242 @@
+"""Each kernel against PyTorch in float64 or float32, and the promise that a row's bits depend on nothing else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from birl import kernels
+from birl.kernels import Kernels
+from birl.models.attention import Packed, Tree, tree_mask
+from birl.models.paged import Cache, Paged
+
+pytestmark = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
+BOTH = pytest.mark.parametrize("k", [torch.float32, torch.bfloat16], indirect=True)
+TREES = [Tree(45, (12, 33, 1)), Tree(7), Tree(32, (40, 40)), Tree(1, (3, 2))]
+HEADS, KV_HEADS, SIZE = 6, 2, 32
+
+
+@pytest.fixture
+def k(request: pytest.FixtureRequest) -> Kernels:
+    found = kernels.load(request.param, SIZE)
+    assert found is not None
+    return found
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, k: Kernels, scale: float = 1.0) -> None:
+    bound = (1e-5 if k.dtype == torch.float32 else 2e-2) * scale
+    torch.testing.assert_close(found.float(), wanted.float(), atol=bound, rtol=bound)
+
+
+@BOTH
+def test_norm_and_its_gradient(k: Kernels) -> None:
+    x, w, g = rand(9, 64), rand(64, seed=1, dtype=k.dtype), rand(9, 64, seed=2, dtype=k.dtype)
+    rstd = torch.empty(9)
+    leaf, weight = x.clone().requires_grad_(), w.float().requires_grad_()
+    wanted = F.rms_norm(leaf, (64,), weight, 1e-5)
+    close(k.rms_norm(x, w, 1e-5, rstd), wanted.detach(), k)
+    wanted.backward(g.float())
+    total = rand(9, 64, seed=3)
+    before = total.clone()
+    rounded, by_weight = k.rms_norm_backward(x, w, rstd, g, total)
+    assert leaf.grad is not None and weight.grad is not None
+    torch.testing.assert_close(total - before, leaf.grad, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(by_weight, weight.grad, atol=1e-5, rtol=1e-5)
+    assert torch.equal(rounded, total.to(k.dtype))
+
+
+@BOTH
+def test_rotary_turns_and_turns_back(k: Kernels) -> None:
+    angles = rand(11, SIZE // 2)
+    cosine, sine = angles.cos(), angles.sin()
+    rows = rand(11, 4 * SIZE, seed=1, dtype=k.dtype)
+    turned = rows.clone()
+    k.rotary(turned, 3, cosine, sine)
+    heads = rows.float().view(11, 4, 2, SIZE // 2)
+    a, b = heads[:, :3, 0], heads[:, :3, 1]
+    c, s = cosine[:, None], sine[:, None]
+    close(turned.view(11, 4, -1)[:, :3], torch.cat([a * c - b * s, b * c + a * s], -1), k)
+    assert torch.equal(turned[:, 3 * SIZE :], rows[:, 3 * SIZE :])
+    k.rotary(turned, 3, cosine, sine, inverse=True)
+    close(turned, rows, k, 2)
+
+
+@BOTH
+def test_swiglu_and_its_gradient(k: Kernels) -> None:
+    both, g = rand(5, 96, dtype=k.dtype) * 4, rand(5, 48, seed=1, dtype=k.dtype)
+    leaf = both.float().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    wanted = F.silu(gate) * up
+    close(k.swiglu(both), wanted.detach(), k)
+    wanted.backward(g.float())
+    by_both = both.clone()
+    again = k.swiglu_backward(by_both, g)
+    close(again, wanted.detach(), k)
+    assert leaf.grad is not None
+    close(by_both, leaf.grad, k)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 70, 300])
+@pytest.mark.parametrize("shape", [(32, 32), (48, 64), (16, 96), (112, 576)])
+@pytest.mark.parametrize("k", [torch.bfloat16], indirect=True)
+def test_products(k: Kernels, rows: int, shape: tuple[int, int]) -> None:
+    x, w, bias = (rand(*s, seed=i, dtype=k.dtype) for i, s in enumerate([(rows, shape[1]), shape, (shape[0],)]))
+    packed = k.pack([w[:16], w[16:]]) if shape[0] > 16 else k.pack([w])
+    exact = x.double() @ w.double().T
+    found = k.gemm_float(x, packed)
+    torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(k.gemm_float(x, packed, bias), found + bias.float())
+    assert torch.equal(k.gemm(x, packed), found.bfloat16())
+    total = rand(rows, shape[0], seed=7)
+    assert torch.equal(k.gemm(x, packed, add_to=total.clone()), total + found)
+    for part in (slice(0, 1), slice(rows // 2, rows)):  # alone or among others: the same bits
+        assert torch.equal(k.gemm_float(x[part].contiguous(), packed), found[part])
+    assert torch.equal(k.gemm_float(x, packed.part(slice(0, 16))), found[:, :16])
+
+
+@pytest.mark.parametrize("rows", [1, 31, 64, 70])
+@pytest.mark.parametrize("k", [torch.bfloat16], indirect=True)
+def test_products_of_the_backward_pass(k: Kernels, rows: int) -> None:
+    x, grad = rand(rows, 64, dtype=k.dtype), rand(rows, 96, seed=1, dtype=k.dtype)
+    weights = [rand(n, 64, seed=n, dtype=k.dtype) for n in (64, 32)]
+    found = k.gemm_float(grad, k.pack(weights, transposed=True))
+    torch.testing.assert_close(found.double(), grad.double() @ torch.cat(weights).double(), atol=1e-4, rtol=1e-5)
+    into = torch.full((96, 64), torch.nan)
+    packed, turned = k.pack([x], transposed=True), k.transpose(grad)
+    k.outer(turned, packed, into, add=False)
+    torch.testing.assert_close(into.double(), grad.double().T @ x.double(), atol=1e-4, rtol=1e-5)
+    twice = into.clone()
+    k.outer(turned, packed, twice, add=True)
+    assert torch.equal(twice, 2 * into)
+
+
+def inputs(k: Kernels) -> torch.Tensor:
+    return rand(sum(map(len, TREES)), (HEADS + 2 * KV_HEADS) * SIZE, dtype=k.dtype)
+
+
+def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.view(len(rows), -1, SIZE).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@BOTH
+def test_tree_attention_and_its_gradient(k: Kernels, window: int) -> None:
+    rows = inputs(k)
+    leaf = rows.float().requires_grad_()
+    mask = torch.block_diag(*(tree_mask(t, window or None).int() for t in TREES)).bool()
+    q, key, v = (x.transpose(0, 1)[None] for x in split(leaf))
+    wanted = F.scaled_dot_product_attention(q, key, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+    wanted = wanted[0].transpose(0, 1).reshape(len(rows), -1)
+    segments = Packed(TREES).segments
+    out, lse = k.tree_attention(*split(rows), segments, 0.3, window)
+    close(out, wanted.detach(), k)
+    g = rand(*out.shape, seed=5, dtype=k.dtype)
+    wanted.backward(g.float())
+    grads = torch.full_like(rows, torch.nan)
+    k.tree_attention_backward(*split(rows), out, lse, g, split(grads), segments, 0.3, window)
+    assert leaf.grad is not None
+    close(grads, leaf.grad, k, 3)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@BOTH
+def test_paged_attention_gives_the_bits_of_tree_attention(k: Kernels, window: int) -> None:
+    """One token after another over shuffled pages, a prompt's full pages shared, equals the packed tree."""
+    rows = inputs(k)
+    out, _ = k.tree_attention(*split(rows), Packed(TREES).segments, 0.3, window)
+    tree = TREES[0]
+    cache = Cache.make(12, layers=1, kv_heads=KV_HEADS, head_dim=SIZE, dtype=k.dtype, device=torch.device("cpu"))
+    for store in (*cache.keys, *cache.values):
+        store.fill_(torch.nan)  # what was never written must not matter
+    tables = [[9, 3, 1], [9, 5, 2], [9, 7, 4]]
+
+    def attend(places: list[int], which: list[int], lengths: list[int], groups: list[int], shared: list[int]):
+        layout = Paged.of(cache, [tables[w] for w in which], lengths, groups, shared)
+        found, _ = layout.attend_rows(0, k, *split(rows[torch.tensor(places)]), 0.3, window)
+        assert torch.equal(found, out[torch.tensor(places)])
+
+    prefix = list(range(tree.prefix))
+    attend(prefix, [0] * 45, [i + 1 for i in prefix], [8] * 5 + [5], [i // 32 for i in range(0, 45, 8)])
+    for target in (5, 7):
+        cache.copy_page(3, target)
+    for step in range(12):
+        places = [45 + step, 57 + step, *([90] if step == 0 else [])]
+        n = len(places)
+        attend(places, list(range(n)), [46 + step] * n, [n], [1])
+
+
+@BOTH
+def test_logprobs_and_their_gradient(k: Kernels) -> None:
+    logits, targets = rand(7, 1003) * 5, torch.randint(0, 1003, (7,), generator=torch.Generator().manual_seed(1))
+    leaf = logits.double().requires_grad_()
+    log = (leaf / 0.7).log_softmax(-1)
+    logp, entropy = log.gather(1, targets[:, None])[:, 0], -(log.exp() * log).sum(-1)
+    found, norm, found_entropy = k.logprobs(logits, targets, 0.7)
+    torch.testing.assert_close(found.double(), logp.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found_entropy.double(), entropy.detach(), atol=1e-5, rtol=1e-5)
+    a, b = rand(7, seed=2), rand(7, seed=3)
+    (logp * a + entropy * b).sum().backward()
+    grad = torch.cat(
+        [
+            k.logprobs_backward(logits[:, s].contiguous(), targets, 0.7, norm, found_entropy, a, b, s.start)
+            for s in (slice(0, 512), slice(512, 1008))
+        ],
+        1,
+    )
+    assert leaf.grad is not None
+    whole = slice(0, 1003 // 16 * 16)  # a vocabulary is a multiple of 16 here
+    close(grad[:, whole], leaf.grad[:, whole], k)
+
+
+def test_samples_follow_the_distribution_and_their_logprobs_are_the_learners() -> None:
+    k = kernels.load(torch.float32, SIZE)
+    assert k is not None
+    logits = rand(1, 3000, seed=4) * 3
+    logits[0, 100:1200] = -torch.inf
+    n = 20_000
+    uniforms = (torch.arange(n) + 0.5) / n
+    tokens, logp = k.sample(logits.expand(n, -1).contiguous(), torch.full((n,), 0.8), uniforms)
+    p = (logits[0].double() / 0.8).softmax(-1)
+    counts = torch.bincount(tokens, minlength=3000).double()
+    assert (counts - n * p).abs().max() <= 2.1  # evenly spaced numbers: each word gets its share, rounded
+    assert (tokens.diff() >= 0).all()
+    again, _, _ = k.logprobs(logits.expand(n, -1).contiguous(), tokens, 0.8)
+    assert torch.equal(logp, again)
+    ends, _ = k.sample(logits.expand(2, -1).contiguous(), torch.ones(2), torch.tensor([0.0, 1.0]))
+    assert p[ends[0]] > 0 and p[ends[1]] > 0
+    best, logp = k.sample(logits, torch.zeros(1), torch.zeros(1))
+    assert best == logits.argmax() and logp.item() == pytest.approx(logits.log_softmax(-1).max().item(), abs=1e-5)
+
+
+SCRIPT = """
+import torch
+from birl import kernels
+k = kernels.load(torch.bfloat16, 32)
+print(k is not None, "|", kernels.problem())
+maps = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libomp" in line}
+assert len(maps) == 1, maps
+"""
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, "True |"),
+        ({"BIRL_KERNELS": "0"}, "False | switched off by BIRL_KERNELS=0"),
+        ({"CC": "nowhere", "PATH": "/nowhere"}, "False | no C compiler"),
+        ({"CC": "false"}, "False | they do not compile"),
+    ],
+)
+def test_without_a_compiler_everything_else_works(tmp_path: Path, change: dict[str, str], expected: str) -> None:
+    """And with one, there is a single OpenMP runtime: a second would fight with PyTorch's for the cores."""
+    environment = {"PATH": "/usr/bin:/bin", "BIRL_CACHE": str(tmp_path), "PYTHONPATH": str(Path.cwd()), **change}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(expected)
