@@ -154,7 +154,7 @@ class EmbeddedEngine:
         watch)."""
         start = time.perf_counter()
         finished: list[Request] = []
-        with torch.no_grad(), self.runner.weights(self.version):
+        with torch.no_grad(), self.runner.steady(self.version, self.scheduler.pages):
             while not finished and self.scheduler.busy:
                 finished = self.step()
                 if self._arrivals or time.perf_counter() - start > 0.125:
@@ -167,7 +167,7 @@ class EmbeddedEngine:
         plan = self.scheduler.plan()
         running = [r for work in plan for r in work.samplers]
         if plan:
-            logits = self.runner.run(plan, self.scheduler.pages)
+            logits = self.runner.run(plan)
             for work in plan:
                 work.request.computed += len(work.tokens)
                 self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0

@@ -1,7 +1,7 @@
 """One forward pass of generation, over the very module that is trained."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,10 +25,9 @@ class Runner:
         self.packed = PackedLinears(model)
         self.cache: Cache | None = None
 
-    def run(self, plan: Sequence[Work], pages: Pages) -> Tensor:
+    def run(self, plan: Sequence[Work]) -> Tensor:
         """Logits of the next token for each sampler of each complete work, in order: [samplers, V] float32."""
-        if self.cache is None:
-            self.cache = Cache.make(pages.total, **cache_shape(self.model), device=head(self.model).weight.device)
+        assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         tokens = torch.tensor([t for w in plan for t in w.tokens], device=device)
         lengths = [w.start + i + 1 for w in plan for i in range(len(w.tokens))]
@@ -57,9 +56,12 @@ class Runner:
         decoder = decoder_for(self.model)
         return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
 
-    def weights(self, version: int) -> AbstractContextManager[None]:
-        """Within, products use weights laid out for them."""
-        return nullcontext() if decoder_for(self.model) else self.packed.active(version)
+    def steady(self, version: int, pages: Pages) -> AbstractContextManager[None]:
+        """Within, the weights do not change: products use copies laid out for them."""
+        if self.cache is None:
+            self.cache = Cache.make(pages.total, **cache_shape(self.model), device=head(self.model).weight.device)
+        decoder = decoder_for(self.model)
+        return self.packed.active(version) if decoder is None else decoder.steady(self.cache)
 
     def release(self) -> None:
         """Give back what is only needed while generating."""

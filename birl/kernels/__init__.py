@@ -207,6 +207,29 @@ class Kernels:
         )
         return out
 
+    def paged_stack(
+        self,
+        layers: Tensor,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        where: Sequence[Tensor],
+        sizes: tuple[int, int, int, int],
+        eps: float,
+        scale: float,
+    ) -> None:
+        """All layers in one call: x [T, H] float32 in place. `layers` [layers, 9] int64 addresses (gemm_stack.c), `where`
+        the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads."""
+        hidden, inner, heads, kv_heads = sizes
+        wide = max(hidden, heads * self.head_dim)
+        per_row = 2 * wide + (heads + 2 * kv_heads) * self.head_dim + 3 * inner
+        scratch = torch.empty(len(x) * per_row, dtype=self.dtype)
+        pages, places, table, lengths, starts, shared = where
+        self.lib.paged_stack(
+            *(_p(layers), len(layers), _p(x), _p(cosine), _p(sine), _p(pages), _p(places), _p(table), table.shape[1]),
+            *(_p(lengths), _p(starts), _p(shared), len(shared), _p(scratch), len(x), *sizes, eps, scale),
+        )
+
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """logits [N, V] float32 -> log softmax(logits / temperature)[target], log-normaliser, entropy, each [N]."""
         logp, norm, entropy = torch.empty(3, len(logits)).unbind()
@@ -255,6 +278,7 @@ SIGNATURES = {
     "tree_attention_backward": "pppnpppppppnnnfn",
     "cache_write": "ppnppppnn",
     "paged_attention": "pnppppnpppnnnfn",
+    "paged_stack": "pnppppppnpppnpnnnnnff",
     "logprobs": "ppfpppnn",
     "logprobs_backward": "ppfpppppnnn",
     "sample": "pppppnn",

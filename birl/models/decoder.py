@@ -10,7 +10,8 @@ bit for bit, in bfloat16 too. Any other architecture runs through transformers' 
 Shapes: T tokens, H hidden size, I inner size, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from birl import kernels
 from birl.kernels import Kernels, PackedWeight
 from birl.models.attention import Layout, Packed
+from birl.models.paged import Cache, Paged
 
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer"}
 
@@ -181,6 +183,7 @@ class Decoder:
         self.layers = [self._layer(i, layer) for i, layer in enumerate(body.layers)]
         self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
         self.checkpointing = False
+        self.addresses: Tensor | None = None  # of weights and cache, while they are steady
 
     def _layer(self, index: int, module: Any) -> Layer:
         attention, mlp = module.self_attn, module.mlp
@@ -203,13 +206,46 @@ class Decoder:
         x: Tensor = _Embed.apply(tokens, self.body.embed_tokens.weight)  # pyright: ignore
         cosine, sine = self.rotations(positions)
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters())):
-            for layer in self.layers:
-                self.forward(layer, x, cosine, sine, layout, in_place=True)
+            if self.addresses is not None and isinstance(layout, Paged):
+                self.all_layers(x, cosine, sine, layout)
+            else:
+                for layer in self.layers:
+                    self.forward(layer, x, cosine, sine, layout, in_place=True)
             return self.kernels.rms_norm(x, self.body.norm.weight, self.body.norm.variance_epsilon)
         assert isinstance(layout, Packed), "only packed trees have a backward pass"
         for layer in self.layers:
             x = _Layer.apply(x, self, layer, cosine, sine, layout, *layer.parameters())  # pyright: ignore
         return _Norm.apply(x, self.body.norm.weight, self.body.norm.variance_epsilon, self.kernels)  # pyright: ignore
+
+    @contextmanager
+    def steady(self, cache: Cache) -> Iterator[None]:
+        """Within, weights and cache stay where and as they are, so that their addresses can be passed on."""
+        if self.kernels.dtype == torch.bfloat16:
+            rows = [
+                [0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers
+            ]
+            self.addresses = torch.tensor(rows, dtype=torch.int64)
+        try:
+            yield
+        finally:
+            self.addresses = None
+
+    def _tensors(self, layer: Layer, cache: Cache) -> list[Tensor | None]:
+        """In the order of gemm_stack.c."""
+        qkv, output, gate_up, down = (m.layout().data for m in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        keys, values = cache.keys[layer.index], cache.values[layer.index]
+        norm1, norm2 = layer.norm1.weight, layer.norm2.weight
+        return [norm1, qkv, layer.qkv.bias, output, norm2, gate_up, down, keys, values]
+
+    def all_layers(self, x: Tensor, cosine: Tensor, sine: Tensor, layout: Paged) -> None:
+        """`forward` of every layer in one call: the same operations in the same order."""
+        assert self.addresses is not None
+        first = self.layers[0]
+        inner = first.down.linears[0].in_features
+        where = (layout.pages, layout.places, layout.table, layout.lengths, layout.starts, layout.shared)
+        sizes = (x.shape[1], inner, first.heads, first.kv_heads)
+        eps = first.norm1.variance_epsilon
+        self.kernels.paged_stack(self.addresses, x, cosine, sine, where, sizes, eps, first.scale)
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D / 2] float32, from the model's own module."""

@@ -7,6 +7,7 @@ A page holds 32 positions. For each layer: keys [pages, K, D, 32] (positions las
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -74,13 +75,13 @@ class Paged:
             ),
         )
 
-    @property
+    @cached_property
     def pages(self) -> Tensor:
         """The page that each row is written to."""
         last = (self.lengths.long() - 1) // PAGE
         return self.table.gather(1, last[:, None])[:, 0].contiguous()
 
-    @property
+    @cached_property
     def places(self) -> Tensor:
         return (self.lengths - 1) % PAGE
 

@@ -414,7 +414,7 @@ def spies(seen: Seen, stack: ExitStack) -> None:
     def note_passes(*_: Any) -> None:
         seen.passes += 1
 
-    def note_batch(result: Any, runner: Any, plan: Any, pages: Any) -> None:
+    def note_batch(result: Any, runner: Any, plan: Any) -> None:
         seen.decoded_at_once = max(seen.decoded_at_once, sum(len(w.samplers) for w in plan))
         seen.threads = torch.get_num_threads()
 

@@ -145,7 +145,7 @@ def test_a_groups_prompt_is_prefilled_once(
     monkeypatch.setattr(
         bench.engine.runner,
         "run",
-        lambda plan, pages: (plans.append([(len(w.tokens), len(w.samplers)) for w in plan]), original(plan, pages))[1],
+        lambda plan: (plans.append([(len(w.tokens), len(w.samplers)) for w in plan]), original(plan))[1],
     )
     long = tuple(range(3, 73))
     bench.generate([long] * 5 + [PROMPTS[2]] * 2, seeded(7, ignore_eos=True))
@@ -238,7 +238,7 @@ def test_a_broken_forward_reaches_every_caller(
 ) -> None:
     bench = Bench(tiny, compute)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.engine.runner, "run", lambda plan, pages: 1 / 0)
+        patch.setattr(bench.engine.runner, "run", lambda plan: 1 / 0)
 
         async def main() -> list[object]:
             calls = (bench.engine.generate(p, SamplingParams(max_tokens=3)) for p in PROMPTS)

@@ -1,0 +1,44 @@
+/* All layers of a decoder in one call: with a few dozen rows, calling from Python would cost as much as the products. */
+#include "common.h"
+
+typedef struct { /* of one layer; packed weights as gemm.c wants them, biases may be NULL */
+    const elem *norm1, *qkv, *qkv_bias, *output, *norm2, *gate_up, *down;
+    elem *keys, *values; /* its cache */
+} layer;
+
+enum { ROUND, KEEP, ADD };
+
+void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
+void rotary(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
+void swiglu(const elem *gate_up, elem *y, long T, long I);
+void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N, long K,
+          int mode);
+void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
+                 const int32_t *places, long T, long kv_heads);
+void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+                     const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
+                     const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window);
+
+/* x [T, H] float32 goes through `count` layers in place. `scratch` holds T (2 H' + qkv + 3 I) elements, H' the larger of
+   H and the queries' width. */
+EXPORT void paged_stack(const layer *layers, long count, float *x, const float *cosine, const float *sine,
+                        const int32_t *pages, const int32_t *places, const int32_t *table, long table_width,
+                        const int32_t *lengths, const int32_t *starts, const int32_t *shared, long groups, elem *scratch,
+                        long T, long H, long I, long heads, long kv_heads, float eps, float scale) {
+    const long width = heads * HEAD_DIM, stride = (heads + 2 * kv_heads) * HEAD_DIM, wide = H > width ? H : width;
+    elem *h = scratch, *attended = h + T * wide, *qkv = attended + T * wide, *both = qkv + T * stride, *inner = both + T * 2 * I;
+    for (const layer *l = layers; l < layers + count; l++) {
+        rms_norm(x, l->norm1, h, NULL, T, H, eps);
+        gemm(h, H, l->qkv, l->qkv_bias, qkv, stride, T, stride, H, ROUND);
+        rotary(qkv, cosine, sine, T, heads + kv_heads, stride, 1.f);
+        const elem *key = qkv + width, *value = key + kv_heads * HEAD_DIM;
+        cache_write(key, value, stride, l->keys, l->values, pages, places, T, kv_heads);
+        paged_attention(qkv, stride, attended, l->keys, l->values, table, table_width, lengths, starts, shared, groups,
+                        heads, kv_heads, scale, 0);
+        gemm(attended, width, l->output, NULL, x, H, T, H, width, ADD);
+        rms_norm(x, l->norm2, h, NULL, T, H, eps);
+        gemm(h, H, l->gate_up, NULL, both, 2 * I, T, 2 * I, H, ROUND);
+        swiglu(both, inner, T, I);
+        gemm(inner, I, l->down, NULL, x, H, T, H, I, ADD);
+    }
+}
