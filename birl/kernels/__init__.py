@@ -99,12 +99,17 @@ class Kernels:
         self.lib.swiglu_backward(_p(gate_up), _p(grad_y), _p(y), *grad_y.shape)
         return y
 
-    def pack(self, weights: Sequence[Tensor], transposed: bool = False) -> PackedWeight:
-        """Weights [N_i, K] below one another, for products with their transpose; `transposed`: with themselves."""
+    def pack(
+        self, weights: Sequence[Tensor], transposed: bool = False, into: PackedWeight | None = None
+    ) -> PackedWeight:
+        """Weights [N_i, K] below one another, for products with their transpose; `transposed`: with themselves. `into`:
+        an earlier result of the same shape, to use its memory."""
         sizes = [w.shape[0] for w in weights]
         inner = weights[0].shape[1]
         rows, columns = (inner, sum(sizes)) if transposed else (sum(sizes), inner)
-        data = torch.empty(-(-rows // 16) * 16 * (-(-columns // 32) * 32), dtype=torch.bfloat16)
+        size = -(-rows // 16) * 16 * (-(-columns // 32) * 32)
+        data = torch.empty(size, dtype=torch.bfloat16) if into is None else into.data
+        assert len(data) == size
         done = 0
         for weight, size in zip(weights, sizes, strict=True):
             self.lib.gemm_pack(_p(weight), _p(data), size, inner, done, columns, int(transposed))
@@ -249,11 +254,13 @@ class Kernels:
         grad_entropy: Tensor | None,
         first: int,
     ) -> Tensor:
-        """Gradient by the logits [N, W] of the words first, first + 1, ..., in this type."""
-        grad = torch.empty(logits.shape, dtype=self.dtype)
+        """Gradient by the logits of the words first, first + 1, ...: words are rows, [W, N] -> [W, N] in this type, N
+        padded to 32 with zeros."""
+        words, count = logits.shape
+        grad = torch.empty(words, -(-count // 32) * 32, dtype=self.dtype)
         self.lib.logprobs_backward(
             *(_p(logits), _p(targets), temperature, _p(norm), _p(entropy), _p(grad_logp), _p(grad_entropy)),
-            *(_p(grad), first, *logits.shape),
+            *(_p(grad), first, words, count, grad.shape[1]),
         )
         return grad
 
@@ -280,7 +287,7 @@ SIGNATURES = {
     "paged_attention": "pnppppnpppnnnfn",
     "paged_stack": "pnppppppnpppnpnnnnnff",
     "logprobs": "ppfpppnn",
-    "logprobs_backward": "ppfpppppnnn",
+    "logprobs_backward": "ppfpppppnnnn",
     "sample": "pppppnn",
 }
 

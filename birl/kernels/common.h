@@ -9,6 +9,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define HEAD_VECTORS (HEAD_DIM / LANES)
@@ -34,11 +37,15 @@ static inline vec load_bf16(const uint16_t *p) {
 
 /* Round to nearest, ties to even; NaN stays NaN. */
 static inline void store_bf16(uint16_t *p, vec x) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     uvec nan = (uvec)(x != x);
     rounded = (rounded & ~nan) | (0x7fc0 & nan);
     *(hvec *)p = __builtin_convertvector(rounded, hvec);
+#endif
 }
 
 #ifdef BF16
@@ -53,6 +60,12 @@ static inline vec load(const elem *p) { return *(const vec *)p; }
 static inline void store(elem *p, vec x) { *(vec *)p = x; }
 static inline float load1(const elem *p) { return *p; }
 #endif
+
+static inline void store1(elem *p, float x) {
+    elem row[LANES];
+    store(row, splat(x));
+    *p = row[0];
+}
 
 static inline float sum(vec x) {
     float total = 0;

@@ -32,20 +32,26 @@ static inline void transpose16(uvec a[16]) {
     }
 }
 
+/* Pairs of rows t, t + 1 of x [T, N], columns n to n + 15, for 32 rows: square[pair][n]; 0 behind the last row. */
+static inline void pairs_of(const uint16_t *x, long stride, long t, long n, long T, uvec square[16]) {
+    for (long pair = 0; pair < 16; pair++) {
+        const long row = t + 2 * pair;
+        const uint16_t *from = x + row * stride + n;
+        square[pair] = (uvec){};
+        if (row < T) square[pair] = __builtin_convertvector(*(const hvec *)from, uvec);
+        if (row + 1 < T) square[pair] |= __builtin_convertvector(*(const hvec *)(from + stride), uvec) << 16;
+    }
+}
+
 /* x [T, N] -> y [N, width], zeros behind the first T columns; width is a multiple of 32. */
 EXPORT void gemm_transpose(const uint16_t *x, long stride, uint16_t *y, long T, long N, long width) {
 #pragma omp parallel for schedule(static)
-    for (long n = 0; n < N; n += 16)
-        for (long t = 0; t < width; t += 32) {
-            uvec a[16] = {}; /* pair of t, n */
-            for (long pair = 0; pair < 16; pair++) {
-                const long row = t + 2 * pair;
-                const uint16_t *from = x + row * stride + n;
-                if (row < T) a[pair] = __builtin_convertvector(*(const hvec *)from, uvec);
-                if (row + 1 < T) a[pair] |= __builtin_convertvector(*(const hvec *)(from + stride), uvec) << 16;
-            }
-            transpose16(a);
-            for (long i = 0; i < 16; i++) *(uvec *)(y + (n + i) * width + t) = a[i];
+    for (long t = 0; t < width; t += 32)
+        for (long n = 0; n < N; n += 16) {
+            uvec square[16];
+            pairs_of(x, stride, t, n, T, square);
+            transpose16(square);
+            for (long i = 0; i < 16; i++) *(uvec *)(y + (n + i) * width + t) = square[i];
         }
 }
 
@@ -67,23 +73,20 @@ EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long 
                 for (long pair = 0; pair < PANEL; pair++) *(uvec *)(tile + pair * BLOCK) = square[pair];
             }
     } else {
-        const long panels = K / PANEL; /* K is a multiple of 16 here */
+        const long panels = K / PANEL; /* K is a multiple of 16 here, and `done` of 32 or this is the last part */
         const long end = done + N == columns ? blocks * BLOCK - done : N;
 #pragma omp parallel for schedule(static)
-        for (long p = 0; p < panels; p++)
-            for (long row = 0; row < end; row += 2) {
-                const long k = done + row, n = p * PANEL;
-                uint16_t *pairs = packed + (p * blocks + k / BLOCK) * TILE + k % BLOCK / 2 * BLOCK;
-                uvec both = {};
-                if (row < N) both = __builtin_convertvector(*(const hvec *)(w + row * K + n), uvec);
-                if (row + 1 < N) both |= __builtin_convertvector(*(const hvec *)(w + (row + 1) * K + n), uvec) << 16;
-                *(uvec *)pairs = both;
+        for (long t = 0; t < end; t += BLOCK)
+            for (long p = 0; p < panels; p++) {
+                uvec square[16];
+                pairs_of(w, K, t, p * PANEL, N, square);
+                uint16_t *tile = packed + (p * blocks + (done + t) / BLOCK) * TILE;
+                for (long pair = 0; pair < 16; pair++) *(uvec *)(tile + pair * BLOCK) = square[pair];
             }
     }
 }
 
 #ifdef __AMX_BF16__
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -97,9 +100,13 @@ EXPORT const char *gemm_start(void) { /* the kernel wants to be asked once for t
     return syscall(SYS_arch_prctl, 0x1023, 18) ? NULL : "AMX";
 }
 
-/* sums [32, 32] = x[rows] W[two panels]'.  a0, a1: two times 16 rows. */
+static inline void fetch(const uint16_t *tile) { /* what comes next from memory, into the second-level cache */
+    for (int i = 0; i < 16; i++) _mm_prefetch((const char *)tile + i * 64, _MM_HINT_T1);
+}
+
+/* sums [32, 32] = x[rows] W[two panels]'.  a0, a1: two times 16 rows; next: panels to fetch meanwhile, or NULL. */
 static void product(const uint16_t *a0, const uint16_t *a1, long lda, const uint16_t *b0, const uint16_t *b1,
-                    long blocks, float *sums) {
+                    long blocks, const uint16_t *next, float *sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -114,6 +121,7 @@ static void product(const uint16_t *a0, const uint16_t *a1, long lda, const uint
             _tile_loadd(5, a1 + k * BLOCK, lda * 2);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
+            if (next) fetch(next + 2 * k * TILE), fetch(next + (2 * k + 1) * TILE);
         }
         _tile_stored(2, sums + 16 * 32, 128);
         _tile_stored(3, sums + 16 * 32 + 16, 128);
@@ -124,6 +132,7 @@ static void product(const uint16_t *a0, const uint16_t *a1, long lda, const uint
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, b1 + k * TILE, 64);
             _tile_dpbf16ps(1, 4, 7);
+            if (next) fetch(next + 2 * k * TILE), fetch(next + (2 * k + 1) * TILE);
         }
     }
     _tile_stored(0, sums, 128);
@@ -135,7 +144,6 @@ static void product(const uint16_t *a0, const uint16_t *a1, long lda, const uint
 #else
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
 EXPORT const char *gemm_start(void) { return "AVX512-BF16"; }
 static inline vec dot2(vec total, uint32_t a, const uint16_t *b) {
     return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
@@ -164,7 +172,8 @@ static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const u
 }
 
 static void product(const uint16_t *a0, const uint16_t *a1, long lda, const uint16_t *b0, const uint16_t *b1,
-                    long blocks, float *sums) {
+                    long blocks, const uint16_t *next, float *sums) {
+    (void)next;
     for (int i = 0; i < 16; i += 4) quad(a0 + i * lda, lda, b0, b1, blocks, sums + i * 32);
     if (a1)
         for (int i = 0; i < 16; i += 4) quad(a1 + i * lda, lda, b0, b1, blocks, sums + (16 + i) * 32);
@@ -206,6 +215,7 @@ EXPORT void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem
                 const long n = pair * 32, columns = N - n < 32 ? N - n : 32;
                 const uint16_t *b0 = packed + n / PANEL * blocks * TILE;
                 const uint16_t *b1 = columns > PANEL ? b0 + blocks * TILE : b0;
+                const uint16_t *next = pair + 1 < last && (pair + 2) * 32 <= N ? b0 + 2 * blocks * TILE : NULL;
                 for (long m = top; m < bottom; m += 32) {
                     const long rows = bottom - m < 32 ? bottom - m : 32;
                     const uint16_t *a0 = x + m * ldx, *a1 = rows > 16 ? a0 + 16 * ldx : NULL;
@@ -218,7 +228,7 @@ EXPORT void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem
                         }
                         a0 = rest, a1 = rows > 16 ? rest + 16 * K : NULL, lda = K;
                     }
-                    product(a0, a1, lda, b0, b1, blocks, sums);
+                    product(a0, a1, lda, b0, b1, blocks, m == top ? next : NULL, sums);
                     finish(sums, (char *)y + (m * ldy + n) * width, ldy, rows, columns, bias ? bias + n : NULL, mode);
                 }
             }

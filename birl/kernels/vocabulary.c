@@ -36,28 +36,38 @@ EXPORT void logprobs(const float *logits, const int64_t *targets, float temperat
     }
 }
 
-/* Gradient of sum(grad_logp logp + grad_entropy entropy) by the logits of the words from `first` on, [N, W] as elem:
-   (grad_logp (onehot - p) - grad_entropy p (log p + entropy)) / t. */
+/* Gradient of sum(grad_logp logp + grad_entropy entropy) by the logits of the words from `first` on:
+   (grad_logp (onehot - p) - grad_entropy p (log p + entropy)) / t.  Words are rows: logits [W, N] -> grad [W, width],
+   zeros behind column N; products with it then need no transposition. */
 EXPORT void logprobs_backward(const float *logits, const int64_t *targets, float temperature, const float *norm,
                               const float *entropy, const float *grad_logp, const float *grad_entropy, elem *grad,
-                              long first, long N, long W) {
+                              long first, long W, long N, long width) {
+    const float scale = 1.f / temperature;
 #pragma omp parallel for schedule(static)
+    for (long w = 0; w < W; w++) {
+        const float *row = logits + w * N;
+        elem *out = grad + w * width;
+        long n = 0;
+        for (; n + LANES <= N; n += LANES) {
+            vec l = *(const vec *)(row + n) / temperature - *(const vec *)(norm + n), factor = {};
+            if (grad_logp) factor -= *(const vec *)(grad_logp + n);
+            if (grad_entropy) factor -= *(const vec *)(grad_entropy + n) * (l + *(const vec *)(entropy + n));
+            store(out + n, vexp(l) * factor * scale);
+        }
+        for (; n < width; n++) {
+            float g = 0;
+            if (n < N) {
+                const float l = row[n] / temperature - norm[n];
+                g = expf(l) * (-(grad_logp ? grad_logp[n] : 0) - (grad_entropy ? grad_entropy[n] * (l + entropy[n]) : 0)) * scale;
+            }
+            store1(out + n, g);
+        }
+    }
     for (long n = 0; n < N; n++) {
-        const float *row = logits + n * W, scale = 1.f / temperature;
-        const float g = grad_logp ? grad_logp[n] : 0, ge = grad_entropy ? grad_entropy[n] : 0;
-        for (long i = 0; i + LANES <= W; i += LANES) {
-            vec l = *(const vec *)(row + i) / temperature - norm[n];
-            vec p = vexp(l);
-            store(grad + n * W + i, p * (-g - ge * (l + entropy[n])) * scale);
-        }
-        const long place = targets[n] - first;
-        if (place >= 0 && place < W) {
-            float l = row[place] / temperature - norm[n], p = expf(l);
-            vec value = splat((g - p * (g + ge * (l + entropy[n]))) * scale);
-            elem one[LANES];
-            store(one, value);
-            grad[n * W + place] = one[0];
-        }
+        const long w = targets[n] - first;
+        if (w < 0 || w >= W) continue;
+        const float l = logits[w * N + n] / temperature - norm[n], p = expf(l), g = grad_logp ? grad_logp[n] : 0;
+        store1(grad + w * width + n, (g - p * (g + (grad_entropy ? grad_entropy[n] * (l + entropy[n]) : 0))) * scale);
     }
 }
 

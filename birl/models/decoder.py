@@ -49,19 +49,20 @@ class Matrix:
         there is `weights_changed`."""
         now = tuple((p.data_ptr(), p._version) for p in self.parameters())
         if self.packed is None or now != self.made_of:
-            self.packed = None  # the memory first
-            weights = self.weights
+            weights, old = self.weights, self.packed
             if self.kernels.dtype == torch.bfloat16:
-                self.packed = self.kernels.pack(weights)
+                self.packed = self.kernels.pack(weights, into=old if isinstance(old, PackedWeight) else None)
             else:
+                self.packed = None  # the memory first
                 joined = weights[0] if len(weights) == 1 else torch.cat(weights)
                 self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, 32)
             self.bias = None if self.linears[0].bias is None else torch.cat([m.bias.detach() for m in self.linears])
             self.made_of = now
         return self.packed
 
-    def release(self) -> None:
-        self.packed = None
+    def stale(self) -> None:
+        """The weights have changed."""
+        self.made_of = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]."""
@@ -311,12 +312,12 @@ class Decoder:
         norms = [deposit(layer.norm1.weight, norm1), deposit(layer.norm2.weight, norm2)]
         return [*norms, *qkv, *output, *both, *down]
 
-    def release(self) -> None:
-        """Give back the weights laid out for products."""
+    def stale(self) -> None:
+        """The weights have changed: lay them out anew before the next product."""
         for layer in self.layers:
             for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                matrix.release()
-        self.head.release()
+                matrix.stale()
+        self.head.stale()
 
 
 class _Layer(torch.autograd.Function):
@@ -394,7 +395,7 @@ def weights_changed(model: nn.Module) -> None:
     without counting it in `_version`."""
     found = model.__dict__.get("_birl_decoder")
     if found is not None and found[1] is not None:
-        found[1].release()
+        found[1].stale()
 
 
 def head_dim(model: nn.Module) -> int:

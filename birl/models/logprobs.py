@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from birl.models.decoder import Decoder, Matrix, deposit, gradient_place
 
@@ -120,25 +121,34 @@ class _KernelLogprobs(torch.autograd.Function):
             return (None,) * 7
         head: Matrix = ctx.head
         k = head.kernels
-        by_logp, by_entropy = (None if g is None else g.contiguous() for g in grads)
-        grad_hidden = torch.zeros(hidden.shape)
+        count, extra = len(hidden), -len(hidden) % 32  # products want whole tiles; rows of zeros have no gradient
+        hidden, targets = pad(hidden, (0, 0, 0, extra)), pad(targets, (0, extra), value=-1)
+        norm, entropy = pad(norm, (0, extra)), pad(entropy, (0, extra))
+        by_logp, by_entropy = (None if g is None else pad(g, (0, extra)).contiguous() for g in grads)
         into, add = gradient_place(weight)
         by_bias = None if bias is None else torch.empty(bias.shape)
-        packed = k.pack([hidden], transposed=True) if k.dtype == torch.bfloat16 else None
+        by_hidden = torch.zeros(hidden.shape[1], len(hidden))  # all products here have the words as rows
+        rounded = k.dtype == torch.bfloat16
+        context = (targets, ctx.temperature, norm, entropy, by_logp, by_entropy)
+        if rounded:
+            packed, turned = k.pack([hidden]), k.pack([hidden], transposed=True)
         for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1) // 32 * 32 or 32):
-            logits = head.floats(hidden, words)
-            grad = k.logprobs_backward(logits, targets, ctx.temperature, norm, entropy, by_logp, by_entropy, words.start)
-            if packed is not None:
-                k.gemm(grad, k.pack([weight[words]], transposed=True), add_to=grad_hidden)
-                k.outer(k.transpose(grad), packed, into[words], add)
+            part = weight[words]
+            logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
+            if bias is not None:
+                logits += bias[words, None]
+            grad = k.logprobs_backward(logits, *context, words.start)
+            if rounded:
+                k.outer(grad, turned, into[words], add)
+                k.outer(k.transpose(part), k.pack([grad], transposed=True), by_hidden, True)
             else:
-                grad_hidden.addmm_(grad, weight[words])
-                into[words].addmm_(grad.T, hidden, beta=float(add))
+                into[words].addmm_(grad, hidden, beta=float(add))
+                by_hidden.addmm_(part.T, grad)
             if by_bias is not None:
-                by_bias[words] = grad.sum(0, dtype=torch.float32)
+                by_bias[words] = grad.sum(1, dtype=torch.float32)
         by_weight = None if hasattr(weight, "master") else into.to(weight.dtype)
         found_bias = None if by_bias is None else deposit(bias, by_bias)
-        return grad_hidden.to(hidden.dtype), by_weight, found_bias, None, None, None, None
+        return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None
 
 
 def _chunks(n: int, size: int) -> list[slice]:
