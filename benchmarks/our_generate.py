@@ -12,6 +12,7 @@ import os
 import time
 from concurrent.futures import Executor
 from pathlib import Path
+from statistics import median
 
 from benchmarks.peers import peak_rss_gb, versions
 
@@ -24,7 +25,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="sequences at once")
     parser.add_argument("--group", type=int, default=1, help="answers per prompt; batch / group prompts are read")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
-    parser.add_argument("--repeats", type=int, default=2, help="timed calls, after one short one that warms up")
+    parser.add_argument("--lengths", default="same", choices=["same", "uneven"], help="see benchmarks.peer_vllm")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one short one that warms up")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -46,6 +48,9 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
     chosen = [data[i // args.group % len(data)]["prompt"] for i in range(args.batch)]
     prompts = [policy.chat.render(tuple(Message(role=m["role"], content=m["content"]) for m in p)) for p in chosen]
 
+    def asked(i: int, tokens: int) -> int:
+        return tokens if args.lengths == "same" else tokens * (i % 4 + 1) // 4
+
     async def sample(tokens: int, seed: int) -> float:
         nonlocal version
         version += 1  # as after an optimizer step: the engine lays its weights out anew, inside the timed call
@@ -54,17 +59,19 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
         start = time.perf_counter()
         answers = await asyncio.gather(
             *(
-                engine.generate(p, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed * args.batch + i))
+                engine.generate(
+                    p, SamplingParams(max_tokens=asked(i, tokens), ignore_eos=True, seed=seed * args.batch + i)
+                )
                 for i, p in enumerate(prompts)
             )
         )
-        assert all(len(a.tokens) == tokens for a in answers)
+        assert [len(a.tokens) for a in answers] == [asked(i, tokens) for i in range(args.batch)]
         return time.perf_counter() - start
 
     await sample(min(8, args.tokens), args.seed)
     seconds = [await sample(args.tokens, args.seed + 1 + i) for i in range(args.repeats)]
     await engine.close()
-    made = args.batch * args.tokens
+    made = sum(asked(i, args.tokens) for i in range(args.batch))
     return {
         "side": "birl",
         "precision": args.precision,
@@ -73,7 +80,7 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
         "tokens": args.tokens,
         "prompt_tokens": sum(map(len, prompts)),
         "seconds": seconds,
-        "tokens_per_s": made * len(seconds) / sum(seconds),
+        "tokens_per_s": made / median(seconds),
         "best_tokens_per_s": made / min(seconds),
     }
 

@@ -54,7 +54,8 @@ def tiny_tokenizer(vocab: int = 320, template: str | None = CHATML) -> PreTraine
 def tiny_model(
     *, vocab: int = 320, layers: int = 2, hidden: int = 64, heads: int = 2, kv_heads: int = 1, seed: int = 0
 ) -> LlamaForCausalLM:
-    """Random float32 Llama with tied embeddings, heads of 32 (birl's kernels) or, with heads=4, of 16 (PyTorch's operators). The wide initialisation keeps its distributions far from uniform."""
+    """Random float32 Llama with tied embeddings, heads of 32 (birl's kernels) or, with heads=4 and kv_heads=2, of 16
+    (PyTorch's operators). The wide initialisation keeps its distributions far from uniform."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,

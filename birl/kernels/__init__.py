@@ -1,8 +1,8 @@
 """Kernels for the CPU, in C: compiled when first needed, kept in the cache.
 
-PyTorch's operators for a decoder layer cost more than its matrix products once there are only a few dozen rows, and none
-promises the same bits for a row in another batch. These do (see `common.h`), and the engine and the learner both use
-them. Where there is no C compiler, or the model's shape does not fit, everything runs on PyTorch's operators instead.
+PyTorch's operators for a decoder layer cost more than its matrix products once there are only a few dozen rows, and
+none promises the same bits for a row in another batch. These do (see `common.h`), and the engine and the learner both
+use them. Where there is no C compiler, or the model's shape does not fit, everything runs on PyTorch's operators.
 
     kernels = birl.kernels.load(torch.bfloat16, head_dim=64)     # None where they cannot be had; why: `problem()`
 
@@ -223,8 +223,9 @@ class Kernels:
         eps: float,
         scale: float,
     ) -> None:
-        """All layers in one call: x [T, H] float32 in place. `layers` [layers, 9] int64 addresses (gemm_stack.c), `where`
-        the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads."""
+        """All layers in one call: x [T, H] float32 in place. `layers` [layers, 9] int64 addresses (gemm_stack.c),
+        `where` the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads.
+        """
         hidden, inner, heads, kv_heads = sizes
         wide = max(hidden, heads * self.head_dim)
         per_row = 2 * wide + (heads + 2 * kv_heads) * self.head_dim + 3 * inner
@@ -238,9 +239,7 @@ class Kernels:
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """logits [N, V] float32 -> log softmax(logits / temperature)[target], log-normaliser, entropy, each [N]."""
         logp, norm, entropy = torch.empty(3, len(logits)).unbind()
-        self.lib.logprobs(
-            *(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape
-        )
+        self.lib.logprobs(*(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape)
         return logp, norm, entropy
 
     def logprobs_backward(

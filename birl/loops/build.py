@@ -24,7 +24,6 @@ from birl.loops import memory
 from birl.loops.evaluate import Plan, plan
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.run_folder import claim, find_checkpoint
-from birl.models.forward import verify
 from birl.models.load import cast
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
@@ -167,7 +166,6 @@ def assembled(
             trainable=False,
         )
     learner = make_learner(config, policy.model)
-    verify(policy.model)
     engine = policy.engine(config.engine, context, lambda: learner.version)
     everything = [t[i] for t in train for i in range(len(t))]
     check_cache(config.engine, engine, everything, config.rollout.max_tokens, policy.chat)
@@ -335,7 +333,6 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
     try:
         policy = await asyncio.get_running_loop().run_in_executor(compute, load_policy, config.model, compute)
         cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
-        verify(policy.model)
         tasks = load_tasks(config.data, "validation", chat=policy.chat.has_template)
         questions = [t[i] for t in tasks for i in range(len(t))]
         context = min(config.model.max_length or policy.context, policy.context)

@@ -16,6 +16,7 @@ from birl.engine.pages import pages_for
 from birl.engine.runner import page_bytes
 from birl.errors import BirlError
 from birl.kernels import PAGE
+from birl.models.forward import verify
 from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, resolve
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
@@ -64,6 +65,7 @@ def load_policy(config: schema.Model, compute: Executor) -> Policy:
             f"model.chat_template={config.chat_template}: what the user says does not come up in its output."
         )
     model = load_model(folder)
+    verify(model)
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)

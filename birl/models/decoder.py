@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from birl.kernels import Kernels, PackedWeight
 from birl.models.attention import Layout, Packed
 from birl.models.paged import Cache, Paged
 
+MADE: "WeakKeyDictionary[nn.Module, tuple[torch.dtype, Decoder | None]]" = WeakKeyDictionary()
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer"}
 
 
@@ -222,9 +224,7 @@ class Decoder:
     def steady(self, cache: Cache) -> Iterator[None]:
         """Within, weights and cache stay where and as they are, so that their addresses can be passed on."""
         if self.kernels.dtype == torch.bfloat16:
-            rows = [
-                [0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers
-            ]
+            rows = [[0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers]
             self.addresses = torch.tensor(rows, dtype=torch.int64)
         try:
             yield
@@ -382,18 +382,18 @@ def decoder_for(model: nn.Module) -> Decoder | None:
     if body is None or not hasattr(body, "layers") or not len(body.layers):
         return None
     dtype = cast(Any, model).get_output_embeddings().weight.dtype
-    found = model.__dict__.get("_birl_decoder")
+    found = MADE.get(model)
     if found is None or found[0] != dtype:
         kernel = kernels.load(dtype, head_dim(model)) if fits(model) else None
         found = (dtype, None if kernel is None else Decoder(model, kernel))
-        model.__dict__["_birl_decoder"] = found
+        MADE[model] = found
     return found[1]
 
 
 def weights_changed(model: nn.Module) -> None:
     """Forget every laid-out copy. Call after each optimizer step and each load: PyTorch's fused AdamW writes weights
     without counting it in `_version`."""
-    found = model.__dict__.get("_birl_decoder")
+    found = MADE.get(model)
     if found is not None and found[1] is not None:
         found[1].stale()
 

@@ -147,7 +147,7 @@ class _KernelLogprobs(torch.autograd.Function):
             if by_bias is not None:
                 by_bias[words] = grad.sum(1, dtype=torch.float32)
         by_weight = None if hasattr(weight, "master") else into.to(weight.dtype)
-        found_bias = None if by_bias is None else deposit(bias, by_bias)
+        found_bias = None if bias is None or by_bias is None else deposit(bias, by_bias)
         return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None
 
 

@@ -66,14 +66,11 @@ class Paged:
         starts = [0]
         for n in groups:
             starts.append(starts[-1] + n)
-        device = cache.keys[0].device
-        return cls(
-            cache,
-            *(
-                torch.tensor(x, dtype=torch.int32, device=device)
-                for x in ([[*t, *[0] * (width - len(t))] for t in tables], lengths, starts, shared)
-            ),
+        padded = [[*t, *[0] * (width - len(t))] for t in tables]
+        numbers = (
+            torch.tensor(x, dtype=torch.int32, device=cache.keys[0].device) for x in (padded, lengths, starts, shared)
         )
+        return cls(cache, *numbers)  # pyright: ignore[reportArgumentType]
 
     @cached_property
     def pages(self) -> Tensor:

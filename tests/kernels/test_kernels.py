@@ -185,7 +185,9 @@ def test_logprobs_and_their_gradient(k: Kernels) -> None:
     (logp * a + entropy * b).sum().backward()
     words = logits.T.contiguous()
     parts = [slice(0, 512), slice(512, 1003)]
-    found = [k.logprobs_backward(words[p].contiguous(), targets, 0.7, norm, found_entropy, a, b, p.start) for p in parts]
+    found = [
+        k.logprobs_backward(words[p].contiguous(), targets, 0.7, norm, found_entropy, a, b, p.start) for p in parts
+    ]
     assert leaf.grad is not None
     close(torch.cat(found)[:, :7], leaf.grad.T, k)
     assert (torch.cat(found)[:, 7:] == 0).all() and found[0].shape == (512, 32)

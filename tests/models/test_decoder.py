@@ -13,7 +13,7 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.models import forward
 from birl.models.attention import NAME, Packed, Tree
-from birl.models.decoder import decoder_for
+from birl.models.decoder import MADE, decoder_for
 from birl.models.forward import hidden_states, verify
 from birl.models.load import load_model
 from birl.types import Sample
@@ -49,7 +49,9 @@ def made(name: str) -> torch.nn.Module:
     return model
 
 
-def run(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, ours: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     with monkeypatch.context() as patch:
         if not ours:
             patch.setattr(forward, "decoder_for", lambda model: None)
@@ -108,7 +110,9 @@ def samples() -> list[Sample]:
         tokens = tuple((7 * j * (1 if j < prompt else i + 1) + prompt) % 320 for j in range(n))
         mask = (False,) * prompt + (True,) * answer
         rows.append(
-            Sample(tokens=tokens, mask=mask, logprobs=(0.0,) * n, versions=(0,) * n, advantage=1.0, group=i // 2, episode=i)
+            Sample(
+                tokens=tokens, mask=mask, logprobs=(0.0,) * n, versions=(0,) * n, advantage=1.0, group=i // 2, episode=i
+            )
         )
     return rows
 
@@ -163,7 +167,7 @@ def test_stale_weights_are_never_used(tiny: Path, dtype: torch.dtype) -> None:
 
     def same_as_fresh() -> torch.Tensor:
         found = learner.forward(batch)
-        learner.model.__dict__.pop("_birl_decoder")
+        MADE.pop(learner.model)
         assert torch.equal(found, learner.forward(batch))
         return found
 
