@@ -80,7 +80,7 @@ def run() -> int:
     sections = {
         "Python and packages": [_python(), *[_required(package) for package in REQUIRED], *torch_problem],
         "Optional": [_optional(package) for package in OPTIONAL],
-        "Processor": [*_processor(), _cores(), *_threads(), *_devices(torch)],
+        "Processor": [*_processor(), *_kernels(torch), _cores(), *_threads(), *_devices(torch)],
         "Memory and disk": [_memory(), _disk()],
     }
     for title, findings in sections.items():
@@ -177,6 +177,19 @@ def _processor() -> list[Finding]:
         *found,
         Finding("warn", "bfloat16", "emulated on this processor", "model.dtype=float32 may be faster; try both"),
     ]
+
+
+def _kernels(torch: Any) -> list[Finding]:
+    if torch is None:
+        return []
+    from birl import kernels
+
+    if why := kernels.problem():
+        return [Finding("warn", "kernels", f"none, so everything runs on PyTorch's operators: {why}")]
+    found = kernels.load(torch.bfloat16, 64)
+    if found is None:
+        return [Finding("warn", "kernels", "compiled, but they do not load")]
+    return [Finding("ok", "kernels", f"compiled; bfloat16 products by {found.isa}")]
 
 
 def _cpu() -> tuple[str, set[str]]:

@@ -328,10 +328,11 @@ def load(dtype: torch.dtype, head_dim: int) -> Kernels | None:
 
 def build(dtype: torch.dtype, head_dim: int) -> Path:
     """Compile, unless the cache has it: about a second. Raises `OSError` or `SubprocessError`."""
-    sources = sorted(HERE.glob("*.c" if dtype == torch.bfloat16 else "[!g]*.c"))  # products in float32 are PyTorch's
-    command = [compiler() or "cc", *FLAGS, f"-DHEAD_DIM={head_dim}", *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    rounded = dtype == torch.bfloat16  # products in float32 are PyTorch's; attention is another in each type
+    sources = [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
+    command = [compiler() or "cc", *FLAGS, f"-DHEAD_DIM={head_dim}", *(["-DBF16"] if rounded else [])]
     identity = hashlib.sha256(repr((command, _processor())).encode())
-    for file in (*sources, HERE / "common.h"):
+    for file in (*sources, *sorted(HERE.glob("*.h"))):
         identity.update(file.read_bytes())
     root = Path(os.environ.get("BIRL_CACHE") or Path.home() / ".cache" / "birl") / "kernels"
     target = root / f"{identity.hexdigest()[:20]}.so"

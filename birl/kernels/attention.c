@@ -1,4 +1,4 @@
-/* Attention over trees of packed tokens (training, prefill) and over pages of cached tokens (decoding).
+/* Attention in float32 (gemm_attention.c has it in bfloat16): over trees of packed tokens, and over cache pages.
 
    A query's keys are put into one row of scores by position, whether they come from a prefix that many answers share,
    from the answer itself, or from pages: the softmax and the weighted sum then run in the same order everywhere. */

@@ -2,7 +2,7 @@
 (`engine/pages.py`); pages that several sequences have in common are stored once and, by the kernels, read once.
 
 A page holds 32 positions. For each layer: keys [pages, K, D, 32] (positions last: 32 scores at a time), values
-[pages, K, 32, D].
+[pages, K, 32, D]. On the bfloat16 kernels the same memory has another order within a page (kernels/gemm_attention.c).
 """
 
 from collections.abc import Sequence

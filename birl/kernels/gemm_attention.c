@@ -1,0 +1,364 @@
+/* Attention in bfloat16 on tiles (attention.c has it in float32): over trees of packed tokens, and over cache pages.
+
+   A query's keys are numbered by position, in pages of 32 that begin at position 0, whether they come from a prefix that
+   many answers share, from the answer itself, or from the cache. Scores and sums are float32; the probabilities that
+   multiply the values are rounded to bfloat16 before they are divided by their sum. So a token gets the same bits when it
+   is decoded and when it is trained.
+
+   A page holds keys packed for q k' and values packed for p v (tile.h): keys as [2 panels][HEAD_DIM / 32 blocks], values
+   as [HEAD_DIM / 16 panels], a tile each. */
+#include "tile.h"
+
+#define PAGE 32
+#define PAGE_SIZE (PAGE * HEAD_DIM)
+#define KEY_BLOCKS (HEAD_DIM / BLOCK)
+#define MOST 32 /* queries of a product */
+
+typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
+
+static inline long pages_of(long n) { return (n + PAGE - 1) / PAGE; }
+
+static void *take(size_t bytes) {
+    void *p = NULL;
+    return posix_memalign(&p, 64, bytes + 4096) ? NULL : p;
+}
+
+/* c [n, 32] = a k' for one page of keys, n rows of a in steps of at most 32 (rows up to the next 16 are written). */
+static inline void score_page(const elem *a, long n, const elem *keys, float *c, long ld) {
+    for (long i = 0; i < n; i += MOST)
+        product(a + i * HEAD_DIM, n - i > 16, HEAD_DIM, keys, keys + KEY_BLOCKS * TILE, TILE, KEY_BLOCKS, NULL, c + i * ld,
+                ld, 0);
+}
+
+/* o [n, HEAD_DIM] = or += p v for one page of values; p [n, 32]. */
+static inline void value_page(const elem *p, long ldp, long n, const elem *values, float *o, int add) {
+    for (long i = 0; i < n; i += MOST)
+        for (long d = 0; d < HEAD_DIM; d += 32)
+            product(p + i * ldp, n - i > 16, ldp, values + d / PANEL * TILE, values + (d / PANEL + 1) * TILE, 0, 1, NULL,
+                    o + i * HEAD_DIM + d, HEAD_DIM, add);
+}
+
+/* Scores [end] of one query -> p = e^(scale s - max), rounded, 0 outside first..last. Returns log sum exp, and 1 / sum. */
+static inline float soften(float *s, long first, long last, long end, float scale, elem *p, float *inverse) {
+    const long from = first / LANES * LANES, to = (last + LANES - 1) / LANES * LANES;
+    for (long j = from; j < first; j++) s[j] = -INFINITY;
+    for (long j = last; j < to; j++) s[j] = -INFINITY;
+    vec most = splat(-INFINITY), total = {};
+    for (long j = from; j < to; j += LANES) most = larger(*(vec *)(s + j), most);
+    const float peak = largest(most) * scale;
+    for (long j = 0; j < from; j += LANES) store(p + j, (vec){});
+    for (long j = from; j < to; j += LANES) {
+        vec e = vexp(*(vec *)(s + j) * scale - peak);
+        total += e;
+        store(p + j, e);
+    }
+    for (long j = to; j < end; j += LANES) store(p + j, (vec){});
+    const float all = sum(total);
+    *inverse = 1.f / all;
+    return peak + logf(all);
+}
+
+/* Where 32 positions of a sequence are: rows of one head, NULL behind the last. */
+typedef struct { const elem *row[PAGE]; } places;
+
+static places find(const elem *base, long stride, const segment *s, long page) {
+    places found;
+    for (long i = 0; i < PAGE; i++) {
+        const long j = page * PAGE + i;
+        const long row = j < s->prefix ? s->prefix_start + j : s->start + j - s->prefix;
+        found.row[i] = j < s->prefix + s->length ? base + row * stride : NULL;
+    }
+    return found;
+}
+
+/* 32 rows [HEAD_DIM] as the right side of x rows': panels of 16 rows. */
+static void pack_keys(const places *from, elem *page) {
+    for (long panel = 0; panel < 2; panel++)
+        for (long b = 0; b < KEY_BLOCKS; b++) {
+            uvec square[16] = {};
+            for (long i = 0; i < 16; i++)
+                if (from->row[panel * 16 + i]) square[i] = *(const uvec *)(from->row[panel * 16 + i] + b * BLOCK);
+            transpose16(square);
+            for (long i = 0; i < 16; i++) *(uvec *)(page + (panel * KEY_BLOCKS + b) * TILE + i * BLOCK) = square[i];
+        }
+}
+
+/* 32 rows [HEAD_DIM] as the right side of p rows: panels of 16 columns. */
+static void pack_values(const places *from, elem *page) {
+    for (long panel = 0; panel < HEAD_DIM / PANEL; panel++)
+        for (long pair = 0; pair < 16; pair++) {
+            const elem *even = from->row[2 * pair], *odd = from->row[2 * pair + 1];
+            uvec both = {};
+            if (even) both = __builtin_convertvector(*(const hvec *)(even + panel * PANEL), uvec);
+            if (odd) both |= __builtin_convertvector(*(const hvec *)(odd + panel * PANEL), uvec) << 16;
+            *(uvec *)(page + panel * TILE + pair * BLOCK) = both;
+        }
+}
+
+static long block_rows(long group) { return group >= MOST ? 1 : MOST / group; }
+
+/* The segments of tree `number`. */
+static void tree_of(const segment *segments, long count, long number, long *from, long *to, long *longest, long *rows) {
+    *from = 0, *longest = 0, *rows = 0;
+    while (segments[*from].tree != number) ++*from;
+    for (*to = *from; *to < count && segments[*to].tree == number; ++*to) {
+        const long n = segments[*to].prefix + segments[*to].length;
+        *longest = n > *longest ? n : *longest;
+        *rows += segments[*to].length;
+    }
+}
+
+/* out [T, H * D], lse [T, H].  Heads of one key head are queries of one product. Rows are `stride` elements apart. */
+EXPORT void tree_attention(const elem *query, const elem *key, const elem *value, long stride, elem *out, float *lse,
+                           const segment *segments, long count, long heads, long kv_heads, float scale, long window) {
+    const long group = heads / kv_heads, trees = count ? segments[count - 1].tree + 1 : 0;
+#pragma omp parallel
+    {
+        START_THREAD();
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < trees * kv_heads; task++) {
+            const long h = task % kv_heads, step = block_rows(group), most = (step * group + MOST - 1) / MOST * MOST;
+            long from, to, longest, rows_of_tree;
+            tree_of(segments, count, task / kv_heads, &from, &to, &longest, &rows_of_tree);
+            const long width = pages_of(longest) * PAGE;
+            char *memory = take(2 * width * HEAD_DIM * sizeof(elem) + most * (HEAD_DIM + width) * (sizeof(elem) + sizeof(float)));
+            float *scores = (float *)memory, *o = scores + most * width;
+            elem *keys = (elem *)(o + most * HEAD_DIM), *values = keys + width * HEAD_DIM;
+            elem *q = values + width * HEAD_DIM, *p = q + most * HEAD_DIM;
+            memset(q, 0, most * HEAD_DIM * sizeof(elem));
+            memset(p, 0, most * width * sizeof(elem));
+            const elem *k_base = key + h * HEAD_DIM, *v_base = value + h * HEAD_DIM;
+            long ready = 0; /* pages that the next segment has in common with the last */
+            for (long at = from; at < to; at++) {
+                const segment *s = segments + at;
+                if (!s->length) continue;
+                for (long page = at > from ? ready : 0; page < pages_of(s->prefix + s->length); page++) {
+                    const places k = find(k_base, stride, s, page), v = find(v_base, stride, s, page);
+                    pack_keys(&k, keys + page * PAGE_SIZE);
+                    pack_values(&v, values + page * PAGE_SIZE);
+                }
+                ready = (at == from ? s->length : s->prefix) / PAGE; /* full pages of the tree's prefix */
+                for (long top = 0; top < s->length; top += step) {
+                    const long rows = s->length - top < step ? s->length - top : step, n = rows * group;
+                    const long pages = pages_of(s->prefix + top + rows);
+                    for (long i = 0; i < rows; i++)
+                        memcpy(q + i * group * HEAD_DIM, query + (s->start + top + i) * stride + h * group * HEAD_DIM,
+                               group * HEAD_DIM * sizeof(elem));
+                    for (long page = 0; page < pages; page++)
+                        score_page(q, n, keys + page * PAGE_SIZE, scores + page * PAGE, width);
+                    float inverse[most];
+                    for (long i = 0; i < n; i++) {
+                        const long visible = s->prefix + top + i / group + 1;
+                        const long first = window && visible > window ? visible - window : 0;
+                        const float l = soften(scores + i * width, first, visible, pages * PAGE, scale, p + i * width, inverse + i);
+                        if (lse) lse[(s->start + top + i / group) * heads + h * group + i % group] = l;
+                    }
+                    for (long page = 0; page < pages; page++)
+                        value_page(p + page * PAGE, width, n, values + page * PAGE_SIZE, o, page > 0);
+                    for (long i = 0; i < n; i++)
+                        for (long d = 0; d < HEAD_DIM; d += LANES)
+                            store(out + ((s->start + top + i / group) * heads + h * group + i % group) * HEAD_DIM + d,
+                                  *(vec *)(o + i * HEAD_DIM + d) * inverse[i]);
+                }
+            }
+            free(memory);
+        }
+        END_THREAD();
+    }
+}
+
+/* p [32 queries, 32 keys] (rows ld apart) -> [32 keys, 32 queries]. */
+static void turn(const elem *p, long ld, elem *out) {
+    for (long half = 0; half < 2; half++) {
+        uvec square[16];
+        pairs_of(p, ld, 0, half * 16, 32, square);
+        transpose16(square);
+        for (long i = 0; i < 16; i++) *(uvec *)(out + (half * 16 + i) * 32) = square[i];
+    }
+}
+
+/* With p = softmax(scale q k'), o = p v:  dv = p' do,  dp = do v',  ds = scale p (dp - do . o),  dq = ds k,  dk = ds' q.
+   grad_query, grad_key, grad_value have the layout of query, key, value. A tree and a key head are one task, so every sum
+   has one writer; sums by key are kept by position, the prefix's while its branches come and go. */
+EXPORT void tree_attention_backward(const elem *query, const elem *key, const elem *value, long stride, const elem *out,
+                                    const float *lse, const elem *grad_out, elem *grad_query, elem *grad_key,
+                                    elem *grad_value, const segment *segments, long count, long heads, long kv_heads,
+                                    float scale, long window) {
+    const long group = heads / kv_heads, trees = count ? segments[count - 1].tree + 1 : 0;
+#pragma omp parallel
+    {
+        START_THREAD();
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < trees * kv_heads; task++) {
+            const long h = task % kv_heads, step = block_rows(group), most = (step * group + MOST - 1) / MOST * MOST;
+            long from, to, longest, rows_of_tree;
+            tree_of(segments, count, task / kv_heads, &from, &to, &longest, &rows_of_tree);
+            const long width = pages_of(longest) * PAGE, prefix = to > from + 1 ? segments[from].length : 0;
+            char *memory = take(width * HEAD_DIM * (3 * sizeof(elem) + 2 * sizeof(float)) + most * width * (2 * sizeof(elem) + 2 * sizeof(float)) +
+                                most * HEAD_DIM * (4 * sizeof(elem) + sizeof(float)) + 4 * TILE * sizeof(elem));
+            float *dk = (float *)memory, *dv = dk + width * HEAD_DIM, *scores = dv + width * HEAD_DIM;
+            float *dp = scores + most * width, *dq = dp + most * width;
+            elem *keys = (elem *)(dq + most * HEAD_DIM), *keys_as_values = keys + width * HEAD_DIM;
+            elem *values_as_keys = keys_as_values + width * HEAD_DIM, *p = values_as_keys + width * HEAD_DIM;
+            elem *ds = p + most * width, *q = ds + most * width, *go = q + most * HEAD_DIM;
+            elem *q_packed = go + most * HEAD_DIM, *go_packed = q_packed + most * HEAD_DIM, *turned = go_packed + most * HEAD_DIM;
+            memset(q, 0, 2 * most * HEAD_DIM * sizeof(elem));
+            memset(p, 0, 2 * most * width * sizeof(elem));
+            memset(dk, 0, 2 * width * HEAD_DIM * sizeof(float));
+            const elem *k_base = key + h * HEAD_DIM, *v_base = value + h * HEAD_DIM;
+            long ready = 0;
+            for (long turn_number = 0; turn_number < to - from; turn_number++) {
+                const long at = turn_number + 1 < to - from ? from + 1 + turn_number : from; /* the prefix comes last */
+                const segment *s = segments + at;
+                if (!s->length) continue;
+                for (long page = at == from ? 0 : ready; page < pages_of(s->prefix + s->length); page++) {
+                    const places k = find(k_base, stride, s, page), v = find(v_base, stride, s, page);
+                    pack_keys(&k, keys + page * PAGE_SIZE);
+                    pack_values(&k, keys_as_values + page * PAGE_SIZE);
+                    pack_keys(&v, values_as_keys + page * PAGE_SIZE);
+                }
+                if (at > from) {
+                    ready = prefix / PAGE;
+                    memset(dk + prefix * HEAD_DIM, 0, (width - prefix) * HEAD_DIM * sizeof(float));
+                    memset(dv + prefix * HEAD_DIM, 0, (width - prefix) * HEAD_DIM * sizeof(float));
+                }
+                for (long top = 0; top < s->length; top += step) {
+                    const long rows = s->length - top < step ? s->length - top : step, n = rows * group;
+                    const long pages = pages_of(s->prefix + top + rows), end = pages * PAGE;
+                    for (long i = 0; i < rows; i++) {
+                        const long row = s->start + top + i;
+                        memcpy(q + i * group * HEAD_DIM, query + row * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
+                        memcpy(go + i * group * HEAD_DIM, grad_out + (row * heads + h * group) * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
+                    }
+                    memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
+                    memset(go + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
+                    for (long page = 0; page < pages; page++) {
+                        score_page(q, n, keys + page * PAGE_SIZE, scores + page * PAGE, width);
+                        score_page(go, n, values_as_keys + page * PAGE_SIZE, dp + page * PAGE, width);
+                    }
+                    for (long i = 0; i < n; i++) {
+                        const long row = s->start + top + i / group, head = h * group + i % group;
+                        const long visible = s->prefix + top + i / group + 1, first = window && visible > window ? visible - window : 0;
+                        const float l = lse[row * heads + head];
+                        vec dots = {};
+                        for (long d = 0; d < HEAD_DIM; d += LANES) dots += load(go + i * HEAD_DIM + d) * load(out + (row * heads + head) * HEAD_DIM + d);
+                        const float delta = sum(dots);
+                        float *pr = scores + i * width, *dr = dp + i * width;
+                        for (long j = 0; j < first; j++) pr[j] = -INFINITY;
+                        for (long j = visible; j < end; j++) pr[j] = -INFINITY, dr[j] = 0;
+                        for (long j = 0; j < end; j += LANES) {
+                            vec e = vexp(*(vec *)(pr + j) * scale - l);
+                            store(p + i * width + j, e);
+                            store(ds + i * width + j, e * (*(vec *)(dr + j) - delta) * scale);
+                        }
+                    }
+                    for (long i = n; i < most; i++) {
+                        memset(p + i * width, 0, end * sizeof(elem));
+                        memset(ds + i * width, 0, end * sizeof(elem));
+                    }
+                    for (long part = 0; part < most; part += MOST) {
+                        places by_query, by_grad;
+                        for (long i = 0; i < MOST; i++) by_query.row[i] = q + (part + i) * HEAD_DIM, by_grad.row[i] = go + (part + i) * HEAD_DIM;
+                        pack_values(&by_query, q_packed);
+                        pack_values(&by_grad, go_packed);
+                        for (long page = 0; page < pages; page++) {
+                            turn(p + part * width + page * PAGE, width, turned);
+                            value_page(turned, MOST, PAGE, go_packed, dv + page * PAGE_SIZE, 1);
+                            turn(ds + part * width + page * PAGE, width, turned);
+                            value_page(turned, MOST, PAGE, q_packed, dk + page * PAGE_SIZE, 1);
+                        }
+                    }
+                    for (long page = 0; page < pages; page++)
+                        value_page(ds + page * PAGE, width, n, keys_as_values + page * PAGE_SIZE, dq, page > 0);
+                    for (long i = 0; i < n; i++)
+                        for (long d = 0; d < HEAD_DIM; d += LANES)
+                            store(grad_query + (s->start + top + i / group) * stride + (h * group + i % group) * HEAD_DIM + d,
+                                  *(vec *)(dq + i * HEAD_DIM + d));
+                }
+                for (long t = 0; t < s->length; t++)
+                    for (long d = 0; d < HEAD_DIM; d += LANES) {
+                        const long to_row = (s->start + t) * stride + h * HEAD_DIM + d, from_row = (s->prefix + t) * HEAD_DIM + d;
+                        store(grad_key + to_row, *(vec *)(dk + from_row));
+                        store(grad_value + to_row, *(vec *)(dv + from_row));
+                    }
+            }
+            free(memory);
+        }
+        END_THREAD();
+    }
+}
+
+/* Cache of one layer: keys and values [pages, kv_heads, 32 * HEAD_DIM]. Position j of sequence b is in page
+   table[b][j / 32]. Rows t of key and value [T, stride] go to page pages[t], place places[t]. */
+EXPORT void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
+                        const int32_t *places, long T, long kv_heads) {
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (long t = 0; t < T; t++) /* a page's first position: what was there before must not be NaN, even times 0 */
+            if (!places[t]) memset(values + pages[t] * kv_heads * PAGE_SIZE, 0, kv_heads * PAGE_SIZE * sizeof(elem));
+#pragma omp for schedule(static)
+        for (long t = 0; t < T; t++)
+            for (long h = 0; h < kv_heads; h++) {
+                const elem *k = key + t * stride + h * HEAD_DIM, *v = value + t * stride + h * HEAD_DIM;
+                const long j = places[t], page = (pages[t] * kv_heads + h) * PAGE_SIZE;
+                elem *to_keys = keys + page + j / 16 * KEY_BLOCKS * TILE + j % 16 * 2;
+                for (long d = 0; d < HEAD_DIM; d += 2) memcpy(to_keys + d / 2 * BLOCK, k + d, 2 * sizeof(elem));
+                elem *to_values = values + page + j / 2 * BLOCK + j % 2;
+                for (long d = 0; d < HEAD_DIM; d++) to_values[d / PANEL * TILE + d % PANEL * 2] = v[d];
+            }
+    }
+}
+
+/* One query row for each of B sequences of lengths[b] positions, all in the cache. Sequences starts[g]..starts[g + 1]
+   have their first shared[g] pages in common: these are read once for all of them. */
+EXPORT void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+                            const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
+                            const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {
+    const long group = heads / kv_heads;
+#pragma omp parallel
+    {
+        START_THREAD();
+#pragma omp for schedule(dynamic)
+        for (long task = 0; task < groups * kv_heads; task++) {
+            const long g = task / kv_heads, h = task % kv_heads, begin = starts[g], count = starts[g + 1] - begin;
+            const long common = shared[g], n = count * group, most = (n + MOST + group) / MOST * MOST + MOST;
+            long longest = 0;
+            for (long b = begin; b < begin + count; b++) longest = lengths[b] > longest ? lengths[b] : longest;
+            const long width = pages_of(longest) * PAGE, alone = (group + MOST - 1) / MOST * MOST;
+            char *memory = take((most * (HEAD_DIM + width) + alone * HEAD_DIM) * sizeof(float) + most * (HEAD_DIM + width) * sizeof(elem));
+            float *scores = (float *)memory, *o = scores + most * width, *one = o + most * HEAD_DIM;
+            elem *q = (elem *)(one + alone * HEAD_DIM), *p = q + most * HEAD_DIM;
+            float inverse[n];
+            for (long i = 0; i < count; i++)
+                memcpy(q + i * group * HEAD_DIM, query + (begin + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
+            memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
+            for (long page = 0; page < common; page++)
+                score_page(q, n, keys + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, scores + page * PAGE, width);
+            for (long i = 0; i < count; i++) {
+                const long length = lengths[begin + i], end = pages_of(length) * PAGE;
+                float *rows = scores + i * group * width;
+                for (long page = common; page < pages_of(length); page++)
+                    score_page(q + i * group * HEAD_DIM, group,
+                               keys + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, rows + page * PAGE, width);
+                for (long j = i * group; j < (i + 1) * group; j++)
+                    soften(scores + j * width, window && length > window ? length - window : 0, length, end, scale, p + j * width, inverse + j);
+            }
+            for (long page = 0; page < common; page++)
+                value_page(p + page * PAGE, width, n, values + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, o, page > 0);
+            for (long i = 0; i < count; i++) {
+                const long length = lengths[begin + i];
+                memcpy(one, o + i * group * HEAD_DIM, group * HEAD_DIM * sizeof(float));
+                for (long page = common; page < pages_of(length); page++)
+                    value_page(p + i * group * width + page * PAGE, width, group,
+                               values + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, one, page > 0);
+                for (long j = 0; j < group; j++)
+                    for (long d = 0; d < HEAD_DIM; d += LANES)
+                        store(out + ((begin + i) * heads + h * group + j) * HEAD_DIM + d,
+                              *(vec *)(one + j * HEAD_DIM + d) * inverse[i * group + j]);
+            }
+            free(memory);
+        }
+        END_THREAD();
+    }
+}

@@ -1,0 +1,138 @@
+/* Products of bfloat16 tiles with float32 sums, for gemm.c and gemm_attention.c.
+
+   Packed matrices W [N, K], for products x W': panels of 16 rows n; in each, blocks of 32 k; in each, 16 pairs of k; each
+   pair holds 16 n x 2 k. That is an AMX tile, and 16 registers for AVX-512's dot products of pairs. K is padded to 32, N
+   to 16, with zeros. The order of a sum is fixed: blocks of 32 one after another, so a sum may stop and go on. */
+#pragma once
+#include "common.h"
+
+#define PANEL 16
+#define BLOCK 32
+#define TILE (PANEL * BLOCK) /* elements of a packed block */
+
+/* a[i][j] -> a[j][i], by exchanging halves, quarters, eighths and sixteenths of pairs of rows. */
+static inline void transpose16(uvec a[16]) {
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int s = 1; s < 16; s *= 2) {
+        const ivec odd = (lane & s) != 0;
+        const ivec first = (odd & ((lane ^ s) + 16)) | (~odd & lane), second = (odd & (lane + 16)) | (~odd & (lane ^ s));
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            if (!(i & s)) {
+                uvec x = a[i], y = a[i | s];
+                a[i] = __builtin_shuffle(x, y, first);
+                a[i | s] = __builtin_shuffle(x, y, second);
+            }
+    }
+}
+
+/* Pairs of rows t, t + 1 of x [T, N], columns n to n + 15, for 32 rows: square[pair][n]; 0 behind the last row. */
+static inline void pairs_of(const uint16_t *x, long stride, long t, long n, long T, uvec square[16]) {
+    for (long pair = 0; pair < 16; pair++) {
+        const long row = t + 2 * pair;
+        const uint16_t *from = x + row * stride + n;
+        square[pair] = (uvec){};
+        if (row < T) square[pair] = __builtin_convertvector(*(const hvec *)from, uvec);
+        if (row + 1 < T) square[pair] |= __builtin_convertvector(*(const hvec *)(from + stride), uvec) << 16;
+    }
+}
+
+#ifdef __AMX_BF16__
+
+static const struct {
+    uint8_t palette, start_row, zero[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TILES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+static inline void fetch(const uint16_t *tile) { /* what comes next from memory, into the second-level cache */
+    for (int i = 0; i < 16; i++) _mm_prefetch((const char *)tile + i * 64, _MM_HINT_T1);
+}
+
+/* sums [16 or 32, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and 16
+   rows a, or 32 (`two`), lda elements apart; next: panels to fetch meanwhile, or NULL. */
+static inline void product(const uint16_t *a, int two, long lda, const uint16_t *b0, const uint16_t *b1, long step,
+                           long blocks, const uint16_t *next, float *sums, long ld, int add) {
+    if (add) {
+        _tile_loadd(0, sums, ld * 4);
+        _tile_loadd(1, sums + 16, ld * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    if (two) {
+        if (add) {
+            _tile_loadd(2, sums + 16 * ld, ld * 4);
+            _tile_loadd(3, sums + 16 * ld + 16, ld * 4);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (long k = 0; k < blocks; k++) {
+            _tile_loadd(4, a + k * BLOCK, lda * 2);
+            _tile_loadd(6, b0 + k * step, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, b1 + k * step, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, a + 16 * lda + k * BLOCK, lda * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            if (next) fetch(next + 2 * k * TILE), fetch(next + (2 * k + 1) * TILE);
+        }
+        _tile_stored(2, sums + 16 * ld, ld * 4);
+        _tile_stored(3, sums + 16 * ld + 16, ld * 4);
+    } else {
+        for (long k = 0; k < blocks; k++) {
+            _tile_loadd(4, a + k * BLOCK, lda * 2);
+            _tile_loadd(6, b0 + k * step, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, b1 + k * step, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            if (next) fetch(next + 2 * k * TILE), fetch(next + (2 * k + 1) * TILE);
+        }
+    }
+    _tile_stored(0, sums, ld * 4);
+    _tile_stored(1, sums + 16, ld * 4);
+}
+#define START_THREAD() _tile_loadconfig(&TILES)
+#define END_THREAD() _tile_release()
+
+#else
+
+static inline vec dot2(vec total, uint32_t a, const uint16_t *b) {
+#ifdef __AVX512BF16__
+    return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
+#else
+    uvec pairs = *(const uvec *)b;
+    union { uint32_t u; float f; } low = {a << 16}, high = {a & 0xffff0000};
+    total += low.f * (vec)(pairs << 16);
+    total += high.f * (vec)(pairs & 0xffff0000);
+    return total;
+#endif
+}
+
+static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const uint16_t *b1, long step, long blocks,
+                        float *sums, long ld, int add) {
+    vec s[4][2] = {};
+    if (add)
+        for (int i = 0; i < 4; i++) s[i][0] = *(vec *)(sums + i * ld), s[i][1] = *(vec *)(sums + i * ld + 16);
+    for (long k = 0; k < blocks; k++)
+        for (long pair = 0; pair < BLOCK / 2; pair++)
+            for (int i = 0; i < 4; i++) {
+                uint32_t both;
+                memcpy(&both, a + i * lda + k * BLOCK + 2 * pair, 4);
+                s[i][0] = dot2(s[i][0], both, b0 + k * step + pair * BLOCK);
+                s[i][1] = dot2(s[i][1], both, b1 + k * step + pair * BLOCK);
+            }
+    for (int i = 0; i < 4; i++) *(vec *)(sums + i * ld) = s[i][0], *(vec *)(sums + i * ld + 16) = s[i][1];
+}
+
+static inline void product(const uint16_t *a, int two, long lda, const uint16_t *b0, const uint16_t *b1, long step,
+                           long blocks, const uint16_t *next, float *sums, long ld, int add) {
+    (void)next;
+    for (int i = 0; i < (two ? 32 : 16); i += 4) quad(a + i * lda, lda, b0, b1, step, blocks, sums + i * ld, ld, add);
+}
+#define START_THREAD()
+#define END_THREAD()
+#endif
