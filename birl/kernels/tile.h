@@ -51,9 +51,9 @@ static inline void fetch(const uint16_t *tile) { /* what comes next from memory,
 }
 
 /* sums [16 or 32, 32] (rows ld apart) = or += a W', for two panels b0, b1 whose blocks are `step` elements apart, and 16
-   rows a, or 32 (`two`), lda elements apart; next: panels to fetch meanwhile, or NULL. */
+   rows a, or 32 (`two`), lda elements apart; next: tiles to fetch meanwhile, `ahead` for each block, or NULL. */
 static inline void product(const uint16_t *a, int two, long lda, const uint16_t *b0, const uint16_t *b1, long step,
-                           long blocks, const uint16_t *next, float *sums, long ld, int add) {
+                           long blocks, const uint16_t *next, int ahead, float *sums, long ld, int add) {
     if (add) {
         _tile_loadd(0, sums, ld * 4);
         _tile_loadd(1, sums + 16, ld * 4);
@@ -78,7 +78,8 @@ static inline void product(const uint16_t *a, int two, long lda, const uint16_t 
             _tile_loadd(5, a + 16 * lda + k * BLOCK, lda * 2);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
-            if (next) fetch(next + 2 * k * TILE), fetch(next + (2 * k + 1) * TILE);
+            if (next)
+                for (int i = 0; i < ahead; i++) fetch(next + (ahead * k + i) * TILE);
         }
         _tile_stored(2, sums + 16 * ld, ld * 4);
         _tile_stored(3, sums + 16 * ld + 16, ld * 4);
@@ -89,7 +90,8 @@ static inline void product(const uint16_t *a, int two, long lda, const uint16_t 
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, b1 + k * step, 64);
             _tile_dpbf16ps(1, 4, 7);
-            if (next) fetch(next + 2 * k * TILE), fetch(next + (2 * k + 1) * TILE);
+            if (next)
+                for (int i = 0; i < ahead; i++) fetch(next + (ahead * k + i) * TILE);
         }
     }
     _tile_stored(0, sums, ld * 4);
@@ -129,8 +131,8 @@ static inline void quad(const uint16_t *a, long lda, const uint16_t *b0, const u
 }
 
 static inline void product(const uint16_t *a, int two, long lda, const uint16_t *b0, const uint16_t *b1, long step,
-                           long blocks, const uint16_t *next, float *sums, long ld, int add) {
-    (void)next;
+                           long blocks, const uint16_t *next, int ahead, float *sums, long ld, int add) {
+    (void)next, (void)ahead;
     for (int i = 0; i < (two ? 32 : 16); i += 4) quad(a + i * lda, lda, b0, b1, step, blocks, sums + i * ld, ld, add);
 }
 #define START_THREAD()
