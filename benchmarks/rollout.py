@@ -5,7 +5,7 @@
 128 tokens an answer, 8 answers a prompt. Ours gives a log-prob for each token and lays its weights out anew in each
 timed call, as after an optimizer step; the peers compute no log-probs unless asked (`--logprobs`, vLLM only). vLLM runs
 at the best setting found: both threads, compiled, one process. One line for each batch size; the verdict is for the
-smallest ratio among them. `--lengths uneven`: every fourth answer has a quarter, half, three quarters, all of the tokens.
+smallest ratio among them. `--lengths uneven`: a quarter, half, three quarters, all of the tokens, in turns.
 """
 
 import argparse

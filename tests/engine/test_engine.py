@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from birl import kernels
 from birl.data.pack import pack
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
@@ -90,6 +91,7 @@ def test_engine_and_learner_agree(tiny: Path, compute: ThreadPoolExecutor, tempe
     assert bench.gap(PROMPTS, completions).abs().max() <= 1e-5
 
 
+@pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_with_kernels_they_agree_bit_for_bit(

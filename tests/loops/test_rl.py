@@ -56,7 +56,7 @@ def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
 def test_the_reward_rises(tiny: Path, tmp_path: Path, preset: str) -> None:
     run(tiny, tmp_path, f"algorithm={preset}", "algorithm.overlong_buffer=0", "steps=25", "rollout.group_size=8")
     rewards = [m["reward/mean"] for m in log(tmp_path)]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
 
 def test_counts_close_at_every_step(tiny: Path, tmp_path: Path) -> None:
