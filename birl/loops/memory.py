@@ -8,6 +8,7 @@ from torch import nn
 from birl.config import schema
 from birl.engine.pages import pages_for
 from birl.engine.runner import page_bytes
+from birl.models.decoder import decoder_for, head_dim
 from birl.models.logprobs import CHUNK
 from birl.types import Task
 
@@ -16,7 +17,8 @@ PROCESS = 0.6 * GIB  # interpreter, torch, transformers
 
 
 def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str, float]:
-    """Bytes by purpose. Activations: what the layers of a Llama-like model keep for the backward pass."""
+    """Bytes by purpose. Activations: what the layers of a Llama-like model keep for the backward pass (`Kept` in
+    models/decoder.py, or what autograd keeps of transformers' module)."""
     parameters = sum(p.numel() for p in model.parameters())
     shape = model.config.get_text_config()  # pyright: ignore
     wide = 2 if config.model.dtype == "bfloat16" else 4
@@ -25,8 +27,13 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
         getattr(shape, "intermediate_size", 4 * shape.hidden_size),
         shape.num_hidden_layers,
     )
-    per_layer = wide * (12 * hidden + 4 * inner) + 4 * 4 * hidden  # norms keep float32 copies
-    kept = hidden * wide if config.learner.gradient_checkpointing else per_layer
+    if decoder := decoder_for(model):
+        layer = decoder.layers[0]
+        heads = (2 * layer.heads + 2 * layer.kv_heads) * head_dim(model)  # queries, keys, values, their result
+        per_layer = 8 * hidden + wide * (heads + 2 * inner) + 4 * layer.heads
+    else:
+        per_layer = wide * (12 * hidden + 4 * inner) + 4 * 4 * hidden  # norms keep float32 copies
+    kept = hidden * 4 if config.learner.gradient_checkpointing else per_layer
     tokens = config.learner.tokens_per_microbatch
     cache = page_bytes(model) * config.engine.max_batch * pages_for(config.rollout.max_tokens * 2)
     return {
