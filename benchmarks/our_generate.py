@@ -14,20 +14,13 @@ from concurrent.futures import Executor
 from pathlib import Path
 from statistics import median
 
-from benchmarks.peers import peak_rss_gb, versions
+from benchmarks.peers import peak_rss_gb, sampling_options, versions
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="the embedded engine; prints one JSON object")
-    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
-    parser.add_argument("--data", required=True, help="JSONL file")
-    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--batch", type=int, default=16, help="sequences at once")
-    parser.add_argument("--group", type=int, default=1, help="answers per prompt; batch / group prompts are read")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser = sampling_options("the embedded engine; prints one JSON object")
     parser.add_argument("--lengths", default="same", choices=["same", "uneven"], help="see benchmarks.peer_vllm")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one short one that warms up")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 

@@ -11,19 +11,12 @@ import json
 import os
 import time
 
-from benchmarks.peers import peak_rss_gb, rows, versions
+from benchmarks.peers import peak_rss_gb, rows, sampling_options, versions
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="transformers' generate; prints one JSON object")
-    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
-    parser.add_argument("--data", required=True, help="JSONL file, see benchmarks.peers.rows")
-    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--batch", type=int, default=16, help="sequences at once")
-    parser.add_argument("--group", type=int, default=1, help="answers per prompt; batch / group prompts are read")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser = sampling_options("transformers' generate; prints one JSON object")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls, after one short one that warms up")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="0: what OMP_NUM_THREADS says")
     return parser.parse_args()
 

@@ -21,22 +21,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.peers import rows, versions
+from benchmarks.peers import rows, sampling_options, versions
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="vLLM on CPU; prints one JSON object")
-    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
-    parser.add_argument("--data", required=True, help="JSONL file, see benchmarks.peers.rows")
-    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--batch", type=int, default=16, help="sequences at once")
-    parser.add_argument("--group", type=int, default=1, help="answers per prompt; batch / group prompts are read")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser = sampling_options("vLLM on CPU; prints one JSON object")
     parser.add_argument("--lengths", default="same", choices=["same", "uneven"], help="see above")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, help="0: also the chosen tokens' log-probs")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one of the same shape that warms up")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="0: what OMP_NUM_THREADS says")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--processes", action="store_true", help="vLLM's default: engine and worker in their own")

@@ -5,6 +5,7 @@ Standard library only, because all environments (.venv, .venv-trl and .venv-vllm
 A side is a module that prints one JSON object as its last line of standard output, such as `benchmarks.peer_trl`.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -39,6 +40,19 @@ def environment(threads: int) -> dict[str, str]:
         "WANDB_MODE": "disabled",
     }
     return {**os.environ, **settings}
+
+
+def sampling_options(description: str) -> argparse.ArgumentParser:
+    """What every side that samples is asked."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
+    parser.add_argument("--data", required=True, help="JSONL file, see benchmarks.peers.rows")
+    parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--batch", type=int, default=16, help="sequences at once")
+    parser.add_argument("--group", type=int, default=1, help="answers per prompt; batch / group prompts are read")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
 def run(

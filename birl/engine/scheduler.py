@@ -107,10 +107,8 @@ class Scheduler:
             known = self.known_pages(request)
             computed = len(known) * PAGE
         need = pages_for(len(request)) - len(known)
-        spare = len(self.running)  # so that it is not preempted at once
-        if self.running and need + min(spare, self.pages.total // 8) > len(self.pages.free):
-            return False
-        if need > len(self.pages.free):
+        spare = min(len(self.running), self.pages.total // 8)  # so that it is not preempted at once
+        if need + spare > len(self.pages.free):
             return False
         request.pages = [*map(self.pages.share, known), *(self.pages.take() for _ in range(need))]
         request.computed = computed

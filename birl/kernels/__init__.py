@@ -25,6 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from birl.cache import cache_folder
+
 HERE = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
 PAGE = 32  # positions in a page of the KV cache (attention.c)
@@ -38,12 +40,6 @@ class PackedWeight:
     data: Tensor
     rows: int
     columns: int
-
-    def part(self, rows: slice) -> "PackedWeight":
-        """Some rows, from a multiple of 16 on; a view."""
-        first, last, _ = rows.indices(self.rows)
-        width = -(-self.columns // 32) * 32
-        return PackedWeight(self.data[first * width : -(-last // 16) * 16 * width], last - first, self.columns)
 
 
 class Kernels:
@@ -71,15 +67,15 @@ class Kernels:
         return h
 
     def rms_norm_backward(
-        self, x: Tensor, weight: Tensor, rstd: Tensor, grad_h: Tensor, grad_x: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Add the norm's gradient to grad_x [T, H] float32. Returns grad_x in this type, and the weight's gradient."""
-        rounded = torch.empty(x.shape, dtype=self.dtype)
+        self, x: Tensor, weight: Tensor, rstd: Tensor, grad_h: Tensor, grad_x: Tensor, rounded: Tensor | None = None
+    ) -> Tensor:
+        """Add the norm's gradient to grad_x [T, H] float32, and return the weight's; `rounded` receives the new grad_x
+        in this type."""
         parts = torch.zeros(torch.get_num_threads(), x.shape[1])
         self.lib.rms_norm_backward(
             _p(x), _p(weight), _p(rstd), _p(grad_h), _p(grad_x), _p(rounded), _p(parts), x.shape[0], x.shape[1]
         )
-        return rounded, parts.sum(0)
+        return parts.sum(0)
 
     def rotary(self, rows: Tensor, heads: int, cosine: Tensor, sine: Tensor, inverse: bool = False) -> None:
         """Rotate the first heads of each row [T, ...] in place. cosine, sine [T, D / 2] float32."""
@@ -334,7 +330,7 @@ def build(dtype: torch.dtype, head_dim: int) -> Path:
     identity = hashlib.sha256(repr((command, _processor())).encode())
     for file in (*sources, *sorted(HERE.glob("*.h"))):
         identity.update(file.read_bytes())
-    root = Path(os.environ.get("BIRL_CACHE") or Path.home() / ".cache" / "birl") / "kernels"
+    root = cache_folder("kernels")
     target = root / f"{identity.hexdigest()[:20]}.so"
     if not target.exists():
         root.mkdir(parents=True, exist_ok=True)

@@ -2,15 +2,9 @@
 
    A query's keys are put into one row of scores by position, whether they come from a prefix that many answers share,
    from the answer itself, or from pages: the softmax and the weighted sum then run in the same order everywhere. */
-#include "common.h"
+#include "layers.h"
 
-#define PAGE 32 /* keys of a tile or a cache page */
 #define QUERIES (HEAD_DIM > 64 ? 2 : 4)
-
-static float *take(size_t floats) {
-    void *p = NULL;
-    return posix_memalign(&p, 64, (floats + LANES) * sizeof(float)) ? NULL : p;
-}
 
 /* scores[i][0..31] = q[i] . k  for n queries and a tile of keys [HEAD_DIM][32]. */
 static inline void score_tile(const float *q, long n, const float *keys, float *scores, long stride) {
@@ -79,11 +73,6 @@ static inline void narrow(const float *from, elem *to, long n) {
     for (long i = 0; i < n; i += LANES) store(to + i, *(const vec *)(from + i));
 }
 
-/* A stretch of rows that see `prefix` rows and, causally, themselves. */
-typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
-
-static inline long tiles(long n) { return (n + PAGE - 1) / PAGE; }
-
 /* n rows of one head -> tiles [HEAD_DIM][32] in float32; places behind the last row are 0. */
 static void transpose(const elem *rows, long stride, long n, float *out) {
     float row[HEAD_DIM] __attribute__((aligned(64)));
@@ -116,9 +105,9 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
 #pragma omp parallel for schedule(dynamic)
     for (long task = 0; task < count * kv_heads; task++) {
         const segment s = segments[task / kv_heads];
-        const long h = task % kv_heads, step = block_rows(group), width = (tiles(s.prefix) + tiles(s.length) + 1) * PAGE;
-        float *memory = take(2 * width * HEAD_DIM + step * group * (width + 2 * HEAD_DIM));
-        float *prefix_keys = memory, *keys = prefix_keys + tiles(s.prefix) * PAGE * HEAD_DIM;
+        const long h = task % kv_heads, step = block_rows(group), width = (pages_of(s.prefix) + pages_of(s.length) + 1) * PAGE;
+        float *memory = take((2 * width * HEAD_DIM + step * group * (width + 2 * HEAD_DIM)) * sizeof(float));
+        float *prefix_keys = memory, *keys = prefix_keys + pages_of(s.prefix) * PAGE * HEAD_DIM;
         float *values = memory + width * HEAD_DIM, *scores = values + width * HEAD_DIM;
         float *q = scores + step * group * width, *o = q + step * group * HEAD_DIM;
         transpose(key + s.prefix_start * stride + h * HEAD_DIM, stride, s.prefix, prefix_keys);
@@ -183,9 +172,9 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
         }
         const segment root = segments[from];
         const long prefix = to > from + 1 ? segments[from + 1].prefix : 0;
-        const long width = (tiles(prefix) + tiles(most) + 1) * PAGE, n_max = step * group;
+        const long width = (pages_of(prefix) + pages_of(most) + 1) * PAGE, n_max = step * group;
         /* of the tree: natural keys, values and their gradients; of a segment: tiles; of a block: rows of scores */
-        float *memory = take(4 * (length + 4) * HEAD_DIM + 4 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM));
+        float *memory = take((4 * (length + 4) * HEAD_DIM + 4 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM)) * sizeof(float));
         float *k_rows = memory, *v_rows = k_rows + (length + 4) * HEAD_DIM;
         float *dk = v_rows + (length + 4) * HEAD_DIM, *dv = dk + (length + 4) * HEAD_DIM;
         float *k_prefix = dv + (length + 4) * HEAD_DIM, *v_prefix = k_prefix + width * HEAD_DIM;
@@ -276,8 +265,8 @@ EXPORT void paged_attention(const elem *query, long stride, elem *out, const ele
         const long common = shared[g];
         long longest = 0;
         for (long b = first; b < first + count; b++) longest = lengths[b] > longest ? lengths[b] : longest;
-        const long width = (tiles(longest) + 1) * PAGE;
-        float *memory = take(PAGE * HEAD_DIM + count * group * (width + 2 * HEAD_DIM));
+        const long width = (pages_of(longest) + 1) * PAGE;
+        float *memory = take((PAGE * HEAD_DIM + count * group * (width + 2 * HEAD_DIM)) * sizeof(float));
         float *tile = memory, *scores = tile + PAGE * HEAD_DIM, *q = scores + count * group * width;
         float *o = q + count * group * HEAD_DIM;
         memset(o, 0, count * group * HEAD_DIM * sizeof(float));
@@ -290,11 +279,11 @@ EXPORT void paged_attention(const elem *query, long stride, elem *out, const ele
         for (long i = 0; i < count; i++) {
             const long length = lengths[first + i], visible = window && length > window ? length - window : 0;
             float *rows = scores + i * group * width;
-            for (long page = common; page < tiles(length); page++) {
+            for (long page = common; page < pages_of(length); page++) {
                 widen(keys + (table[(first + i) * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, PAGE * HEAD_DIM, 1.f);
                 score_tile(q + i * group * HEAD_DIM, group, tile, rows + page * PAGE, width);
             }
-            for (long j = 0; j < group; j++) softmax(rows + j * width, visible, length, tiles(length) * PAGE);
+            for (long j = 0; j < group; j++) softmax(rows + j * width, visible, length, pages_of(length) * PAGE);
         }
         for (long page = 0; page < common; page++) {
             widen(values + (table[first * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, PAGE * HEAD_DIM, 1.f);
@@ -302,7 +291,7 @@ EXPORT void paged_attention(const elem *query, long stride, elem *out, const ele
         }
         for (long i = 0; i < count; i++) {
             const long length = lengths[first + i];
-            for (long page = common; page < tiles(length); page++) {
+            for (long page = common; page < pages_of(length); page++) {
                 const long valid = length - page * PAGE < PAGE ? length - page * PAGE : PAGE;
                 widen(values + (table[(first + i) * table_width + page] * kv_heads + h) * PAGE * HEAD_DIM, tile, valid * HEAD_DIM, 1.f);
                 add_values(scores + i * group * width + page * PAGE, width, group, tile, valid, o + i * group * HEAD_DIM);

@@ -51,14 +51,9 @@ static inline void store_bf16(uint16_t *p, vec x) {
 #ifdef BF16
 static inline vec load(const elem *p) { return load_bf16(p); }
 static inline void store(elem *p, vec x) { store_bf16(p, x); }
-static inline float load1(const elem *p) {
-    union { uint32_t u; float f; } v = {(uint32_t)*p << 16};
-    return v.f;
-}
 #else
 static inline vec load(const elem *p) { return *(const vec *)p; }
 static inline void store(elem *p, vec x) { *(vec *)p = x; }
-static inline float load1(const elem *p) { return *p; }
 #endif
 
 static inline void store1(elem *p, float x) {

@@ -1,5 +1,5 @@
 /* Norms, rotary positions, SwiGLU: one pass over memory each, rows shared out to threads. */
-#include "common.h"
+#include "layers.h"
 
 /* h = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps).  x [T, H] float32, h [T, H], rstd [T] (may be NULL). */
 EXPORT void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps) {

@@ -2,13 +2,12 @@
 
    Each element of y is summed over k in one order, whatever M is: a row gives the same bits alone (decoding) and among a
    thousand (training). PyTorch's products do not promise that, and they round the result to bfloat16. */
+#include "layers.h"
 #include "tile.h"
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-
-enum { ROUND, KEEP, ADD }; /* y is elem; y is float32; y is float32 and added to */
 
 /* The instructions that compute products; NULL where the kernel does not grant them. */
 EXPORT const char *gemm_start(void) {

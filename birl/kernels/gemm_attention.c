@@ -7,21 +7,12 @@
 
    A page holds keys packed for q k' and values packed for p v (tile.h): keys as [2 panels][HEAD_DIM / 32 blocks], values
    as [HEAD_DIM / 16 panels], a tile each. */
+#include "layers.h"
 #include "tile.h"
 
-#define PAGE 32
 #define PAGE_SIZE (PAGE * HEAD_DIM)
 #define KEY_BLOCKS (HEAD_DIM / BLOCK)
 #define MOST 32 /* queries of a product */
-
-typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
-
-static inline long pages_of(long n) { return (n + PAGE - 1) / PAGE; }
-
-static void *take(size_t bytes) {
-    void *p = NULL;
-    return posix_memalign(&p, 64, bytes + 4096) ? NULL : p;
-}
 
 /* c [n, 32] = a k' for one page of keys, n rows of a in steps of at most 32 (rows up to the next 16 are written). */
 static inline void score_page(const elem *a, long n, const elem *keys, float *c, long ld) {
@@ -95,17 +86,23 @@ static void pack_values(const places *from, elem *page) {
         }
 }
 
-static long block_rows(long group) { return group >= MOST ? 1 : MOST / group; }
+/* One tree of a task, and the sizes of its buffers. */
+typedef struct {
+    long from, to; /* its segments */
+    long width;    /* of a row of scores: all positions of the longest sequence, whole pages */
+    long step;     /* rows whose queries are computed at once */
+    long most;     /* queries of such a block, whole tiles */
+} tree;
 
-/* The segments of tree `number`. */
-static void tree_of(const segment *segments, long count, long number, long *from, long *to, long *longest, long *rows) {
-    *from = 0, *longest = 0, *rows = 0;
-    while (segments[*from].tree != number) ++*from;
-    for (*to = *from; *to < count && segments[*to].tree == number; ++*to) {
-        const long n = segments[*to].prefix + segments[*to].length;
-        *longest = n > *longest ? n : *longest;
-        *rows += segments[*to].length;
+static tree find_tree(const segment *segments, long count, long number, long group) {
+    tree t = {.step = group >= MOST ? 1 : MOST / group};
+    t.most = (t.step * group + MOST - 1) / MOST * MOST;
+    while (segments[t.from].tree != number) t.from++;
+    for (t.to = t.from; t.to < count && segments[t.to].tree == number; t.to++) {
+        const long width = pages_of(segments[t.to].prefix + segments[t.to].length) * PAGE;
+        t.width = width > t.width ? width : t.width;
     }
+    return t;
 }
 
 /* out [T, H * D], lse [T, H].  Heads of one key head are queries of one product. Rows are `stride` elements apart. */
@@ -117,10 +114,8 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
         START_THREAD();
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < trees * kv_heads; task++) {
-            const long h = task % kv_heads, step = block_rows(group), most = (step * group + MOST - 1) / MOST * MOST;
-            long from, to, longest, rows_of_tree;
-            tree_of(segments, count, task / kv_heads, &from, &to, &longest, &rows_of_tree);
-            const long width = pages_of(longest) * PAGE;
+            const tree t = find_tree(segments, count, task / kv_heads, group);
+            const long h = task % kv_heads, from = t.from, to = t.to, width = t.width, step = t.step, most = t.most;
             char *memory = take(2 * width * HEAD_DIM * sizeof(elem) + most * (HEAD_DIM + width) * (sizeof(elem) + sizeof(float)));
             float *scores = (float *)memory, *o = scores + most * width;
             elem *keys = (elem *)(o + most * HEAD_DIM), *values = keys + width * HEAD_DIM;
@@ -190,10 +185,9 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
         START_THREAD();
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < trees * kv_heads; task++) {
-            const long h = task % kv_heads, step = block_rows(group), most = (step * group + MOST - 1) / MOST * MOST;
-            long from, to, longest, rows_of_tree;
-            tree_of(segments, count, task / kv_heads, &from, &to, &longest, &rows_of_tree);
-            const long width = pages_of(longest) * PAGE, prefix = to > from + 1 ? segments[from].length : 0;
+            const tree t = find_tree(segments, count, task / kv_heads, group);
+            const long h = task % kv_heads, from = t.from, to = t.to, width = t.width, step = t.step, most = t.most;
+            const long prefix = to > from + 1 ? segments[from].length : 0;
             char *memory = take(width * HEAD_DIM * (3 * sizeof(elem) + 2 * sizeof(float)) + most * width * (2 * sizeof(elem) + 2 * sizeof(float)) +
                                 most * HEAD_DIM * (4 * sizeof(elem) + sizeof(float)) + 4 * TILE * sizeof(elem));
             float *dk = (float *)memory, *dv = dk + width * HEAD_DIM, *scores = dv + width * HEAD_DIM;
@@ -275,9 +269,9 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
                             store(grad_query + (s->start + top + i / group) * stride + (h * group + i % group) * HEAD_DIM + d,
                                   *(vec *)(dq + i * HEAD_DIM + d));
                 }
-                for (long t = 0; t < s->length; t++)
+                for (long i = 0; i < s->length; i++)
                     for (long d = 0; d < HEAD_DIM; d += LANES) {
-                        const long to_row = (s->start + t) * stride + h * HEAD_DIM + d, from_row = (s->prefix + t) * HEAD_DIM + d;
+                        const long to_row = (s->start + i) * stride + h * HEAD_DIM + d, from_row = (s->prefix + i) * HEAD_DIM + d;
                         store(grad_key + to_row, *(vec *)(dk + from_row));
                         store(grad_value + to_row, *(vec *)(dv + from_row));
                     }

@@ -1,23 +1,10 @@
 /* All layers of a decoder in one call: with a few dozen rows, calling from Python would cost as much as the products. */
-#include "common.h"
+#include "layers.h"
 
 typedef struct { /* of one layer; packed weights as gemm.c wants them, biases may be NULL */
     const elem *norm1, *qkv, *qkv_bias, *output, *norm2, *gate_up, *down;
     elem *keys, *values; /* its cache */
 } layer;
-
-enum { ROUND, KEEP, ADD };
-
-void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
-void rotary(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
-void swiglu(const elem *gate_up, elem *y, long T, long I);
-void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N, long K,
-          int mode);
-void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
-                 const int32_t *places, long T, long kv_heads);
-void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
-                     const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
-                     const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window);
 
 /* x [T, H] float32 goes through `count` layers in place. `scratch` holds T (2 H' + qkv + 3 I) elements, H' the larger of
    H and the queries' width. */

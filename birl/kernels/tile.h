@@ -57,45 +57,36 @@ static inline void product(const uint16_t *a, int two, long lda, const uint16_t 
     if (add) {
         _tile_loadd(0, sums, ld * 4);
         _tile_loadd(1, sums + 16, ld * 4);
+        if (two) {
+            _tile_loadd(2, sums + 16 * ld, ld * 4);
+            _tile_loadd(3, sums + 16 * ld + 16, ld * 4);
+        }
     } else {
         _tile_zero(0);
         _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
     }
-    if (two) {
-        if (add) {
-            _tile_loadd(2, sums + 16 * ld, ld * 4);
-            _tile_loadd(3, sums + 16 * ld + 16, ld * 4);
-        } else {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (long k = 0; k < blocks; k++) {
-            _tile_loadd(4, a + k * BLOCK, lda * 2);
-            _tile_loadd(6, b0 + k * step, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, b1 + k * step, 64);
-            _tile_dpbf16ps(1, 4, 7);
+    for (long k = 0; k < blocks; k++) {
+        _tile_loadd(4, a + k * BLOCK, lda * 2);
+        _tile_loadd(6, b0 + k * step, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b1 + k * step, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
             _tile_loadd(5, a + 16 * lda + k * BLOCK, lda * 2);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
-            if (next)
-                for (int i = 0; i < ahead; i++) fetch(next + (ahead * k + i) * TILE);
         }
-        _tile_stored(2, sums + 16 * ld, ld * 4);
-        _tile_stored(3, sums + 16 * ld + 16, ld * 4);
-    } else {
-        for (long k = 0; k < blocks; k++) {
-            _tile_loadd(4, a + k * BLOCK, lda * 2);
-            _tile_loadd(6, b0 + k * step, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, b1 + k * step, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            if (next)
-                for (int i = 0; i < ahead; i++) fetch(next + (ahead * k + i) * TILE);
-        }
+        if (next)
+            for (int i = 0; i < ahead; i++) fetch(next + (ahead * k + i) * TILE);
     }
     _tile_stored(0, sums, ld * 4);
     _tile_stored(1, sums + 16, ld * 4);
+    if (two) {
+        _tile_stored(2, sums + 16 * ld, ld * 4);
+        _tile_stored(3, sums + 16 * ld + 16, ld * 4);
+    }
 }
 #define START_THREAD() _tile_loadconfig(&TILES)
 #define END_THREAD() _tile_release()

@@ -81,14 +81,10 @@ class Matrix:
         else:
             to += self(x)
 
-    def floats(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
-        """x W' in float32, for some rows of W (a multiple of 16)."""
+    def floats(self, x: Tensor) -> Tensor:
+        """x W' in float32."""
         packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            return self.kernels.gemm_float(x, packed.part(rows), None if self.bias is None else self.bias[rows])
-        if rows == slice(None):
-            return self(x)
-        return nn.functional.linear(x, self.weights[0][rows], None if self.bias is None else self.bias[rows])
+        return self.kernels.gemm_float(x, packed, self.bias) if isinstance(packed, PackedWeight) else self(x)
 
     def by_input(self, grad: Tensor) -> Tensor:
         """grad W: the gradient by the input, [T, N] -> [T, K]."""
@@ -128,6 +124,11 @@ def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tenso
     """The gradient of a weight, summed in float32 right where it belongs."""
     into, add = gradient_place(parameter)
     k.outer(grad, x, into, add)
+    return unless_placed(parameter, into)
+
+
+def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
+    """What autograd is told of a gradient in `gradient_place`: nothing where that is a master's."""
     return None if hasattr(parameter, "master") else into.to(parameter.dtype)
 
 
@@ -158,7 +159,7 @@ class Layer:
     scale: float
 
     def parameters(self) -> list[Tensor]:
-        """In the order of `_Layer.backward`."""
+        """In the order of `Decoder.backward`."""
         matrices = [m for part in (self.qkv, self.output, self.gate_up, self.down) for m in part.parameters()]
         return [self.norm1.weight, self.norm2.weight, *matrices]
 
@@ -291,9 +292,8 @@ class Decoder:
         down = layer.down.by_parameters(inner, after)
         h = k.rms_norm(kept.middle, layer.norm2.weight, layer.norm2.variance_epsilon)
         both = layer.gate_up.by_parameters(h, gate_up)
-        after, norm2 = k.rms_norm_backward(
-            kept.middle, layer.norm2.weight, kept.rstd2, layer.gate_up.by_input(gate_up), grad
-        )
+        by_h = layer.gate_up.by_input(gate_up)
+        norm2 = k.rms_norm_backward(kept.middle, layer.norm2.weight, kept.rstd2, by_h, grad, rounded=after)
         output = layer.output.by_parameters(kept.attended, after)
         grad_qkv = torch.empty_like(kept.qkv)
         k.tree_attention_backward(
@@ -308,7 +308,7 @@ class Decoder:
         k.rotary(grad_qkv, layer.heads + layer.kv_heads, cosine, sine, inverse=True)
         h = k.rms_norm(kept.x, layer.norm1.weight, layer.norm1.variance_epsilon)
         qkv = layer.qkv.by_parameters(h, grad_qkv)
-        _, norm1 = k.rms_norm_backward(kept.x, layer.norm1.weight, kept.rstd1, layer.qkv.by_input(grad_qkv), grad)
+        norm1 = k.rms_norm_backward(kept.x, layer.norm1.weight, kept.rstd1, layer.qkv.by_input(grad_qkv), grad)
         norms = [deposit(layer.norm1.weight, norm1), deposit(layer.norm2.weight, norm2)]
         return [*norms, *qkv, *output, *both, *down]
 
@@ -357,7 +357,7 @@ class _Embed(torch.autograd.Function):
         if not add:
             into.zero_()
         into.index_add_(0, tokens, grads[0])
-        return None, None if hasattr(weight, "master") else into.to(weight.dtype)
+        return None, unless_placed(weight, into)
 
 
 class _Norm(torch.autograd.Function):
@@ -372,7 +372,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         grad = torch.zeros_like(x)
-        _, by_weight = ctx.kernels.rms_norm_backward(x, weight, rstd, grads[0].contiguous(), grad)
+        by_weight = ctx.kernels.rms_norm_backward(x, weight, rstd, grads[0].contiguous(), grad)
         return grad, deposit(weight, by_weight), None, None
 
 

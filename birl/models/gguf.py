@@ -7,7 +7,6 @@ Converting takes about 20 s, which is why it is kept; a damaged entry is noticed
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from birl.cache import cache_folder
 from birl.errors import BirlError
 
 MANIFEST = "birl-manifest.json"
@@ -22,7 +22,7 @@ EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
 
 
 def cache_root() -> Path:
-    return Path(os.environ.get("BIRL_CACHE") or Path.home() / ".cache" / "birl") / "models"
+    return cache_folder("models")
 
 
 def bundled() -> Path:

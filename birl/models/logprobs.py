@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from birl.models.decoder import Decoder, Matrix, deposit, gradient_place
+from birl.models.decoder import Decoder, Matrix, deposit, gradient_place, unless_placed
 
 CHUNK = (
     6 * 2**20
@@ -146,7 +146,7 @@ class _KernelLogprobs(torch.autograd.Function):
                 by_hidden.addmm_(part.T, grad)
             if by_bias is not None:
                 by_bias[words] = grad.sum(1, dtype=torch.float32)
-        by_weight = None if hasattr(weight, "master") else into.to(weight.dtype)
+        by_weight = unless_placed(weight, into)
         found_bias = None if bias is None or by_bias is None else deposit(bias, by_bias)
         return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None
 

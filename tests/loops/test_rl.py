@@ -56,7 +56,7 @@ def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
 def test_the_reward_rises(tiny: Path, tmp_path: Path, preset: str) -> None:
     run(tiny, tmp_path, f"algorithm={preset}", "algorithm.overlong_buffer=0", "steps=25", "rollout.group_size=8")
     rewards = [m["reward/mean"] for m in log(tmp_path)]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
 
 
 def test_counts_close_at_every_step(tiny: Path, tmp_path: Path) -> None:
@@ -114,12 +114,11 @@ def test_a_reference_is_the_first_policy(tiny: Path, tmp_path: Path) -> None:
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 1e-4
 
 
-def test_several_updates_leave_the_policy_behind(tiny: Path, tmp_path: Path) -> None:
-    run(tiny, tmp_path, "algorithm.updates_per_batch=4", "steps=2")
-    steps = log(tmp_path)
-    assert steps[-1]["updates/done"] > 1 and steps[-1]["ratio/max"] > 1.01
-    done = sum(s["updates/done"] for s in steps)
-    assert checkpoint.read_state(checkpoint.saved(tmp_path / "run" / "checkpoints")[-1].path)["version"] == done
+def test_several_updates_leave_the_policy_behind(plain: Path, tmp_path: Path) -> None:
+    run(plain, tmp_path, "algorithm.updates_per_batch=4", "steps=2")
+    last = log(tmp_path)[-1]
+    assert last["updates/done"] == 4 and last["ratio/max"] > 1.01
+    assert checkpoint.read_state(checkpoint.saved(tmp_path / "run" / "checkpoints")[-1].path)["version"] == 8
 
 
 def test_the_run_folder_tells_the_whole_story(tiny: Path, tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+/* What the kernels of one layer have in common: sequences, and the functions that gemm_stack.c calls, declared for it and
+   for the files that define them. */
+#pragma once
+#include "common.h"
+
+#define PAGE 32 /* positions of a tile of keys, or of a cache page */
+
+enum { ROUND, KEEP, ADD }; /* what gemm does: y is elem; y is float32; y is float32 and added to */
+
+/* A stretch of rows that see `prefix` rows and, causally, themselves. */
+typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
+
+static inline long pages_of(long n) { return (n + PAGE - 1) / PAGE; }
+
+static inline void *take(size_t bytes) { /* aligned, and with room behind for what vectors read beyond the end */
+    void *p = NULL;
+    return posix_memalign(&p, 64, bytes + 4096) ? NULL : p;
+}
+
+void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
+void rotary(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
+void swiglu(const elem *gate_up, elem *y, long T, long I);
+void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N, long K,
+          int mode);
+void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
+                 const int32_t *places, long T, long kv_heads);
+void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+                     const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
+                     const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window);
