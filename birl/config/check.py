@@ -96,6 +96,7 @@ RANGES: dict[str, Range] = {
     "reward.workers": COUNT,
     "reward.length_target": COUNT,
     "engine.max_batch": COUNT,
+    "engine.draft_rows": ANY,
     "engine.kv_cache_gb": POSITIVE,
     "optimizer.lr": SHARE,
     "optimizer.warmup_steps": ANY,

@@ -169,6 +169,9 @@ class Engine:
     """Most sequences decoded at once."""
     kv_cache_gb: float = 1.0
     """Memory for keys and values [GiB]."""
+    draft_rows: int = 16
+    """While fewer sequences than this are decoded, fill a step up to so many tokens with guesses from the prompt and
+    its other answers. What is sampled stays the same. 0: off."""
 
 
 @dataclass(kw_only=True)

@@ -4,6 +4,9 @@ sync.
     generate() --adds--> Scheduler.waiting --plan--> running --run, sample--> finished --resolves--> generate()
     (event loop)                            (compute thread, one for the whole process)           (event loop)
 
+A token depends on its request's weights, context and random number alone. Whatever makes it faster (batches, shared
+prompts, guessed tokens, preemption) is not allowed to change it.
+
 Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared
 out twice.
 """
@@ -18,11 +21,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from birl.engine.drafts import Drafts
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.engine.runner import Runner, page_bytes
 from birl.engine.sampler import sample
-from birl.engine.scheduler import Scheduler
+from birl.engine.scheduler import Scheduler, Work
 from birl.errors import BirlError
 from birl.text.chat import StopChecker
 from birl.types import Completion, SamplingParams, Stop
@@ -32,6 +36,8 @@ from birl.types import Completion, SamplingParams, Stop
 class Counters:
     tokens: int = 0  # sampled
     prefilled: int = 0  # prompt tokens that were computed: those of a group once
+    drafted: int = 0  # tokens that were guessed (`engine/drafts.py`),
+    accepted: int = 0  # and those of them that were right
     seconds: float = 0.0  # spent computing
     running: int = 0
     finished: int = 0
@@ -55,12 +61,13 @@ class EmbeddedEngine:
         version: Callable[[], int] = lambda: 0,
         max_batch: int = 64,
         kv_cache_gb: float = 1.0,
+        draft_rows: int = 16,
     ) -> None:
         self.tokenizer, self.end_ids, self.context = tokenizer, end_ids, context
         self.compute, self._version = compute, version
         self.runner = Runner(model)
         pages = min(int(kv_cache_gb * 2**30) // page_bytes(model), max_batch * pages_for(context))
-        self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages))
+        self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages), drafts=Drafts(draft_rows))
         self.counters = Counters()
         self._arrivals: list[Request] = []
         self._open: set[Request] = set()  # everybody who waits for a completion
@@ -119,6 +126,10 @@ class EmbeddedEngine:
                 self._arrivals.clear()
                 if not self.scheduler.busy:
                     self.runner.release()
+                    if self.runner.same_bits:
+                        self.scheduler.drafts.trim()
+                    else:  # how many rows a step has must not depend on what was before: a resumed run has not seen it
+                        self.scheduler.drafts.trim(0)
                     return
                 for request in await loop.run_in_executor(self.compute, self._compute):
                     if not request.future.done():
@@ -163,21 +174,37 @@ class EmbeddedEngine:
         return finished
 
     def step(self) -> list[Request]:
-        """One token for every running request. Returns those that ended."""
+        """One token for every running request, or more where guesses were right. Returns those that ended."""
         plan = self.scheduler.plan()
-        running = [r for work in plan for r in work.samplers]
-        if plan:
-            logits = self.runner.run(plan)
-            for work in plan:
-                work.request.computed += len(work.tokens)
-                self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0
-        if running:
-            params, uniforms = [r.params for r in running], [r.uniform for r in running]
+        draws = [draw for work in plan for draw in work.draws]
+        logits = self.runner.run(plan) if plan else None
+        for work in plan:
+            work.request.computed += len(work.tokens)
+            self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0
+        if draws and logits is not None:
+            params, uniforms = [r.params for r, _ in draws], [r.uniform(ahead) for r, ahead in draws]
             tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
-            for request, token, logprob in zip(running, tokens.tolist(), logprobs.tolist(), strict=True):
-                request.append(token, logprob, self.version)
-            self.counters.tokens += len(running)
+            drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+            for work in plan:
+                self._append(work, [[next(drawn) for _ in range(len(work.drafts) + 1)] for _ in work.samplers])
         finished = self.scheduler.retire()
         self.counters.running = len(self.scheduler.running)
         self.counters.finished += len(finished)
         return finished
+
+    def _append(self, work: Work, drawn: list[list[tuple[int, float]]]) -> None:
+        """What each of the samplers drew: its next token, and the ones after as far as the guesses were right."""
+        for request, (first, *later) in zip(work.samplers, drawn, strict=True):
+            request.append(*first, self.version)
+            right = 0
+            for guess, found in zip(work.drafts, later, strict=True):
+                if request.tokens[-1] != guess or request.stop is not None:
+                    break
+                request.append(*found, self.version)
+                right += 1
+            request.computed += right
+            if work.drafts:
+                request.daring = 2 * request.daring if right == len(work.drafts) else right + 2
+            self.counters.tokens += right + 1
+            self.counters.drafted += len(work.drafts)
+            self.counters.accepted += right

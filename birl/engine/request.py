@@ -30,6 +30,7 @@ class Request:
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
     computed: int = 0  # positions whose keys and values are there
+    daring: int = 4  # tokens to guess ahead (`Drafts`)
     stop: Stop | None = None
     aborted: bool = False
     _uniforms: list[float] = field(default_factory=list)
@@ -50,10 +51,9 @@ class Request:
         start = self.computed - len(self.prompt)
         return self.tokens[start:] if start >= 0 else [*self.prompt[start:], *self.tokens]
 
-    @property
-    def uniform(self) -> float:
-        """The random number of the next token, in [0, 1)."""
-        return self._uniforms[len(self.tokens)]
+    def uniform(self, ahead: int = 0) -> float:
+        """The random number of the next token, or of the one so many places later, in [0, 1)."""
+        return self._uniforms[len(self.tokens) + ahead]
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

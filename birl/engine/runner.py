@@ -26,19 +26,19 @@ class Runner:
         self.cache: Cache | None = None
 
     def run(self, plan: Sequence[Work]) -> Tensor:
-        """Logits of the next token for each sampler of each complete work, in order: [samplers, V] float32."""
+        """Logits for each of the plan's draws, in order: [draws, V] float32."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
-        tokens = torch.tensor([t for w in plan for t in w.tokens], device=device)
-        lengths = [w.start + i + 1 for w in plan for i in range(len(w.tokens))]
-        tables = [w.request.pages for w in plan for _ in w.tokens]
+        tokens = torch.tensor([t for w in plan for t in (*w.tokens, *w.drafts)], device=device)
+        lengths = [w.start + i + 1 for w in plan for i in range(len(w.tokens) + len(w.drafts))]
+        tables = [w.request.pages for w in plan for _ in range(len(w.tokens) + len(w.drafts))]
         layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths))
         hidden = hidden_states(self.model, tokens, torch.tensor(lengths, device=device) - 1, layout)
         rows, end = [], 0
         for work in plan:
-            end += len(work.tokens)
+            end += len(work.tokens) + len(work.drafts)
             if work.complete:
-                rows.append(end - 1)
+                rows += range(end - len(work.drafts) - 1, end)
             for follower in work.followers:  # a page that is not full yet becomes its own
                 if len(follower) % PAGE:
                     self.cache.copy_page(work.request.pages[len(follower) // PAGE], follower.pages[-1])
@@ -47,8 +47,8 @@ class Runner:
         if len(rows) < len(hidden):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
         logits = self.logits(hidden)
-        counts = [len(w.samplers) for w in plan if w.complete]
-        if max(counts, default=1) > 1:
+        if any(w.followers for w in plan):
+            counts = [len(w.samplers) for w in plan if w.complete]  # and nobody guesses
             logits = logits.repeat_interleave(torch.tensor(counts, device=device), dim=0)
         return logits
 
@@ -67,6 +67,12 @@ class Runner:
         """Give back what is only needed while generating."""
         self.packed.release()
         self.cache = None
+
+    @property
+    def same_bits(self) -> bool:
+        """Does a row give the same bits in every batch?"""
+        decoder = decoder_for(self.model)
+        return decoder is not None and decoder.kernels.dtype == torch.bfloat16
 
     @property
     def kernels(self) -> kernels.Kernels | None:

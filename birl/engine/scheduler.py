@@ -9,6 +9,7 @@ with the same result.
 from collections import deque
 from dataclasses import dataclass, field
 
+from birl.engine.drafts import Drafts
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.errors import BirlError
@@ -19,12 +20,14 @@ from birl.types import Stop
 @dataclass(slots=True, kw_only=True)
 class Work:
     """Compute `tokens`, the next positions of `request`. When that completes its context, `followers` wait for the same
-    logits: requests with the same tokens so far, which then go their own ways."""
+    logits: requests with the same tokens so far, which then go their own ways. `drafts` are guesses at what comes
+    behind, computed as if they were right."""
 
     request: Request
     start: int
     tokens: list[int]
     followers: list[Request] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -34,6 +37,11 @@ class Work:
     def samplers(self) -> list[Request]:
         return [self.request, *self.followers] if self.complete else []
 
+    @property
+    def draws(self) -> list[tuple[Request, int]]:
+        """Who draws a token, and how many places after its next one. Where somebody follows, nobody guesses."""
+        return [(r, i) for r in self.samplers for i in range(len(self.drafts) + 1)]
+
 
 @dataclass(slots=True)
 class Scheduler:
@@ -42,6 +50,7 @@ class Scheduler:
     max_batch: int
     pages: Pages
     prefill: int = 2048
+    drafts: Drafts = field(default_factory=lambda: Drafts(0))
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of admission
     preempted: int = 0
@@ -56,6 +65,7 @@ class Scheduler:
                 "lower rollout.max_tokens."
             )
         self.waiting.append(request)
+        self.drafts.add(request)
 
     @property
     def busy(self) -> bool:
@@ -82,7 +92,22 @@ class Scheduler:
             else:
                 plan.append(Work(request=request, start=request.computed, tokens=request.pending()[:budget]))
                 budget -= len(plan[-1].tokens)
+        if plan and budget == self.prefill:
+            self.guess(plan)
         return plan
+
+    def guess(self, plan: list[Work]) -> None:
+        """Rows that cost no time are used for guesses, as evenly as possible; nobody is preempted for them."""
+        spare = self.drafts.rows - len(plan)
+        for place, work in enumerate(plan):
+            if spare <= 0:
+                return
+            request = work.request
+            guesses = self.drafts.guess(request, -(-spare // (len(plan) - place)))
+            while len(request.pages) < pages_for(len(request) + len(guesses)) and self.pages.free:
+                request.pages.append(self.pages.take())
+            work.drafts = guesses[: len(request.pages) * PAGE - len(request)]
+            spare -= len(work.drafts)
 
     def make_room(self) -> None:
         """A page for the next token of everybody who needs one; the youngest make way."""
@@ -138,6 +163,7 @@ class Scheduler:
             self.give_back(request)
         self.waiting.clear()
         self.running.clear()
+        self.drafts.trim(0)
 
     def give_back(self, request: Request) -> None:
         for page in request.pages:

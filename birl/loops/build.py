@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,7 +103,7 @@ class Parts:
     def take_counters(self) -> Counters:
         """What the engine did since the last call."""
         now = self.engine.counters
-        taken = Counters(tokens=now.tokens - self.counted.tokens, seconds=now.seconds - self.counted.seconds)
+        taken = Counters(*(getattr(now, f.name) - getattr(self.counted, f.name) for f in fields(Counters)))
         self.counted = replace(now)
         return taken
 

@@ -48,6 +48,7 @@ class Policy:
             version=version,
             max_batch=config.max_batch,
             kv_cache_gb=config.kv_cache_gb,
+            draft_rows=config.draft_rows,
         )
 
 

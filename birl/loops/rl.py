@@ -351,6 +351,7 @@ class _Run:
             "tokens/generated": float(counters.tokens),
             "tokens/trained": float(trained),
             "speed/generate": counters.tokens / max(counters.seconds, 1e-9),
+            "speed/guessed": counters.accepted / counters.tokens if counters.tokens else nan,
             "speed/train": trained / max(training, 1e-9),
             "time/generate": counters.seconds,
             "time/reward": max(rolling - self.saving - counters.seconds, 0.0),

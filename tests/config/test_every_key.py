@@ -100,6 +100,7 @@ class Seen:
     threads: int = 0
     everything: list[tuple[int, Group]] = field(default_factory=list)
     decoded_at_once: int = 0
+    guesses: int = 0
     passes: int = 0
     printed: str = ""
     run: Path = Path()
@@ -208,6 +209,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "reward.format_pattern": Case(".", lambda s: set(rewards(s.groups)), {1.0}, "reward.functions=format"),
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
+    "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
     "engine.kv_cache_gb": Case("1e-5", refused=r"engine\.kv_cache_gb=1e-05 holds the keys and values of \d+ tokens"),
     "threads": Case("2", lambda s: s.threads, 2),
 }
@@ -416,6 +418,7 @@ def spies(seen: Seen, stack: ExitStack) -> None:
 
     def note_batch(result: Any, runner: Any, plan: Any) -> None:
         seen.decoded_at_once = max(seen.decoded_at_once, sum(len(w.samplers) for w in plan))
+        seen.guesses += sum(len(w.drafts) for w in plan)
         seen.threads = torch.get_num_threads()
 
     spy(Learner, "forward_backward", note_passes)

@@ -1,0 +1,95 @@
+"""Guesses of what a request will sample next, looked up in its prompt, its answer so far, and the other answers to the
+same prompt. Pure Python.
+
+When only a few long answers are left, a step spends its time reading the weights, and computing 16 rows takes as long
+as computing one. So the spare rows compute guessed tokens. Token t of a request is what its t-th random number picks
+from the distribution after t - 1 tokens, whether that was computed one step at a time or several at once: a guess is
+right or wrong, and nothing that is sampled changes (`EmbeddedEngine.step` compares).
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from birl.engine.request import Request
+
+LONGEST, SHORTEST = 4, 2  # tokens of context that must be the same
+REMEMBERED = 100_000  # tokens of prompts and answers, about 60 MB
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What came last after each n-gram, in one prompt and the answers to it."""
+
+    follows: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
+    texts: list[tuple[Request, list[int]]] = field(default_factory=list)  # answers, and how much of them is indexed
+    indexed: int = 0
+
+    def join(self, request: Request) -> None:
+        text = list(request.prompt)
+        if not self.indexed:
+            self.index(text, 0)
+        self.texts.append((request, text))
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self.indexed + sum(len(request) - len(text) for request, text in self.texts)
+
+    def index(self, text: list[int], start: int) -> None:
+        for place in range(max(start, SHORTEST), len(text)):
+            for n in range(SHORTEST, min(LONGEST, place) + 1):
+                self.follows[tuple(text[place - n : place])] = text, place
+        self.indexed += len(text) - start
+
+    def read(self) -> None:
+        """Index what has been sampled since the last time."""
+        for request, text in self.texts:
+            start = len(text)
+            if len(request) > start:
+                text += request.tokens[start - len(request.prompt) :]
+                self.index(text, start)
+        self.texts = [(r, t) for r, t in self.texts if r.stop is None]  # the others will not grow
+
+    def guess(self, text: list[int], count: int) -> list[int]:
+        """Up to `count` tokens: what followed the longest n-gram that ends `text`, and so on from there."""
+        context, guessed = text[-LONGEST:], 0
+        while guessed < count:
+            grams = (tuple(context[-n:]) for n in range(min(LONGEST, len(context)), SHORTEST - 1, -1))
+            hit = next((found for gram in grams if (found := self.follows.get(gram))), None)
+            if hit is None:
+                break
+            source, place = hit
+            found = source[place : place + count - guessed]
+            context += found
+            guessed += len(found)
+        return context[len(context) - guessed :]
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Lookups by prompt, the least recently used forgotten first. `rows`: what a step can compute in the time of one
+    row; 0 switches guessing off."""
+
+    rows: int = 16
+    lookups: OrderedDict[tuple[int, ...], Lookup] = field(default_factory=OrderedDict)
+
+    def add(self, request: Request) -> None:
+        if not self.rows:
+            return
+        lookup = self.lookups.setdefault(request.prompt, Lookup())
+        lookup.join(request)
+        self.lookups.move_to_end(request.prompt)
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        """Up to `most` tokens that may follow. How many are tried depends on how many were right the last time."""
+        count = min(most, request.daring, request.max_tokens - len(request.tokens) - 1)
+        lookup = self.lookups.get(request.prompt)
+        if count <= 0 or lookup is None:
+            return []
+        lookup.read()
+        return lookup.guess([*request.prompt[-LONGEST:], *request.tokens[-LONGEST:]], count)
+
+    def trim(self, most: int = REMEMBERED) -> None:
+        """Forget the oldest prompts until at most `most` tokens are left."""
+        size = sum(map(len, self.lookups.values()))
+        while size > most:
+            size -= len(self.lookups.popitem(last=False)[1])
