@@ -1,6 +1,6 @@
 """One GRPO step, birl against TRL: 4 prompts x 4 answers x 64 tokens of SmolLM2-135M in bfloat16, in turns.
 
-    python -m benchmarks.grpo_step [--rounds 3] [--threads 2] [--json FILE]
+    python -m benchmarks.grpo_step [--rounds 5] [--threads 2] [--json FILE]
     python -m benchmarks.grpo_step --group 16 --prompt-tokens 512 --rounds 1 --steps 2 --goal 4
 
 The step is generation, reward and update; its seconds leave the first step of each process out. Memory is the peak
@@ -46,7 +46,7 @@ def long_prompts(file: Path, model: Path, tokens: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of each process, the first one not timed")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=4)

@@ -10,13 +10,14 @@ import argparse
 import json
 import os
 import time
+from statistics import median
 
 from benchmarks.peers import peak_rss_gb, rows, sampling_options, versions
 
 
 def arguments() -> argparse.Namespace:
     parser = sampling_options("transformers' generate; prints one JSON object")
-    parser.add_argument("--repeats", type=int, default=2, help="timed calls, after one short one that warms up")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls, after one short one that warms up")
     parser.add_argument("--threads", type=int, default=0, help="0: what OMP_NUM_THREADS says")
     return parser.parse_args()
 
@@ -70,7 +71,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "device": device,
         "seconds": seconds,
-        "tokens_per_s": made * len(seconds) / sum(seconds),
+        "tokens_per_s": made / median(seconds),
         "best_tokens_per_s": made / min(seconds),
         "peak_rss_gb": peak_rss_gb(),
         "load": os.getloadavg(),

@@ -1,11 +1,11 @@
 """Sampling, birl's engine against vLLM's CPU build and transformers' `generate`: SmolLM2-135M in bfloat16, in turns.
 
-    python -m benchmarks.rollout [--peer vllm|generate] [--batches 16 32 64] [--rounds 2] [--threads 2] [--json FILE]
+    python -m benchmarks.rollout [--peer vllm|generate] [--batches 16 32 64] [--rounds 5] [--threads 2] [--json FILE]
 
 128 tokens an answer, 8 answers a prompt. Ours gives a log-prob for each token and lays its weights out anew in each
 timed call, as after an optimizer step; the peers compute no log-probs unless asked (`--logprobs`, vLLM only). vLLM runs
 at the best setting found: both threads, compiled, one process. One line for each batch size; the verdict is for the
-smallest ratio among them. `--lengths uneven`: a quarter, half, three quarters, all of the tokens, in turns.
+smallest ratio among them. `--lengths uneven` (vLLM only): a quarter, half, three quarters, all of the tokens, in turns.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--group", type=int, default=8, help="answers per prompt")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precision", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--lengths", default="same", choices=["same", "uneven"])
     parser.add_argument("--logprobs", action="store_true", help="have vLLM give the log-prob of each token, too")
@@ -34,12 +34,14 @@ def main() -> int:
     parser.add_argument("--data", default="recipes/data/arithmetic/train.jsonl")
     parser.add_argument("--json", help="also write every figure into this file")
     args = parser.parse_args()
+    if args.peer == "generate" and args.lengths == "uneven":
+        parser.error("--lengths uneven needs --peer vllm: peer_generate gives all answers the same length")
     from birl.models.load import resolve
 
     sizes = {k: getattr(args, k) for k in ("tokens", "precision", "data")}
     uneven = {"lengths": "uneven"} if args.lengths == "uneven" else {}
     asked = {"logprobs": 0} if args.logprobs and args.peer == "vllm" else {}
-    results = {}
+    results, runs = {}, {}
     for batch in args.batches:
         work = {"model": resolve("smollm2"), "threads": args.threads, "batch": batch, **sizes, **uneven}
         work["group"] = min(args.group, batch)
@@ -48,12 +50,13 @@ def main() -> int:
             partial(run, f"benchmarks.peer_{args.peer}", **work, **asked),
             args.rounds,
         )
+        runs[batch] = {"ours": ours, "peer": peer}  # each with the load before and after it
         results[batch] = ([r["tokens_per_s"] for r in ours], [r["tokens_per_s"] for r in peer])
         a, b = map(median, results[batch])
         print(f"batch {batch}: ours {a:.0f} tok/s peer {b:.0f} tok/s ratio {a / b:.2f}", flush=True)
     if args.json:
         options = {"peer": args.peer, "lengths": args.lengths, "logprobs": args.logprobs}
-        text = json.dumps({**options, "tokens_per_s": results, "machine": machine()}, indent=1)
+        text = json.dumps({**options, "tokens_per_s": results, "runs": runs, "machine": machine()}, indent=1)
         Path(args.json).write_text(text + "\n")
     ours, peer = min(results.values(), key=lambda r: median(r[0]) / median(r[1]))
     goal = GOALS[args.peer]

@@ -1,0 +1,108 @@
+"""birl's forward_backward on made-up groups, in this process: `shared_prefix` and `ceiling` time it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.algorithms.policy import policy_loss
+from birl.config.schema import Learner as Defaults
+from birl.data.pack import Batch, pack
+from birl.learner.learner import Learner, Stats
+from birl.models.load import load_model
+from birl.types import Sample
+
+ABSOLUTE, RELATIVE = 1e-5, 1e-4  # within which packing may change a float32 gradient (docs/numerics.md)
+
+
+def group(number: int, answers: int, prompt: int, tokens: int, vocabulary: int) -> list[Sample]:
+    """Answers of `tokens` random tokens to one random prompt, every other one with advantage -1."""
+    random = torch.Generator().manual_seed(number)
+    ids: list[int] = torch.randint(0, vocabulary, (prompt + answers * tokens,), generator=random).tolist()
+    length = prompt + tokens
+    return [
+        Sample(
+            tokens=(*ids[:prompt], *ids[prompt + i * tokens : prompt + (i + 1) * tokens]),
+            mask=(False,) * prompt + (True,) * tokens,
+            logprobs=(0.0,) * length,
+            versions=(-1,) * prompt + (0,) * tokens,
+            advantage=(-1.0) ** i,
+            group=number,
+            episode=i,
+        )
+        for i in range(answers)
+    ]
+
+
+def apart(samples: Sequence[Sample]) -> list[Sample]:
+    """The same samples, each in a group of its own: the packer joins only samples of one group."""
+    return [replace(s, group=i) for i, s in enumerate(samples)]
+
+
+def batches(samples: Sequence[Sample]) -> list[Batch]:
+    """Micro-batches of the default size; the loss is the mean over all trained tokens."""
+    return pack(samples, [1 / sum(sum(s.mask) for s in samples)] * len(samples), Defaults().tokens_per_microbatch)
+
+
+def loss(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """GRPO's on the first update of a batch, where the learner's log-probs are the engine's."""
+    return policy_loss(
+        logp,
+        entropy,
+        old_logp=logp.detach(),
+        advantages=batch.advantages,
+        weights=batch.weights,
+        ref_logp=None,
+        clip_low=0.2,
+        clip_high=0.2,
+        kl="k3",
+        kl_coef=0.0,
+    )
+
+
+def forward_backward(learner: Learner, work: Sequence[Batch]) -> float:
+    """Seconds for the whole gradient, begun anew."""
+    for tensor in learner.masters.tensors.values():
+        tensor.grad = None
+    stats = Stats()
+    start = time.perf_counter()
+    for batch in work:
+        learner.forward_backward(batch, loss, stats)
+    return time.perf_counter() - start
+
+
+def flops(model: Any, work: Sequence[Batch]) -> float:
+    """What the gradient takes: two for each multiplication and addition of the products, forward, by the input and by
+    the weights. The head counts for trained tokens only, attention for what each token sees; nothing counts twice
+    because it is computed again."""
+    layers = model.base_model.layers
+    weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
+    head = model.get_output_embeddings().weight.numel()
+    width = layers[0].self_attn.q_proj.out_features
+    tokens, trained = sum(len(b.tokens) for b in work), sum(len(b.source) for b in work)
+    seen = sum(sees(prefix, branches) for b in work for prefix, branches in b.trees)
+    return 6.0 * (weights * tokens + head * trained + 2 * len(layers) * width * seen)
+
+
+def sees(prefix: int, branches: Sequence[int]) -> int:
+    """Pairs of a token and one that it attends to, itself included."""
+    return prefix * (prefix + 1) // 2 + sum(n * prefix + n * (n + 1) // 2 for n in branches)
+
+
+def gradient_gap(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The gradients in float32, with the prompt shared and not: the largest absolute difference, the largest absolute
+    value, and whether all of it is within the documented bounds."""
+    learner, found = Learner(load_model(folder), dtype=torch.float32), []
+    for work in (batches(samples), batches(apart(samples))):
+        forward_backward(learner, work)
+        found.append([t.grad for t in learner.masters.tensors.values() if t.grad is not None])
+    pairs = list(zip(*found, strict=True))
+    return {
+        "difference": max((a - b).abs().max().item() for a, b in pairs),
+        "largest": max(b.abs().max().item() for _, b in pairs),
+        "within": all(torch.allclose(a, b, atol=ABSOLUTE, rtol=RELATIVE) for a, b in pairs),
+    }
