@@ -1,37 +1,51 @@
 /* From logits to log-probs, samples, and gradients; logits are float32 and need not be kept. */
 #include "common.h"
 
-/* log sum exp(l / temperature) over a row; the one order of summation for the engine and the learner. */
-static inline float row_norm(const float *logits, long V, float temperature, float *peak_out) {
-    vec most = splat(-INFINITY), total = {};
+#define STRETCH 1024
+
+static long stretches_of(long V) { return (V + STRETCH - 1) / STRETCH; }
+
+/* log sum exp(scale l) over a row, scale = 1 / temperature, and the sum of e^(scale l - peak) of each stretch of it. One
+   function, not inlined, for the engine and the learner: the same order of summation, the same roundings. */
+static __attribute__((noinline)) float row_norm(const float *logits, long V, float scale, float *masses, float *peak_out) {
+    vec most = splat(-INFINITY);
     long i = 0;
     for (; i + LANES <= V; i += LANES) most = larger(*(const vec *)(logits + i), most);
-    float peak = largest(most), rest = 0;
-    for (long j = i; j < V; j++) peak = logits[j] > peak ? logits[j] : peak;
-    peak /= temperature;
-    for (long k = 0; k < i; k += LANES) total += vexp(*(const vec *)(logits + k) / temperature - peak);
-    for (long j = i; j < V; j++) rest += expf(logits[j] / temperature - peak);
+    float peak = largest(most);
+    for (; i < V; i++) peak = logits[i] > peak ? logits[i] : peak;
+    peak *= scale;
+    double total = 0;
+    for (long s = 0; s < stretches_of(V); s++) {
+        const long end = (s + 1) * STRETCH < V ? (s + 1) * STRETCH : V;
+        vec mass[2] = {};
+        float rest = 0;
+        for (i = s * STRETCH; i + 2 * LANES <= end; i += 2 * LANES)
+            for (int half = 0; half < 2; half++) mass[half] += vexp(*(const vec *)(logits + i + half * LANES) * scale - peak);
+        for (; i < end; i++) rest += expf(logits[i] * scale - peak);
+        total += masses[s] = sum(mass[0] + mass[1]) + rest;
+    }
     *peak_out = peak;
-    return peak + logf(sum(total) + rest);
+    return peak + logf(total);
 }
 
 /* logp[n] = l[target] / t - norm, norm[n], entropy[n] = norm - sum p l / t.  logits [N, V]. */
 EXPORT void logprobs(const float *logits, const int64_t *targets, float temperature, float *logp, float *norm,
                      float *entropy, long N, long V) {
+    const float scale = 1.f / temperature;
 #pragma omp parallel for schedule(static)
     for (long n = 0; n < N; n++) {
         const float *row = logits + n * V;
-        float peak;
-        norm[n] = row_norm(row, V, temperature, &peak);
-        logp[n] = row[targets[n]] / temperature - norm[n];
+        float peak, masses[stretches_of(V)];
+        norm[n] = row_norm(row, V, scale, masses, &peak);
+        logp[n] = fmaf(row[targets[n]], scale, -norm[n]);
         vec weighted = {};
         float rest = 0;
         long i = 0;
         for (; i + LANES <= V; i += LANES) {
-            vec l = *(const vec *)(row + i) / temperature - norm[n];
+            vec l = *(const vec *)(row + i) * scale - norm[n];
             weighted += vexp(l) * l;
         }
-        for (; i < V; i++) rest += expf(row[i] / temperature - norm[n]) * (row[i] / temperature - norm[n]);
+        for (; i < V; i++) rest += expf(row[i] * scale - norm[n]) * (row[i] * scale - norm[n]);
         entropy[n] = -(sum(weighted) + rest);
     }
 }
@@ -49,7 +63,7 @@ EXPORT void logprobs_backward(const float *logits, const int64_t *targets, float
         elem *out = grad + w * width;
         long n = 0;
         for (; n + LANES <= N; n += LANES) {
-            vec l = *(const vec *)(row + n) / temperature - *(const vec *)(norm + n), factor = {};
+            vec l = *(const vec *)(row + n) * scale - *(const vec *)(norm + n), factor = {};
             if (grad_logp) factor -= *(const vec *)(grad_logp + n);
             if (grad_entropy) factor -= *(const vec *)(grad_entropy + n) * (l + *(const vec *)(entropy + n));
             store(out + n, vexp(l) * factor * scale);
@@ -57,7 +71,7 @@ EXPORT void logprobs_backward(const float *logits, const int64_t *targets, float
         for (; n < width; n++) {
             float g = 0;
             if (n < N) {
-                const float l = row[n] / temperature - norm[n];
+                const float l = row[n] * scale - norm[n];
                 g = expf(l) * (-(grad_logp ? grad_logp[n] : 0) - (grad_entropy ? grad_entropy[n] * (l + entropy[n]) : 0)) * scale;
             }
             store1(out + n, g);
@@ -66,12 +80,10 @@ EXPORT void logprobs_backward(const float *logits, const int64_t *targets, float
     for (long n = 0; n < N; n++) {
         const long w = targets[n] - first;
         if (w < 0 || w >= W) continue;
-        const float l = logits[w * N + n] / temperature - norm[n], p = expf(l), g = grad_logp ? grad_logp[n] : 0;
+        const float l = logits[w * N + n] * scale - norm[n], p = expf(l), g = grad_logp ? grad_logp[n] : 0;
         store1(grad + w * width + n, (g - p * (g + (grad_entropy ? grad_entropy[n] * (l + entropy[n]) : 0))) * scale);
     }
 }
-
-#define STRETCH 1024
 
 /* One token a row by inverting the cumulative distribution at uniforms[b], and its log-prob. Temperature 0: the first of
    the likeliest, with the log-prob at temperature 1. logits [B, V]; -inf is never chosen. */
@@ -79,23 +91,14 @@ EXPORT void sample(const float *logits, const float *temperatures, const float *
                    long B, long V) {
 #pragma omp parallel for schedule(static)
     for (long b = 0; b < B; b++) {
-        const float *row = logits + b * V, t = temperatures[b] > 0 ? temperatures[b] : 1.f;
-        float peak;
-        const float norm = row_norm(row, V, t, &peak);
+        const float *row = logits + b * V, scale = temperatures[b] > 0 ? 1.f / temperatures[b] : 1.f;
+        const long stretches = stretches_of(V);
+        float peak, masses[stretches];
+        const float norm = row_norm(row, V, scale, masses, &peak);
         long chosen = 0;
         if (temperatures[b] > 0) {
             double total = 0, before = 0;
-            const long stretches = (V + STRETCH - 1) / STRETCH;
-            float masses[stretches];
-            for (long s = 0; s < stretches; s++) {
-                const long end = (s + 1) * STRETCH < V ? (s + 1) * STRETCH : V;
-                vec mass = {};
-                float rest = 0;
-                long i = s * STRETCH;
-                for (; i + LANES <= end; i += LANES) mass += vexp(*(const vec *)(row + i) / t - peak);
-                for (; i < end; i++) rest += expf(row[i] / t - peak);
-                total += masses[s] = sum(mass) + rest;
-            }
+            for (long s = 0; s < stretches; s++) total += masses[s];
             const double point = uniforms[b] * total;
             long s = 0;
             while (s + 1 < stretches && before + masses[s] <= point) before += masses[s++];
@@ -103,7 +106,7 @@ EXPORT void sample(const float *logits, const float *temperatures, const float *
             const long end = (s + 1) * STRETCH < V ? (s + 1) * STRETCH : V;
             chosen = -1;
             for (long i = s * STRETCH; i < end; i++) {
-                const float e = expf(row[i] / t - peak);
+                const float e = expf(row[i] * scale - peak);
                 if (e > 0) {
                     chosen = i; /* rounding must not lead past the last possible token */
                     before += e;
@@ -113,6 +116,6 @@ EXPORT void sample(const float *logits, const float *temperatures, const float *
         } else
             for (long i = 1; i < V; i++) chosen = row[i] > row[chosen] ? i : chosen;
         tokens[b] = chosen;
-        logp[b] = row[chosen] / t - norm;
+        logp[b] = fmaf(row[chosen], scale, -norm);
     }
 }

@@ -188,6 +188,7 @@ class Decoder:
         self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
         self.checkpointing = False
         self.addresses: Tensor | None = None  # of weights and cache, while they are steady
+        self.cosine = self.sine = torch.empty(0)  # of each position
 
     def _layer(self, index: int, module: Any) -> Layer:
         attention, mlp = module.self_attn, module.mlp
@@ -250,10 +251,14 @@ class Decoder:
         self.kernels.paged_stack(self.addresses, x, cosine, sine, where, sizes, eps, first.scale)
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, D / 2] float32, from the model's own module."""
-        cosine, sine = self.body.rotary_emb(torch.empty(0), positions[None])
-        half = self.kernels.head_dim // 2
-        return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
+        """Cosines and sines [T, D / 2] float32, from the model's own module; kept for all positions so far."""
+        needed = int(positions.max()) + 1
+        if needed > len(self.cosine):
+            every = torch.arange(-(-needed // 256) * 256)
+            cosine, sine = self.body.rotary_emb(torch.empty(0), every[None])
+            half = self.kernels.head_dim // 2
+            self.cosine, self.sine = cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
+        return self.cosine[positions], self.sine[positions]
 
     def forward(
         self, layer: Layer, x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout, in_place: bool

@@ -38,6 +38,12 @@ def verify(model: nn.Module) -> None:
 
     Raises `BirlError`.
     """
+    if changing := rope_types(model) & {"dynamic", "longrope"}:
+        raise BirlError(
+            f"{type(model).__name__} has rotary positions of the kind {changing.pop()}: the angles of every token depend "
+            "on the longest sequence in the batch, so that no token has one log-prob. birl cannot train it; where the "
+            "sequences are short enough to do without, set rope_type to default in the model's config.json."
+        )
     vocabulary = head(model).weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (17,), generator=generator)
@@ -58,3 +64,10 @@ def verify(model: nn.Module) -> None:
             "its layers look "
             "across packed sequences, or its logits are post-processed. birl cannot train this architecture."
         )
+
+
+def rope_types(model: nn.Module) -> set[str]:
+    """Kinds of rotary positions, which some architectures have one of for each kind of layer."""
+    found = getattr(cast(Any, model).config.get_text_config(), "rope_parameters", None) or {}
+    nested = [found, *(v for v in found.values() if isinstance(v, dict))]
+    return {p["rope_type"] for p in nested if "rope_type" in p}

@@ -79,3 +79,12 @@ def test_unknown_attention_options_are_refused() -> None:
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(BirlError, match="softcap"):
         attention.attention(torch.nn.Module(), q, q, q, None, softcap=30.0)
+
+
+def test_rotary_positions_that_depend_on_the_batch_are_refused() -> None:
+    """Frequencies taken from the longest sequence of a batch: sampled alone and trained in a pack, a token would have
+    two log-probs."""
+    model = tiny_model()
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(BirlError, match="the kind dynamic"):
+        verify(model)
