@@ -1,9 +1,9 @@
-/* Norms, rotary positions, SwiGLU: one pass over memory each, rows shared out to threads. */
+/* Norms, rotary positions, SwiGLU: one pass over memory each, rows shared out to threads (layers.h: `_part`). */
 #include "layers.h"
 
 /* h = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps).  x [T, H] float32, h [T, H], rstd [T] (may be NULL). */
-EXPORT void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps) {
-#pragma omp parallel for schedule(static)
+void rms_norm_part(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps) {
+#pragma omp for schedule(static)
     for (long t = 0; t < T; t++) {
         const float *row = x + t * H;
         vec squares = {};
@@ -15,6 +15,11 @@ EXPORT void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, l
         if (rstd) rstd[t] = scale;
         for (long i = 0; i < H; i += LANES) store(h + t * H + i, *(const vec *)(row + i) * scale * load(weight + i));
     }
+}
+
+EXPORT void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps) {
+#pragma omp parallel
+    rms_norm_part(x, weight, h, rstd, T, H, eps);
 }
 
 /* grad_x += d norm / d x (grad_h), grad_weight [threads, H] += its part; `rounded` (may be NULL) is the new grad_x as
@@ -45,10 +50,9 @@ EXPORT void rms_norm_backward(const float *x, const elem *weight, const float *r
 
 /* Rotate the first `heads` heads of each row [T, stride] in place; cos and sin [T, HEAD_DIM / 2]. direction -1 is the
    inverse, which is the gradient. */
-EXPORT void rotary(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride,
-                   float direction) {
+void rotary_part(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction) {
     const long half = HEAD_DIM / 2;
-#pragma omp parallel for schedule(static)
+#pragma omp for schedule(static)
     for (long t = 0; t < T; t++)
         for (long h = 0; h < heads; h++) {
             elem *head = rows + t * stride + h * HEAD_DIM;
@@ -61,16 +65,27 @@ EXPORT void rotary(elem *rows, const float *cosine, const float *sine, long T, l
         }
 }
 
+EXPORT void rotary(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride,
+                   float direction) {
+#pragma omp parallel
+    rotary_part(rows, cosine, sine, T, heads, stride, direction);
+}
+
 static inline vec sigmoid(vec x) { return 1.f / (1.f + vexp(-x)); }
 
 /* y = silu(gate) * up.  gate_up [T, 2 I], y [T, I]. */
-EXPORT void swiglu(const elem *gate_up, elem *y, long T, long I) {
-#pragma omp parallel for schedule(static)
+void swiglu_part(const elem *gate_up, elem *y, long T, long I) {
+#pragma omp for schedule(static)
     for (long t = 0; t < T; t++)
         for (long i = 0; i < I; i += LANES) {
             vec g = load(gate_up + t * 2 * I + i), u = load(gate_up + t * 2 * I + I + i);
             store(y + t * I + i, g * sigmoid(g) * u);
         }
+}
+
+EXPORT void swiglu(const elem *gate_up, elem *y, long T, long I) {
+#pragma omp parallel
+    swiglu_part(gate_up, y, T, I);
 }
 
 /* gate_up becomes its own gradient, and y (the forward result) is computed again. */

@@ -81,44 +81,48 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
 
 /* y [M, N] (rows ldy apart) = x [M, K] W', see the enum for what `mode` does with it. K must be a multiple of 32, N of
    16. Threads share out the columns; rows go by in blocks that fit into the second-level cache. */
-EXPORT void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
-                 long K, int mode) {
+void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
+               long K, int mode) {
     const long blocks = blocks_of(K), pairs = (N + 31) / 32, stripe = 256;
     const size_t width = mode == ROUND ? sizeof(elem) : sizeof(float);
-#pragma omp parallel
-    {
-        START_THREAD();
-        float sums[32 * 32] __attribute__((aligned(64)));
-        uint16_t *rest = NULL; /* the last rows, filled up to 16 */
-        const long threads = omp_get_num_threads(), me = omp_get_thread_num();
-        const long first = pairs * me / threads, last = pairs * (me + 1) / threads;
-        for (long top = 0; top < M; top += stripe) {
-            const long bottom = top + stripe < M ? top + stripe : M;
-            for (long pair = first; pair < last; pair++) {
-                const long n = pair * 32, columns = N - n < 32 ? N - n : 32;
-                const uint16_t *b0 = packed + n / PANEL * blocks * TILE;
-                const uint16_t *b1 = columns > PANEL ? b0 + blocks * TILE : b0;
-                const uint16_t *next = pair + 1 < last && (pair + 2) * 32 <= N ? b0 + 2 * blocks * TILE : NULL;
-                const int passes = bottom - top > 32 ? 2 : 1; /* over which the next two panels are fetched */
-                for (long m = top; m < bottom; m += 32) {
-                    const long rows = bottom - m < 32 ? bottom - m : 32;
-                    const uint16_t *a = x + m * ldx;
-                    long lda = ldx;
-                    if (rows % 16) {
-                        if (pair == first) {
-                            if (!rest) rest = aligned_alloc(64, (32 * K * 2 + 63) / 64 * 64);
-                            memset(rest, 0, 32 * K * 2);
-                            for (long i = 0; i < rows; i++) memcpy(rest + i * K, a + i * ldx, K * 2);
-                        }
-                        a = rest, lda = K;
+    START_THREAD();
+    float sums[32 * 32] __attribute__((aligned(64)));
+    uint16_t *rest = NULL; /* the last rows, filled up to 16 */
+    const long threads = omp_get_num_threads(), me = omp_get_thread_num();
+    const long first = pairs * me / threads, last = pairs * (me + 1) / threads;
+    for (long top = 0; top < M; top += stripe) {
+        const long bottom = top + stripe < M ? top + stripe : M;
+        for (long pair = first; pair < last; pair++) {
+            const long n = pair * 32, columns = N - n < 32 ? N - n : 32;
+            const uint16_t *b0 = packed + n / PANEL * blocks * TILE;
+            const uint16_t *b1 = columns > PANEL ? b0 + blocks * TILE : b0;
+            const uint16_t *next = pair + 1 < last && (pair + 2) * 32 <= N ? b0 + 2 * blocks * TILE : NULL;
+            const int passes = bottom - top > 32 ? 2 : 1; /* over which the next two panels are fetched */
+            for (long m = top; m < bottom; m += 32) {
+                const long rows = bottom - m < 32 ? bottom - m : 32;
+                const uint16_t *a = x + m * ldx;
+                long lda = ldx;
+                if (rows % 16) {
+                    if (pair == first) {
+                        if (!rest) rest = aligned_alloc(64, (32 * K * 2 + 63) / 64 * 64);
+                        memset(rest, 0, 32 * K * 2);
+                        for (long i = 0; i < rows; i++) memcpy(rest + i * K, a + i * ldx, K * 2);
                     }
-                    const uint16_t *fetched = next && m < top + 32 * passes ? next + (m - top) / 32 * blocks * TILE : NULL;
-                    product(a, rows > 16, lda, b0, b1, TILE, blocks, fetched, 2 / passes, sums, 32, 0);
-                    finish(sums, (char *)y + (m * ldy + n) * width, ldy, rows, columns, bias ? bias + n : NULL, mode);
+                    a = rest, lda = K;
                 }
+                const uint16_t *fetched = next && m < top + 32 * passes ? next + (m - top) / 32 * blocks * TILE : NULL;
+                product(a, rows > 16, lda, b0, b1, TILE, blocks, fetched, 2 / passes, sums, 32, 0);
+                finish(sums, (char *)y + (m * ldy + n) * width, ldy, rows, columns, bias ? bias + n : NULL, mode);
             }
         }
-        free(rest);
-        END_THREAD();
     }
+    free(rest);
+    END_THREAD();
+#pragma omp barrier
+}
+
+EXPORT void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
+                 long K, int mode) {
+#pragma omp parallel
+    gemm_part(x, ldx, packed, bias, y, ldy, M, N, K, mode);
 }

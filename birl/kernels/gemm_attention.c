@@ -283,76 +283,92 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
 }
 
 /* Cache of one layer: keys and values [pages, kv_heads, 32 * HEAD_DIM]. Position j of sequence b is in page
-   table[b][j / 32]. Rows t of key and value [T, stride] go to page pages[t], place places[t]. */
+   table[b][j / 32]. Before a page's first position is written, its values become 0: what was there must not be NaN, even
+   times 0. */
+void open_pages(elem *values, const int32_t *pages, const int32_t *places, long T, long kv_heads) {
+#pragma omp for schedule(static)
+    for (long t = 0; t < T; t++)
+        if (!places[t]) memset(values + pages[t] * kv_heads * PAGE_SIZE, 0, kv_heads * PAGE_SIZE * sizeof(elem));
+}
+
+/* Rows t of key and value [T, stride] go to page pages[t], place places[t]. */
+void cache_write_part(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
+                      const int32_t *places, long T, long kv_heads) {
+#pragma omp for schedule(static)
+    for (long t = 0; t < T; t++)
+        for (long h = 0; h < kv_heads; h++) {
+            const elem *k = key + t * stride + h * HEAD_DIM, *v = value + t * stride + h * HEAD_DIM;
+            const long j = places[t], page = (pages[t] * kv_heads + h) * PAGE_SIZE;
+            elem *to_keys = keys + page + j / 16 * KEY_BLOCKS * TILE + j % 16 * 2;
+            for (long d = 0; d < HEAD_DIM; d += 2) memcpy(to_keys + d / 2 * BLOCK, k + d, 2 * sizeof(elem));
+            elem *to_values = values + page + j / 2 * BLOCK + j % 2;
+            for (long d = 0; d < HEAD_DIM; d++) to_values[d / PANEL * TILE + d % PANEL * 2] = v[d];
+        }
+}
+
 EXPORT void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
                         const int32_t *places, long T, long kv_heads) {
 #pragma omp parallel
     {
-#pragma omp for schedule(static)
-        for (long t = 0; t < T; t++) /* a page's first position: what was there before must not be NaN, even times 0 */
-            if (!places[t]) memset(values + pages[t] * kv_heads * PAGE_SIZE, 0, kv_heads * PAGE_SIZE * sizeof(elem));
-#pragma omp for schedule(static)
-        for (long t = 0; t < T; t++)
-            for (long h = 0; h < kv_heads; h++) {
-                const elem *k = key + t * stride + h * HEAD_DIM, *v = value + t * stride + h * HEAD_DIM;
-                const long j = places[t], page = (pages[t] * kv_heads + h) * PAGE_SIZE;
-                elem *to_keys = keys + page + j / 16 * KEY_BLOCKS * TILE + j % 16 * 2;
-                for (long d = 0; d < HEAD_DIM; d += 2) memcpy(to_keys + d / 2 * BLOCK, k + d, 2 * sizeof(elem));
-                elem *to_values = values + page + j / 2 * BLOCK + j % 2;
-                for (long d = 0; d < HEAD_DIM; d++) to_values[d / PANEL * TILE + d % PANEL * 2] = v[d];
-            }
+        open_pages(values, pages, places, T, kv_heads);
+        cache_write_part(key, value, stride, keys, values, pages, places, T, kv_heads);
     }
 }
 
 /* One query row for each of B sequences of lengths[b] positions, all in the cache. Sequences starts[g]..starts[g + 1]
    have their first shared[g] pages in common: these are read once for all of them. */
+void paged_attention_part(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+                          const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
+                          const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {
+    const long group = heads / kv_heads;
+    START_THREAD();
+#pragma omp for schedule(dynamic)
+    for (long task = 0; task < groups * kv_heads; task++) {
+        const long g = task / kv_heads, h = task % kv_heads, begin = starts[g], count = starts[g + 1] - begin;
+        const long common = shared[g], n = count * group, most = (n + MOST + group) / MOST * MOST + MOST;
+        long longest = 0;
+        for (long b = begin; b < begin + count; b++) longest = lengths[b] > longest ? lengths[b] : longest;
+        const long width = pages_of(longest) * PAGE, alone = (group + MOST - 1) / MOST * MOST;
+        char *memory = take((most * (HEAD_DIM + width) + alone * HEAD_DIM) * sizeof(float) + most * (HEAD_DIM + width) * sizeof(elem));
+        float *scores = (float *)memory, *o = scores + most * width, *one = o + most * HEAD_DIM;
+        elem *q = (elem *)(one + alone * HEAD_DIM), *p = q + most * HEAD_DIM;
+        float inverse[n];
+        for (long i = 0; i < count; i++)
+            memcpy(q + i * group * HEAD_DIM, query + (begin + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
+        memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
+        for (long page = 0; page < common; page++)
+            score_page(q, n, keys + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, scores + page * PAGE, width);
+        for (long i = 0; i < count; i++) {
+            const long length = lengths[begin + i], end = pages_of(length) * PAGE;
+            float *rows = scores + i * group * width;
+            for (long page = common; page < pages_of(length); page++)
+                score_page(q + i * group * HEAD_DIM, group,
+                           keys + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, rows + page * PAGE, width);
+            for (long j = i * group; j < (i + 1) * group; j++)
+                soften(scores + j * width, window && length > window ? length - window : 0, length, end, scale, p + j * width, inverse + j);
+        }
+        for (long page = 0; page < common; page++)
+            value_page(p + page * PAGE, width, n, values + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, o, page > 0);
+        for (long i = 0; i < count; i++) {
+            const long length = lengths[begin + i];
+            memcpy(one, o + i * group * HEAD_DIM, group * HEAD_DIM * sizeof(float));
+            for (long page = common; page < pages_of(length); page++)
+                value_page(p + i * group * width + page * PAGE, width, group,
+                           values + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, one, page > 0);
+            for (long j = 0; j < group; j++)
+                for (long d = 0; d < HEAD_DIM; d += LANES)
+                    store(out + ((begin + i) * heads + h * group + j) * HEAD_DIM + d,
+                          *(vec *)(one + j * HEAD_DIM + d) * inverse[i * group + j]);
+        }
+        free(memory);
+    }
+    END_THREAD();
+}
+
 EXPORT void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
                             const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
                             const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {
-    const long group = heads / kv_heads;
 #pragma omp parallel
-    {
-        START_THREAD();
-#pragma omp for schedule(dynamic)
-        for (long task = 0; task < groups * kv_heads; task++) {
-            const long g = task / kv_heads, h = task % kv_heads, begin = starts[g], count = starts[g + 1] - begin;
-            const long common = shared[g], n = count * group, most = (n + MOST + group) / MOST * MOST + MOST;
-            long longest = 0;
-            for (long b = begin; b < begin + count; b++) longest = lengths[b] > longest ? lengths[b] : longest;
-            const long width = pages_of(longest) * PAGE, alone = (group + MOST - 1) / MOST * MOST;
-            char *memory = take((most * (HEAD_DIM + width) + alone * HEAD_DIM) * sizeof(float) + most * (HEAD_DIM + width) * sizeof(elem));
-            float *scores = (float *)memory, *o = scores + most * width, *one = o + most * HEAD_DIM;
-            elem *q = (elem *)(one + alone * HEAD_DIM), *p = q + most * HEAD_DIM;
-            float inverse[n];
-            for (long i = 0; i < count; i++)
-                memcpy(q + i * group * HEAD_DIM, query + (begin + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
-            memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
-            for (long page = 0; page < common; page++)
-                score_page(q, n, keys + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, scores + page * PAGE, width);
-            for (long i = 0; i < count; i++) {
-                const long length = lengths[begin + i], end = pages_of(length) * PAGE;
-                float *rows = scores + i * group * width;
-                for (long page = common; page < pages_of(length); page++)
-                    score_page(q + i * group * HEAD_DIM, group,
-                               keys + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, rows + page * PAGE, width);
-                for (long j = i * group; j < (i + 1) * group; j++)
-                    soften(scores + j * width, window && length > window ? length - window : 0, length, end, scale, p + j * width, inverse + j);
-            }
-            for (long page = 0; page < common; page++)
-                value_page(p + page * PAGE, width, n, values + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, o, page > 0);
-            for (long i = 0; i < count; i++) {
-                const long length = lengths[begin + i];
-                memcpy(one, o + i * group * HEAD_DIM, group * HEAD_DIM * sizeof(float));
-                for (long page = common; page < pages_of(length); page++)
-                    value_page(p + i * group * width + page * PAGE, width, group,
-                               values + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, one, page > 0);
-                for (long j = 0; j < group; j++)
-                    for (long d = 0; d < HEAD_DIM; d += LANES)
-                        store(out + ((begin + i) * heads + h * group + j) * HEAD_DIM + d,
-                              *(vec *)(one + j * HEAD_DIM + d) * inverse[i * group + j]);
-            }
-            free(memory);
-        }
-        END_THREAD();
-    }
+    paged_attention_part(query, stride, out, keys, values, table, table_width, lengths, starts, shared, groups, heads,
+                         kv_heads, scale, window);
 }

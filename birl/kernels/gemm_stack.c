@@ -14,18 +14,22 @@ EXPORT void paged_stack(const layer *layers, long count, float *x, const float *
                         long T, long H, long I, long heads, long kv_heads, float eps, float scale) {
     const long width = heads * HEAD_DIM, stride = (heads + 2 * kv_heads) * HEAD_DIM, wide = H > width ? H : width;
     elem *h = scratch, *attended = h + T * wide, *qkv = attended + T * wide, *both = qkv + T * stride, *inner = both + T * 2 * I;
-    for (const layer *l = layers; l < layers + count; l++) {
-        rms_norm(x, l->norm1, h, NULL, T, H, eps);
-        gemm(h, H, l->qkv, l->qkv_bias, qkv, stride, T, stride, H, ROUND);
-        rotary(qkv, cosine, sine, T, heads + kv_heads, stride, 1.f);
-        const elem *key = qkv + width, *value = key + kv_heads * HEAD_DIM;
-        cache_write(key, value, stride, l->keys, l->values, pages, places, T, kv_heads);
-        paged_attention(qkv, stride, attended, l->keys, l->values, table, table_width, lengths, starts, shared, groups,
-                        heads, kv_heads, scale, 0);
-        gemm(attended, width, l->output, NULL, x, H, T, H, width, ADD);
-        rms_norm(x, l->norm2, h, NULL, T, H, eps);
-        gemm(h, H, l->gate_up, NULL, both, 2 * I, T, 2 * I, H, ROUND);
-        swiglu(both, inner, T, I);
-        gemm(inner, I, l->down, NULL, x, H, T, H, I, ADD);
+#pragma omp parallel
+    {
+        for (const layer *l = layers; l < layers + count; l++) open_pages(l->values, pages, places, T, kv_heads);
+        for (const layer *l = layers; l < layers + count; l++) {
+            rms_norm_part(x, l->norm1, h, NULL, T, H, eps);
+            gemm_part(h, H, l->qkv, l->qkv_bias, qkv, stride, T, stride, H, ROUND);
+            rotary_part(qkv, cosine, sine, T, heads + kv_heads, stride, 1.f);
+            const elem *key = qkv + width, *value = key + kv_heads * HEAD_DIM;
+            cache_write_part(key, value, stride, l->keys, l->values, pages, places, T, kv_heads);
+            paged_attention_part(qkv, stride, attended, l->keys, l->values, table, table_width, lengths, starts, shared,
+                                 groups, heads, kv_heads, scale, 0);
+            gemm_part(attended, width, l->output, NULL, x, H, T, H, width, ADD);
+            rms_norm_part(x, l->norm2, h, NULL, T, H, eps);
+            gemm_part(h, H, l->gate_up, NULL, both, 2 * I, T, 2 * I, H, ROUND);
+            swiglu_part(both, inner, T, I);
+            gemm_part(inner, I, l->down, NULL, x, H, T, H, I, ADD);
+        }
     }
 }

@@ -17,13 +17,15 @@ static inline void *take(size_t bytes) { /* aligned, and with room behind for wh
     return posix_memalign(&p, 64, bytes + 4096) ? NULL : p;
 }
 
-void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
-void rotary(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
-void swiglu(const elem *gate_up, elem *y, long T, long I);
-void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N, long K,
-          int mode);
-void cache_write(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
-                 const int32_t *places, long T, long kv_heads);
-void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
-                     const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
-                     const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window);
+/* A `_part` is called by all threads of a team and does this thread's share; when it returns, all is done. */
+void rms_norm_part(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
+void rotary_part(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
+void swiglu_part(const elem *gate_up, elem *y, long T, long I);
+void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
+               long K, int mode);
+void open_pages(elem *values, const int32_t *pages, const int32_t *places, long T, long kv_heads);
+void cache_write_part(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
+                      const int32_t *places, long T, long kv_heads);
+void paged_attention_part(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+                          const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
+                          const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window);

@@ -40,9 +40,9 @@ def verify(model: nn.Module) -> None:
     """
     if changing := rope_types(model) & {"dynamic", "longrope"}:
         raise BirlError(
-            f"{type(model).__name__} has rotary positions of the kind {changing.pop()}: the angles of every token depend "
-            "on the longest sequence in the batch, so that no token has one log-prob. birl cannot train it; where the "
-            "sequences are short enough to do without, set rope_type to default in the model's config.json."
+            f"{type(model).__name__} has rotary positions of the kind {changing.pop()}: the angles of every token "
+            "depend on the longest sequence in the batch, so that no token has one log-prob. birl cannot train it; "
+            "where the sequences are short enough to do without, set rope_type to default in its config.json."
         )
     vocabulary = head(model).weight.shape[0]
     generator = torch.Generator().manual_seed(0)
