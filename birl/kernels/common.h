@@ -62,20 +62,25 @@ static inline void store1(elem *p, float x) {
     *p = row[0];
 }
 
-static inline float sum(vec x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-
 static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
 
+static inline vec partner(vec x, int distance) { /* lane i gets lane i ^ distance */
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(x, lane ^ distance);
+}
+
+static inline float sum(vec x) {
+#pragma GCC unroll 4
+    for (int s = LANES / 2; s; s /= 2) x += partner(x, s);
+    return x[0];
+}
+
 static inline float largest(vec x) {
-    float most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-    return most;
+#pragma GCC unroll 4
+    for (int s = LANES / 2; s; s /= 2) x = larger(partner(x, s), x);
+    return x[0];
 }
 
 /* e^x to about one unit in the last place (Cephes' expf): 2^n times a polynomial. 0 below -60: next to the largest term,

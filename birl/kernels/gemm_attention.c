@@ -29,6 +29,10 @@ static inline void value_page(const elem *p, long ldp, long n, const elem *value
                     o + i * HEAD_DIM + d, HEAD_DIM, add);
 }
 
+static inline void fetch_page(const elem *page) { /* pages lie anywhere: the processor cannot guess the next one */
+    for (long i = 0; i < PAGE_SIZE; i += 32) __builtin_prefetch(page + i);
+}
+
 /* Scores [end] of one query -> p = e^(scale s - max), rounded, 0 outside first..last. Returns log sum exp, and 1 / sum. */
 static inline float soften(float *s, long first, long last, long end, float scale, elem *p, float *inverse) {
     const long from = first / LANES * LANES, to = (last + LANES - 1) / LANES * LANES;
@@ -341,9 +345,12 @@ void paged_attention_part(const elem *query, long stride, elem *out, const elem 
         for (long i = 0; i < count; i++) {
             const long length = lengths[begin + i], end = pages_of(length) * PAGE;
             float *rows = scores + i * group * width;
-            for (long page = common; page < pages_of(length); page++)
-                score_page(q + i * group * HEAD_DIM, group,
-                           keys + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, rows + page * PAGE, width);
+            for (long page = common; page < pages_of(length); page++) {
+                const int32_t *own = table + (begin + i) * table_width + page;
+                if (page + 1 < pages_of(length)) fetch_page(keys + (own[1] * kv_heads + h) * PAGE_SIZE);
+                fetch_page(values + (own[0] * kv_heads + h) * PAGE_SIZE);
+                score_page(q + i * group * HEAD_DIM, group, keys + (own[0] * kv_heads + h) * PAGE_SIZE, rows + page * PAGE, width);
+            }
             for (long j = i * group; j < (i + 1) * group; j++)
                 soften(scores + j * width, window && length > window ? length - window : 0, length, end, scale, p + j * width, inverse + j);
         }
