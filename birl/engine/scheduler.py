@@ -15,6 +15,8 @@ from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.types import Stop
 
+PREFILL = 2048  # prompt tokens in one step, about
+
 
 @dataclass(slots=True, kw_only=True)
 class Work:
@@ -41,7 +43,7 @@ class Scheduler:
 
     max_batch: int
     pages: Pages
-    prefill: int = 2048
+    prefill: int = PREFILL
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of admission
     preempted: int = 0
