@@ -41,9 +41,9 @@ Start here
 """
 
 USAGE = {
-    "plan": "Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]\n\nTakes what `birl rl` takes, reads the "
-    "model's config.json but neither weights nor data, and predicts the memory of\ngeneration and training, and the "
-    "largest micro-batch and batch that fit into --memory (default: what is free).",
+    "plan": "Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]\n\nTakes what `birl rl` takes, but "
+    "reads neither weights nor data. Predicts the memory of generation and training,\nand the largest micro-batch and "
+    "batch that fit into --memory (default: what is free).",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"

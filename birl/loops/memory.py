@@ -1,6 +1,6 @@
-"""How much memory a run will need, by purpose and phase, before it starts. `docs/runs.md` compares it with measured peaks.
+"""How much memory a run will need, by purpose and phase, before it starts. `docs/runs.md` has measured peaks beside it.
 
-Generation and training never overlap: they share one thread. The peak is therefore the larger of the two, not their sum:
+Generation and training never overlap: they share one thread. The peak is the larger of the two, not their sum:
 
     always       the process, the weights (compute type and float32), AdamW's state, a reference model
     generation   keys and values, one step's hidden states and logits; without the kernels, weights laid out

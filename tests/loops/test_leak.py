@@ -1,9 +1,11 @@
 """Fifty steps take no more memory than ten."""
 
+import ctypes
 import gc
 import os
-import sys
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -25,15 +27,46 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+class MallInfo(ctypes.Structure):
+    """What glibc says of its blocks [bytes]."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def in_use() -> int:
+    """Bytes of all blocks that were not freed: every tensor, whoever holds it, and no holes between them."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = MallInfo
+    found = library.mallinfo2()
+    return found.uordblks + found.hblkhd
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("folder", ["tiny", "plain"])
 def test_memory_is_flat(
     folder: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No tensor more after 50 steps than after 10. Resident memory may grow by 2 MiB: a step trains at least 320 tokens
-    of hidden size 64, so that one float32 activation kept in each of 40 steps would be 3 MiB."""
+    """No tensor more after 50 steps than after 10. What is allocated may grow by 16 KiB in a step: it trains at least
+    320 tokens of hidden size 64, so that one float32 activation kept would be 80 KiB. The median, as oneDNN takes some
+    MiB more when it meets a larger shape than ever before. Resident memory grows in jumps as well, when no hole is
+    large enough for a block: 24 MiB of that are allowed."""
     tensors: list[int] = []
     memory: list[int] = []
+    allocated: list[int] = []
     trained: list[float] = []
     report = Tracker.step
 
@@ -41,6 +74,7 @@ def test_memory_is_flat(
         report(self, number, metrics)
         trained.append(metrics["tokens/trained"])
         memory.append(resident())
+        allocated.append(in_use())
         if number in (10, 30, 50):
             gc.collect()
             tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
@@ -59,4 +93,5 @@ def test_memory_is_flat(
     rl.train(config, given=build.Given(rewards=[different], train=rows))
     assert len(memory) == STEPS and min(trained) > 320
     assert max(tensors) == tensors[0]
-    assert max(memory[10:]) - max(memory[:10]) < 2 * 2**20
+    assert median(after - before for before, after in pairwise(allocated[10:])) < 16 * 2**10
+    assert max(memory[10:]) - max(memory[:10]) < 24 * 2**20
