@@ -15,7 +15,7 @@ from birl.config.load import load
 from birl.errors import BirlError
 from birl.loops import memory
 from birl.loops.build import Parts, check_device
-from birl.loops.machine import free_memory
+from birl.loops.machine import free_memory, peak_memory
 from birl.loops.memory import GIB, Phases
 from birl.models.load import context_limit, resolve, skeleton
 
@@ -60,7 +60,7 @@ def plan(model: nn.Module, config: schema.RL, *, prompt: int, available: float |
     longest = min(prompt + max(answer, config.validation.max_tokens), context)
     step = memory.load_of(config, min(prompt, context - answer), longest)
     phases = memory.predict(model, config, step)
-    free = free_memory(torch.device("cpu")) if available is None else int(available * GIB)
+    free = usable() if available is None else int(available * GIB)
     return {
         "model": config.model.path,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -70,6 +70,12 @@ def plan(model: nn.Module, config: schema.RL, *, prompt: int, available: float |
         "available": free,
         "largest": memory.largest(model, config, step, free) if free else {},
     }
+
+
+def usable() -> int:
+    """What is free, and what this process has already: the prediction counts that [bytes]. 0 where nobody says."""
+    free = free_memory(torch.device("cpu"))
+    return free + int(peak_memory() * GIB) if free else 0
 
 
 def render(plan: dict[str, Any], config: schema.RL) -> list[str]:
@@ -87,7 +93,7 @@ def render(plan: dict[str, Any], config: schema.RL) -> list[str]:
     ]
     if not plan["available"]:
         return lines
-    lines.append(f"{'free':<28}{plan['available'] / GIB:10.2f} GiB")
+    lines.append(f"{'available':<28}{plan['available'] / GIB:10.2f} GiB")
     if plan["peak"] > plan["available"]:
         lines.append("This does not fit.")
     tokens, batch = plan["largest"].values()
