@@ -31,6 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--more", default="", help="more keys, as in 'algorithm.kl_coef=0.1 optimizer.eps=1e-6'")
     return parser.parse_args()
 
 
@@ -65,6 +66,7 @@ def main() -> None:
                 "checkpoint.every=0",
                 "track.console=off",
                 f"run={folder}/run",
+                *args.more.split(),
             ],
         )
         rl.train(config, given=build.Given(rewards=[distinct]))

@@ -1,8 +1,9 @@
-"""How the C library gives memory back. Matters on CPU, costs nothing."""
+"""What memory the system has, and how the C library gives it back. Standard library only."""
 
 import contextlib
 import ctypes
 import sys
+from pathlib import Path
 
 
 def keep_memory() -> None:
@@ -17,3 +18,26 @@ def keep_memory() -> None:
         libc.mallopt(arena_max, 1)
         libc.mallopt(mmap_threshold, 1 << 30)
         libc.mallopt(trim_threshold, -1)  # never
+
+
+def system_memory() -> tuple[int, int]:
+    """Total and free [bytes], no more than the control group allows; zeros where the system does not say. Memory that
+    only caches files is free: the kernel gives it up when somebody asks."""
+    try:
+        total, free = (_sizes(Path("/proc/meminfo")).get(name, 0) * 1024 for name in ("MemTotal:", "MemAvailable:"))
+    except (OSError, ValueError):
+        return 0, 0
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))  # "max" where there is none
+        used = int((group / "memory.current").read_text(encoding="utf-8"))
+        used -= _sizes(group / "memory.stat").get("inactive_file", 0)
+    except (OSError, ValueError):
+        return total, free
+    return min(total, limit), max(min(free, limit - used), 0)
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """Lines such as `MemTotal:  24684084 kB`."""
+    lines = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}

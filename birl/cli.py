@@ -27,6 +27,7 @@ Usage: birl COMMAND [key=value ...] [--help]
 
   rl           train a model by reinforcement learning
   eval         measure a model on data
+  plan         how much memory a training will take, and what would still fit
   chat         talk to a model or to a run
   checkpoints  list, verify, export and prune the checkpoints of a run
   cache        list, verify and clear converted models
@@ -40,6 +41,9 @@ Start here
 """
 
 USAGE = {
+    "plan": "Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]\n\nTakes what `birl rl` takes, but "
+    "reads neither weights nor data. Predicts the memory of generation and training,\nand the largest micro-batch and "
+    "batch that fit into --memory (default: what is free).",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"
@@ -105,6 +109,8 @@ def _plain(command: str, words: list[str]) -> int:
         if words:
             raise BirlError(f"birl doctor takes no words, got {' '.join(words)}")
         return doctor.run()
+    if command == "plan":
+        return _plan(words)
     if command == "chat":
         from birl.loops import chat
 
@@ -120,6 +126,23 @@ def _plain(command: str, words: list[str]) -> int:
     from birl.models import cache_cli
 
     return cache_cli.run(words)
+
+
+def _plan(words: list[str]) -> int:
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
+    available = None
+    if "--memory" in words:
+        place = words.index("--memory")
+        try:
+            available = float("".join(words[place + 1 : place + 2]))
+        except ValueError:
+            raise BirlError("--memory takes a number of GiB, as in `birl plan --memory 16`") from None
+        words = words[:place] + words[place + 2 :]
+    as_json, words = "--json" in words, [word for word in words if word != "--json"]
+    from birl.loops import plan
+
+    plan.run(words, as_json=as_json, available=available)
+    return 0
 
 
 def _configured(command: str, words: list[str]) -> int:

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from birl.allocator import system_memory
+
 GIB = 2**30
 MIN_PYTHON = (3, 11)
 MIN_MEMORY = 4.0  # GiB that training SmolLM2-135M with the default sizes takes, with some room
@@ -272,7 +274,7 @@ def _devices(torch: Any) -> list[Finding]:
 
 
 def _memory() -> Finding:
-    total, free = _memory_gib()
+    total, free = (size / GIB for size in system_memory())
     if not total:
         return Finding("ok", "memory", "unknown on this system")
     text = f"{free:.1f} GiB free of {total:.1f}"
@@ -281,23 +283,6 @@ def _memory() -> Finding:
             "warn", "memory", text, "close something, or lower learner.tokens_per_microbatch and engine.kv_cache_gb"
         )
     return Finding("ok", "memory", text)
-
-
-def _memory_gib() -> tuple[float, float]:
-    """Total and free, no more than the control group allows; zeros where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0.0, 0.0
-    facts = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if len(line.split()) > 1}
-    total, free = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
-        total, free = min(total, limit), min(free, limit - used)
-    except (OSError, ValueError):
-        pass
-    return total / GIB, free / GIB
 
 
 def _disk() -> Finding:

@@ -141,6 +141,8 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             rest = [*rest, *small(command, rest, tiny), *(["--print-config"] if "--multirun" in rest else [])]
         if command == "rl" and not any(word.startswith("run=") for word in rest):
             rest.append("run=runs/here")
+    elif command == "plan":
+        rest = [*rest, f"model.path={tiny}"]
     elif command == "chat" and not (rest and "=" not in rest[0]):
         rest = [str(tiny), *rest]
     assert main([command, *rest]) == 0, words

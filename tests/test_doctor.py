@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from birl import doctor
+from birl.allocator import system_memory
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -82,7 +83,7 @@ def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_and_processor_are_found_on_linux():
-    total, free = doctor._memory_gib()
+    total, free = system_memory()
     assert 0 < free <= total
     assert doctor._cpu()[0]
 

@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.failed": ("drop", "drop_group"),
     "rollout.truncated": ("keep", "drop"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
+    "optimizer.offload": ("none", "cpu"),
     "track.console": ("live", "plain", "off", "auto"),
     "track.wandb": ("off", "offline", "online"),
 }
@@ -97,7 +98,7 @@ RANGES: dict[str, Range] = {
     "reward.length_target": COUNT,
     "engine.max_batch": COUNT,
     "engine.draft_rows": ANY,
-    "engine.kv_cache_gb": POSITIVE,
+    "engine.kv_cache_gb": ANY,
     "optimizer.lr": SHARE,
     "optimizer.warmup_steps": ANY,
     "optimizer.min_lr_ratio": SHARE,

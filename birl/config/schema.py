@@ -167,8 +167,9 @@ class Reward:
 class Engine:
     max_batch: int = 64
     """Most sequences decoded at once."""
-    kv_cache_gb: float = 1.0
-    """Memory for keys and values [GiB]."""
+    kv_cache_gb: float = 0.0
+    """Memory for keys and values [GiB]. 0: what max_batch of the longest possible sequences need, at most half of the
+    memory that is free once the model is loaded. When it is full, sequences wait for one another."""
     draft_rows: int = 16
     """While fewer sequences than this are decoded, fill a step up to so many tokens with guesses from the prompt and
     its other answers. What is sampled stays the same. 0: off."""
@@ -194,6 +195,9 @@ class Optimizer:
     """AdamW's decoupled weight decay; matrices only."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this. 0: do not clip."""
+    offload: str = "none"
+    """Where the float32 weights and AdamW's state are: none (beside the weights) | cpu (in CPU memory, for a learner on
+    an accelerator)."""
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,8 @@ from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.types import Stop
 
+PREFILL = 2048  # prompt tokens in one step, about
+
 
 @dataclass(slots=True, kw_only=True)
 class Work:
@@ -49,7 +51,7 @@ class Scheduler:
 
     max_batch: int
     pages: Pages
-    prefill: int = 2048
+    prefill: int = PREFILL
     drafts: Drafts = field(default_factory=lambda: Drafts(0))
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of admission

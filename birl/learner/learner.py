@@ -72,6 +72,7 @@ class Learner:
         max_grad_norm: float = 1.0,
         gradient_checkpointing: bool = False,
         trainable: bool = True,
+        offload: bool = False,
     ) -> None:
         self.model = model
         self.temperature = temperature
@@ -87,7 +88,7 @@ class Learner:
             # transformers recomputes only in training mode; there is no dropout in it that train() could switch on
             model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
             model.train()
-        self.masters = Masters(model, dtype)
+        self.masters = Masters(model, dtype, offload)
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
         self._make_optimizer_state()
 

@@ -16,21 +16,23 @@ from birl.models.decoder import weights_changed
 
 class Masters:
     """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over
-    micro-batches."""
+    micro-batches. With `offload` masters and gradients are in CPU memory, and so AdamW's state and its step."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.tensors: dict[str, Tensor] = {}
-        self.separate = dtype != torch.float32
+        self.separate = offload or dtype != torch.float32
         for name, parameter in self.parameters.items():
             if not self.separate:
                 self.tensors[name] = parameter
                 continue
-            self.tensors[name] = parameter.data.float()
-            parameter.data = self.tensors[name].to(dtype)
-            parameter.register_post_accumulate_grad_hook(_move_grad_to(self.tensors[name]))
-            parameter.master = self.tensors[name]  # pyright: ignore  birl's kernels add gradients to it directly
+            master = _on_cpu(parameter.data) if offload else parameter.data.float()
+            self.tensors[name] = master
+            parameter.data = parameter.data.to(dtype)
+            parameter.register_post_accumulate_grad_hook(_move_grad_to(master))
+            if not offload:
+                parameter.master = master  # pyright: ignore  birl's kernels add gradients to it directly
 
     def publish(self) -> None:
         """Round the masters into the module's own parameters, and have every copy of them made anew."""
@@ -40,15 +42,21 @@ class Masters:
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
 
 
+def _on_cpu(weight: Tensor) -> Tensor:
+    """A float32 copy in CPU memory, pinned where the weight is on a GPU, so that copying it back needs no detour."""
+    copy = weight.to("cpu", torch.float32, copy=True)
+    return copy.pin_memory() if weight.is_cuda else copy
+
+
 def _move_grad_to(master: Tensor):
     def hook(parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is None:  # the kernels have put it where it belongs
             return
         if master.grad is None:
-            master.grad = grad.float()
+            master.grad = grad.to(master.device, torch.float32)
         else:
-            master.grad += grad
+            master.grad += grad.to(master.device)
         parameter.grad = None
 
     return hook

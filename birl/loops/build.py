@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from birl.config import schema
@@ -20,10 +21,10 @@ from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
 from birl.learner.learner import Learner
-from birl.loops import memory
 from birl.loops.evaluate import Plan, plan
-from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
+from birl.loops.policy import DTYPES, Policy, check_cache, load_policy, longest_prompt
 from birl.loops.run_folder import claim, find_checkpoint
+from birl.models.forward import head
 from birl.models.load import cast
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
@@ -107,16 +108,6 @@ class Parts:
         self.counted = replace(now)
         return taken
 
-    def plan(self) -> dict[str, Any]:
-        """`--dry-run`: what would happen, and how much memory it would take."""
-        task = next(self.stream(0))
-        prompt = self.chat.render(task.prompt)
-        prediction = memory.predict(self.policy.model, self.config, reference=self.reference is not None)
-        print(
-            memory.render(prediction, self.config, steps=self.total_steps, task=task, prompt=self.chat.decode(prompt))
-        )
-        return {"memory": prediction, "prompt_tokens": len(prompt), "steps": self.total_steps}
-
     async def close(self) -> None:
         await self.engine.close()
         await self.rewards.close()
@@ -166,12 +157,15 @@ def assembled(
             trainable=False,
         )
     learner = make_learner(config, policy.model)
-    engine = policy.engine(config.engine, context, lambda: learner.version)
     everything = [t[i] for t in train for i in range(len(t))]
-    check_cache(config.engine, engine, everything, config.rollout.max_tokens, policy.chat)
+    asked = [(longest_prompt(everything, policy.chat, context), config.rollout.max_tokens)]
     if validation:
         answer = config.validation.max_tokens or config.rollout.max_tokens
-        check_cache(config.engine, engine, validation, answer, policy.chat)
+        asked.append((longest_prompt(validation, policy.chat, context), answer))
+    longest = min(max(map(sum, asked)), context)
+    engine = policy.engine(config.engine, context, lambda: learner.version, longest)
+    for prompt, answer in asked:
+        check_cache(config.engine, engine, prompt, answer)
     rollout = Rollout(
         engine=engine,
         chat=policy.chat,
@@ -203,8 +197,17 @@ def assembled(
     )
 
 
+def check_device(config: schema.RL, device: torch.device) -> None:
+    if config.optimizer.offload == "cpu" and device.type == "cpu":
+        raise BirlError(
+            "optimizer.offload=cpu: the weights are in CPU memory already, so there is nothing to gain. Set "
+            "optimizer.offload=none."
+        )
+
+
 def make_learner(config: schema.RL, model: nn.Module) -> Learner:
     optimizer = config.optimizer
+    check_device(config, head(model).weight.device)
     return Learner(
         model,
         dtype=DTYPES[config.model.dtype],
@@ -214,6 +217,7 @@ def make_learner(config: schema.RL, model: nn.Module) -> Learner:
         weight_decay=optimizer.weight_decay,
         max_grad_norm=optimizer.max_grad_norm,
         gradient_checkpointing=config.learner.gradient_checkpointing,
+        offload=optimizer.offload == "cpu",
     )
 
 
@@ -336,8 +340,10 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         tasks = load_tasks(config.data, "validation", chat=policy.chat.has_template)
         questions = [t[i] for t in tasks for i in range(len(t))]
         context = min(config.model.max_length or policy.context, policy.context)
-        engine = policy.engine(config.engine, context, lambda: 0)
-        check_cache(config.engine, engine, questions, config.validation.max_tokens or EVAL_TOKENS, policy.chat)
+        prompt = longest_prompt(questions, policy.chat, context)
+        answer = config.validation.max_tokens or EVAL_TOKENS
+        engine = policy.engine(config.engine, context, lambda: 0, min(prompt + answer, context))
+        check_cache(config.engine, engine, prompt, answer)
         await starting
     except BaseException:
         starting.cancel()

@@ -55,7 +55,7 @@ async def _converse(target: str, settings: dict, compute: Executor) -> None:
 
     policy = load_policy(schema.Model(path=model_of(target)), compute)
     cast(policy.model, DTYPES[settings["dtype"]]).requires_grad_(False)
-    engine = policy.engine(schema.Engine(), policy.context, lambda: 0)
+    engine = policy.engine(schema.Engine(max_batch=1), policy.context, lambda: 0)
     messages = [Message(role="system", content=settings["system"])] if settings["system"] else []
     print("An empty line starts a new conversation, Ctrl-D ends.")
     try:

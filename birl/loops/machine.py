@@ -8,6 +8,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
+from birl.allocator import system_memory
+
 
 @contextlib.contextmanager
 def compute_thread(threads: int = 0) -> Iterator[Executor]:
@@ -34,6 +36,11 @@ def release_pool() -> None:
     with contextlib.suppress(OSError, AttributeError):
         soft = 1
         ctypes.CDLL(None).omp_pause_resource_all(soft)
+
+
+def free_memory(device: torch.device) -> int:
+    """What could still be allocated there [bytes]; 0 where nobody says."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system_memory()[1]
 
 
 def peak_memory() -> float:

@@ -1,70 +1,217 @@
-"""How much memory a run will need, before it starts. Estimates; `docs/runs.md` compares them with measured peaks."""
+"""How much memory a run will need, by purpose and phase, before it starts. `docs/runs.md` has measured peaks beside it.
 
-import shutil
-import textwrap
+Generation and training never overlap: they share one thread. The peak is the larger of the two, not their sum:
+
+    always       the process, the weights (compute type and float32), AdamW's state, a reference model
+    generation   keys and values, one step's hidden states and logits; without the kernels, weights laid out
+    training     activations and the gradient; with the kernels, the weights laid out stay for both
+
+Sizes of an architecture come from its modules and its configuration, so a model on the meta device will do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
+from birl import kernels
 from birl.config import schema
 from birl.engine.pages import pages_for
-from birl.engine.runner import page_bytes
-from birl.models.decoder import decoder_for, head_dim
+from birl.engine.runner import cache_shape
+from birl.engine.scheduler import PREFILL
+from birl.kernels import PAGE
+from birl.loops.policy import DTYPES, SHARE
+from birl.models.decoder import head_dim, shaped
 from birl.models.logprobs import CHUNK
-from birl.types import Task
+from birl.models.tree_attention import SCORES
 
 GIB = 2**30
-PROCESS = 0.6 * GIB  # interpreter, torch, transformers
+PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libraries; measured
+LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
+
+Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
 
 
-def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str, float]:
-    """Bytes by purpose. Activations: what the layers of a Llama-like model keep for the backward pass (`Kept` in
-    models/decoder.py, or what autograd keeps of transformers' module)."""
-    parameters = sum(p.numel() for p in model.parameters())
-    shape = model.config.get_text_config()  # pyright: ignore
-    wide = 2 if config.model.dtype == "bfloat16" else 4
-    hidden, inner, layers = (
-        shape.hidden_size,
-        getattr(shape, "intermediate_size", 4 * shape.hidden_size),
-        shape.num_hidden_layers,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The most that a step holds at once, where every answer is as long as it may be."""
+
+    microbatch: int  # tokens of the largest
+    several: bool  # more than one in an update, so that the next begins with the gradient of the one before
+    sequences: int  # generated at once
+    group: int  # of these, how many share a prompt
+    prompt: int  # tokens
+    longest: int  # tokens of a sequence, its prompt included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Numbers of an architecture, and whether it will run on birl's kernels. `wide`: bytes of the compute type."""
+
+    parameters: int
+    linear: int  # parameters that products read, the head included
+    vocabulary: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    wide: int
+    on_kernels: bool
+    paged_kernels: bool  # whether at least attention over the cache does
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: str) -> "Shape":
+        config: Any = model.config.get_text_config()  # pyright: ignore
+        size, kind = head_dim(model), DTYPES[dtype]
+        compiled = kernels.load(kind, size) is not None
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)),
+            vocabulary=model.get_output_embeddings().weight.shape[0],  # pyright: ignore
+            hidden=config.hidden_size,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=cache_shape(model)["kv_heads"],
+            head_dim=size,
+            wide=kind.itemsize,
+            on_kernels=compiled and shaped(model),
+            paged_kernels=compiled,
+        )
+
+    @property
+    def page(self) -> int:
+        """Bytes of a page of the cache in all layers."""
+        return 2 * PAGE * self.layers * self.kv_heads * self.head_dim * self.wide
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a token that a layer keeps for its backward pass: `Kept` in models/decoder.py, or what autograd
+        keeps of transformers' layer."""
+        rows = 2 * (self.heads + self.kv_heads) * self.head_dim  # queries, keys, values and their result
+        if self.on_kernels:
+            return 8 * self.hidden + 8 + self.wide * (rows + 2 * self.inner) + 4 * self.heads
+        return 8 * self.hidden + self.wide * (4 * self.hidden + rows + 4 * self.inner)
+
+    @property
+    def input(self) -> int:
+        """The same with checkpointing: the layer's input alone. The residual stream of the kernels is float32."""
+        return self.hidden * (4 if self.on_kernels else self.wide)
+
+    @property
+    def backward(self) -> int:
+        """Bytes of a token that one layer's backward pass computes with."""
+        return 4 * self.hidden + self.wide * 4 * (self.hidden + self.inner)
+
+
+def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
+    """`prompt`: tokens of a prompt. `longest`: of a sequence, validation included."""
+    rollout = config.rollout
+    groups = -(-rollout.prompts // config.algorithm.updates_per_batch)  # of one update
+    tokens = groups * (prompt + rollout.group_size * rollout.max_tokens)
+    count = -(-tokens // config.learner.tokens_per_microbatch)
+    validates = config.validation.every > 0 and (config.data.validation or config.data.validation_split > 0)
+    sequences = min(config.engine.max_batch, rollout.prompts * rollout.group_size)
+    return Load(
+        microbatch=-(-tokens // count),
+        several=count > 1,
+        sequences=config.engine.max_batch if validates else sequences,
+        group=1 if validates else rollout.group_size,
+        prompt=prompt,
+        longest=longest,
     )
-    if decoder := decoder_for(model):
-        layer = decoder.layers[0]
-        heads = (2 * layer.heads + 2 * layer.kv_heads) * head_dim(model)  # queries, keys, values, their result
-        per_layer = 8 * hidden + wide * (heads + 2 * inner) + 4 * layer.heads
-    else:
-        per_layer = wide * (12 * hidden + 4 * inner) + 4 * 4 * hidden  # norms keep float32 copies
-    kept = hidden * 4 if config.learner.gradient_checkpointing else per_layer
-    tokens = config.learner.tokens_per_microbatch
-    cache = page_bytes(model) * config.engine.max_batch * pages_for(config.rollout.max_tokens * 2)
-    return {
+
+
+def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
+    """Bytes by phase and purpose. `model` may be on the meta device."""
+    shape = Shape.of(model, config.model.dtype)
+    separate = shape.wide == 2  # from the float32 masters
+    laid_out = shape.wide * shape.linear
+    always = {
         "process": PROCESS,
-        "weights, float32": 4.0 * parameters,
-        "weights, compute type": 2.0 * parameters if wide == 2 else 0.0,
-        "weights laid out for generation": float(wide * parameters),
-        "gradient, float32": 4.0 * parameters,
-        "optimizer state": 8.0 * parameters,
-        "reference model": float(wide * parameters) if reference else 0.0,
-        "activations": float(tokens * (layers * kept + per_layer)),
-        "logits of one chunk": float(CHUNK * 14),
-        "keys and values": min(config.engine.kv_cache_gb * GIB, float(cache)),
+        "weights, float32": 4 * shape.parameters,
+        "weights, bfloat16": shape.wide * shape.parameters if separate else 0,
+        "optimizer state, float32": 8 * shape.parameters,
+    }
+    if config.algorithm.kl_coef > 0:
+        always["reference model"] = shape.wide * shape.parameters + (laid_out if shape.on_kernels else 0)
+    phases = {
+        "generation": always | {"weights laid out": laid_out} | generation(shape, config.engine, load),
+        "training": always
+        | {"weights laid out": laid_out if shape.on_kernels else 0}
+        | training(shape, load, config.learner.gradient_checkpointing),
+    }
+    for purposes in phases.values():
+        purposes["between blocks"] = int(LOST * sum(purposes.values()))
+    return phases
+
+
+def generation(shape: Shape, engine: schema.Engine, load: Load) -> dict[str, int]:
+    own = pages_for(load.longest) - load.prompt // PAGE  # pages that no other answer has
+    prompts = -(-load.sequences // load.group)
+    cache = shape.page * (load.sequences * own + prompts * (load.prompt // PAGE))
+    if not shape.paged_kernels:  # zeros are written into all of it; otherwise it is taken page by page
+        cache = shape.page * engine.max_batch * pages_for(load.longest)
+    if engine.kv_cache_gb:
+        cache = min(int(engine.kv_cache_gb * GIB), cache)
+    rows = load.sequences + min(PREFILL, prompts * load.prompt)
+    row = 4 * shape.hidden + shape.wide * (4 * shape.hidden + 3 * shape.inner)
+    if not shape.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
+        row += 4 * shape.wide * pages_for(load.longest) * PAGE * shape.kv_heads * shape.head_dim
+    return {
+        "keys and values": cache,
+        "hidden states and logits": rows * row + 2 * 4 * load.sequences * shape.vocabulary,
     }
 
 
-def render(prediction: dict[str, float], config: schema.RL, *, steps: int | None, task: Task, prompt: str) -> str:
-    """The text that `--dry-run` prints."""
-    total = sum(prediction.values())
-    rows = [f"  {name:<34}{size / GIB:7.2f} GiB" for name, size in prediction.items() if size]
-    width = min(shutil.get_terminal_size().columns, 120)
-    return "\n".join(
-        [
-            f"Would train {config.model.path} for {steps or 'an unknown number of'} steps of {config.rollout.prompts} "
-            f"prompts x {config.rollout.group_size} answers.",
-            "",
-            f"First prompt ({task.id}, answer {task.answer!r}):",
-            textwrap.indent(textwrap.shorten(prompt, 4 * width, placeholder=" ..."), "  "),
-            "",
-            "Predicted memory:",
-            *rows,
-            f"  {'together':<34}{total / GIB:7.2f} GiB",
-        ]
-    )
+def training(shape: Shape, load: Load, checkpointing: bool) -> dict[str, int]:
+    """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
+    whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
+    gradient, tokens = 4 * shape.parameters, load.microbatch
+    activations = tokens * (shape.layers * (shape.input if checkpointing else shape.kept))
+    activations += tokens * shape.hidden * (4 + 2 * shape.wide)  # before and behind the last norm
+    layer = tokens * (shape.backward + (shape.kept if checkpointing else 0))
+    chunk = CHUNK * (10 if shape.on_kernels else 18)  # logits, and what is computed from them
+    if not shape.on_kernels:
+        layer += 4 * 4 * min(SCORES, shape.heads * tokens**2)
+    if load.several:
+        return {"gradient, float32": gradient, "activations": activations + max(chunk, layer)}
+    head = (4 if shape.on_kernels else shape.wide) * shape.embedding
+    return {"activations, then gradient": max(activations + head + max(chunk, layer), gradient + layer)}
+
+
+def peak(phases: Phases) -> int:
+    return max(sum(purposes.values()) for purposes in phases.values())
+
+
+def largest(model: nn.Module, config: schema.RL, load: Load, memory: int) -> dict[str, int]:
+    """The largest values of two keys, each alone, with which the peak stays within `memory` [bytes]; 0 where none
+    does. Every micro-batch and every batch is full, and a cache holds the whole batch: nobody is preempted."""
+
+    def microbatch_fits(tokens: int) -> bool:
+        return peak(predict(model, config, replace(load, microbatch=tokens, several=True))) <= memory
+
+    def batch_fits(sequences: int) -> bool:
+        whole = replace(config, engine=replace(config.engine, max_batch=sequences, kv_cache_gb=0.0))
+        phases = predict(model, whole, replace(load, sequences=sequences))
+        sizes = phases["generation"]
+        loaded = sum(sizes.values()) - sizes["keys and values"] - sizes["hidden states and logits"]
+        return peak(phases) <= memory and sizes["keys and values"] <= SHARE * (memory - loaded)
+
+    return {"learner.tokens_per_microbatch": _last(microbatch_fits), "engine.max_batch": _last(batch_fits)}
+
+
+def _last(holds: Callable[[int], bool], limit: int = 2**24) -> int:
+    """The largest n up to `limit` for which it holds; it holds up to some n, and not beyond."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

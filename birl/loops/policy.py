@@ -16,11 +16,13 @@ from birl.engine.pages import pages_for
 from birl.engine.runner import page_bytes
 from birl.errors import BirlError
 from birl.kernels import PAGE
-from birl.models.forward import verify
+from birl.loops.machine import free_memory
+from birl.models.forward import head, verify
 from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, resolve
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
 
+SHARE = 0.5  # of the free memory, for keys and values
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -38,7 +40,10 @@ class Policy:
     def context(self) -> int:
         return context_limit(self.model)
 
-    def engine(self, config: schema.Engine, context: int, version: Callable[[], int]) -> EmbeddedEngine:
+    def engine(
+        self, config: schema.Engine, context: int, version: Callable[[], int], longest: int | None = None
+    ) -> EmbeddedEngine:
+        """`longest`: no sequence will be longer [tokens]; `context` where it is not known."""
         return EmbeddedEngine(
             self.model,
             self.tokenizer,
@@ -47,7 +52,7 @@ class Policy:
             compute=self.compute,
             version=version,
             max_batch=config.max_batch,
-            kv_cache_gb=config.kv_cache_gb,
+            kv_cache_gb=config.kv_cache_gb or cache_bytes(self.model, config.max_batch, longest or context) / 2**30,
             draft_rows=config.draft_rows,
         )
 
@@ -72,17 +77,31 @@ def load_policy(config: schema.Model, compute: Executor) -> Policy:
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
 
 
-def check_cache(config: schema.Engine, engine: EmbeddedEngine, tasks: Sequence[Task], answer: int, chat: Chat) -> None:
-    """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
+def cache_bytes(model: nn.Module, sequences: int, longest: int) -> int:
+    """engine.kv_cache_gb=0: room for so many sequences of `longest` tokens, but at most `SHARE` of what is free now,
+    with the weights and the optimizer in memory. While something is trained there is no cache, so the activations may
+    have the same memory."""
+    need = sequences * pages_for(longest) * page_bytes(model)
+    free = free_memory(head(model).weight.device)
+    return min(need, int(SHARE * free)) if free else need
+
+
+def longest_prompt(tasks: Sequence[Task], chat: Chat, context: int) -> int:
     lengths = [len(chat.render(task.prompt)) for task in tasks]
-    if full := sum(n >= engine.context for n in lengths):
-        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {engine.context} tokens: no answers.")
-    longest = max(lengths)
-    pages, have = pages_for(min(longest + answer, engine.context)), engine.scheduler.pages.total
+    if full := sum(n >= context for n in lengths):
+        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no answers.")
+    return max(lengths)
+
+
+def check_cache(config: schema.Engine, engine: EmbeddedEngine, prompt: int, answer: int) -> None:
+    """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
+    longest = min(prompt + answer, engine.context)
+    pages, have = pages_for(longest), engine.scheduler.pages.total
     if pages > have:
         size = pages * page_bytes(engine.runner.model) / 2**30
+        what = f"engine.kv_cache_gb={config.kv_cache_gb:g}" if config.kv_cache_gb else "Half of the free memory"
         raise BirlError(
-            f"engine.kv_cache_gb={config.kv_cache_gb:g} holds the keys and values of {have * PAGE} tokens, but one "
-            f"sequence may have {min(longest + answer, engine.context)} (a prompt of {longest} and an answer of "
-            f"{answer}). Set engine.kv_cache_gb={math.ceil(size * 1000) / 1000:g} or more, or ask for shorter answers."
+            f"{what} holds the keys and values of {have * PAGE} tokens, but one sequence may have {longest} (a prompt "
+            f"of {prompt} and an answer of {answer}). Set engine.kv_cache_gb={math.ceil(size * 1000) / 1000:g} or "
+            "more, or ask for shorter answers."
         )

@@ -29,6 +29,7 @@ from birl.learner import checkpoint
 from birl.learner.learner import Stats
 from birl.learner.optimizer import learning_rate
 from birl.loops import build
+from birl.loops import plan as planning
 from birl.loops.evaluate import answers, evaluate
 from birl.loops.machine import compute_thread, peak_memory
 from birl.loops.metrics import outcome_metrics, reward_metrics
@@ -65,7 +66,7 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
         parts = await build.training(config, choices, given, dry_run, compute)
         try:
             if dry_run:
-                return parts.plan()
+                return planning.dry_run(parts)
             run = _Run(config=config, parts=parts, stop=stop)
             return await run.to_the_end()
         finally:

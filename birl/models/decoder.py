@@ -383,10 +383,10 @@ class _Norm(torch.autograd.Function):
 
 def decoder_for(model: nn.Module) -> Decoder | None:
     """The model on our kernels, or None where they are not made for it. Made again when the weights' type changed."""
-    body: Any = getattr(model, "base_model", None)
-    if body is None or not hasattr(body, "layers") or not len(body.layers):
+    embeddings = getattr(model, "get_output_embeddings", None)
+    if embeddings is None:
         return None
-    dtype = cast(Any, model).get_output_embeddings().weight.dtype
+    dtype = cast(Any, embeddings()).weight.dtype
     found = MADE.get(model)
     if found is None or found[0] != dtype:
         kernel = kernels.load(dtype, head_dim(model)) if fits(model) else None
@@ -409,15 +409,25 @@ def head_dim(model: nn.Module) -> int:
 
 
 def fits(model: nn.Module) -> bool:
-    """Is this exactly the shape that `Decoder` computes? What looks alike but differs is caught by `forward.verify`."""
-    body: Any = cast(Any, model).base_model
+    """Can `Decoder` compute this model, where and as its weights are?"""
+    if not shaped(model):
+        return False
+    dtype = cast(Any, model).base_model.layers[0].mlp.up_proj.weight.dtype
+    return all(p.device.type == "cpu" and p.dtype == dtype for p in model.parameters())
+
+
+def shaped(model: nn.Module) -> bool:
+    """Is this exactly the shape that `Decoder` computes? Of a model without weights, too. What looks alike but differs
+    is caught by `forward.verify`."""
+    body: Any = getattr(model, "base_model", None)
+    if body is None or not hasattr(body, "layers") or not len(body.layers):
+        return False
     config = cast(Any, model).config.get_text_config()
     layer = body.layers[0]
     return (
         all(type(m).__name__ in LAYERS for m in body.layers)
         and {name for name, _ in body.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}
         and all(type(m) is nn.Linear for m in body.layers.modules() if isinstance(m, nn.Linear))
-        and all(p.device.type == "cpu" and p.dtype == layer.mlp.up_proj.weight.dtype for p in model.parameters())
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and layer.self_attn.o_proj.bias is None

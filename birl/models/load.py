@@ -17,11 +17,12 @@ from birl.errors import BirlError
 from birl.models import attention
 from birl.models.gguf import bundled, converted
 
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
-def resolve(path: str, say: Callable[[str], None] = print) -> Path:
-    """A model folder for `smollm2`, a folder, a .gguf file or a hub id."""
+def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True) -> Path:
+    """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out."""
     if path == "smollm2":
         return converted(bundled(), say)
     local = Path(path).expanduser()
@@ -33,15 +34,15 @@ def resolve(path: str, say: Callable[[str], None] = print) -> Path:
         return local
     if local.exists():
         raise BirlError(f"model.path={path} is a file; expected a folder in Hugging Face format or a .gguf file.")
-    return from_hub(path)
+    return from_hub(path, WANTED if weights else [p for p in WANTED if "safetensors" not in p])
 
 
-def from_hub(name: str) -> Path:
+def from_hub(name: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BirlError(
@@ -81,6 +82,20 @@ def load_model(folder: Path) -> nn.Module:
     check_report(folder, model, report)
     model.config.use_cache = False
     return model.eval()
+
+
+def skeleton(folder: Path) -> nn.Module:
+    """The model of a folder on the meta device: shapes without weights, from its config.json. Raises `BirlError`."""
+    if not (folder / "config.json").is_file():
+        raise BirlError(f"{folder} is not a model folder: config.json is missing.")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with quiet(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:
+        raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
+    model.tie_weights()
+    return model
 
 
 def check_files(folder: Path) -> None:

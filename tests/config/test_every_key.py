@@ -295,6 +295,7 @@ RL_CASES = {
     "optimizer.beta2": Case("0.1", weights, under="steps=2"),
     "optimizer.eps": Case("0.1", weights),
     "optimizer.weight_decay": Case("0.5", weights),
+    "optimizer.offload": Case("cpu", refused=r"optimizer\.offload=cpu: the weights are in CPU memory already"),
     "optimizer.max_grad_norm": Case("0.001", weights, under="optimizer.eps=0.1"),
     "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
     "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_activation_checkpointing, True),
@@ -518,7 +519,8 @@ def test_there_is_no_case_for_a_key_that_is_gone() -> None:
 
 def test_what_only_bounds_memory_or_time_changes_no_result(bench: Bench) -> None:
     expected = bench.seen(RL, "")
-    for setting in ("learner.tokens_per_microbatch=200", "learner.gradient_checkpointing=true", "engine.max_batch=1"):
+    bounds = ("learner.tokens_per_microbatch=200", "learner.gradient_checkpointing=true", "engine.max_batch=1")
+    for setting in (*bounds, "engine.kv_cache_gb=0"):
         found = bench.observe(RL, setting)
         assert answers(found) == answers(expected)
         assert found.metrics[-1]["grad_norm"] == pytest.approx(expected.metrics[-1]["grad_norm"], rel=1e-4)

@@ -1,9 +1,12 @@
 import pytest
 import torch
 
-from birl.learner.learner import Learner
+from birl.data.pack import pack
+from birl.learner.learner import Learner, Stats
 from birl.learner.optimizer import learning_rate
 from birl.models import attention
+from tests.data.test_pack import groups
+from tests.learner.test_learner import reinforce
 from tests.tiny import tiny_model
 
 
@@ -27,6 +30,31 @@ def test_weights_move_at_the_learning_rates_of_rl() -> None:
     for name, tensor in learner.weights().items():
         torch.testing.assert_close(before[name] - tensor, torch.full_like(tensor, 50e-6), rtol=2e-2, atol=1e-7)
     assert all(torch.equal(p, learner.masters.tensors[n].bfloat16()) for n, p in learner.masters.parameters.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_offloading_changes_no_bit(dtype: torch.dtype, checkpointing: bool) -> None:
+    """On the CPU there is nothing to gain, but copies of weights and gradients go the same ways as from a GPU: several
+    micro-batches, two steps. Without kernels, which are the CPU's own."""
+    learners: list[Learner] = []
+    for offload in (False, True):
+        model = tiny_model(heads=4, kv_heads=2)
+        model.set_attn_implementation(attention.NAME)
+        learner = Learner(model, dtype=dtype, gradient_checkpointing=checkpointing, offload=offload)
+        samples = groups(4)
+        for _ in range(2):
+            for batch in pack(samples, [0.1] * len(samples), 60):
+                learner.forward_backward(batch, reinforce, Stats())
+            learner.optim_step(1e-3)
+        learners.append(learner)
+    one, other = (learner.tensors() for learner in learners)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    offloaded = learners[1]
+    for name, parameter in offloaded.masters.parameters.items():
+        master = offloaded.masters.tensors[name]
+        assert master.data_ptr() != parameter.data_ptr() and master.dtype == torch.float32
+        assert torch.equal(parameter, master.to(dtype)) and parameter.grad is None
 
 
 def test_decay_is_for_matrices_only() -> None:

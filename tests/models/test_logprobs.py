@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -53,3 +56,47 @@ def test_logits_never_exist_for_all_tokens() -> None:
     finally:
         torch.nn.functional.linear = original
     assert max(sizes) <= CHUNK and sum(sizes) == 4 * CHUNK
+
+
+PEAK = """
+import resource, sys
+import torch
+from birl.allocator import keep_memory
+keep_memory()
+from birl.data.pack import pack
+from birl.learner.learner import Learner, Stats
+from birl.models import attention
+from birl.types import Sample
+from transformers import LlamaConfig, LlamaForCausalLM
+
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=int(sys.argv[1]), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True))
+model.set_attn_implementation(attention.NAME)
+learner = Learner(model, dtype=torch.bfloat16)
+
+def train(tokens):
+    samples = [
+        Sample(tokens=tuple(range(n, n + 101)), mask=(False, *[True] * 100), logprobs=(0.0,) * 101,
+               versions=(-1, *[0] * 100), advantage=1.0, group=n, episode=0)
+        for n in range(tokens // 100)
+    ]
+    for batch in pack(samples, [1.0] * len(samples), 10**6):
+        loss = lambda logp, entropy, batch: (-(logp * batch.advantages).sum() + entropy.sum(), {"entropy": entropy})
+        learner.forward_backward(batch, loss, Stats())
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+train(100)
+before = peak()
+train(2000)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss has other units elsewhere")
+def test_the_peak_does_not_grow_with_vocabulary_times_tokens() -> None:
+    """2,000 tokens of 65,536 words: one copy of all logits would be 500 MiB in float32."""
+    done = subprocess.run([sys.executable, "-c", PEAK, "65536"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 65536 * 2000 * 4 / 2
