@@ -251,7 +251,7 @@ RL_CASES = {
     ),
     "algorithm.overlong_buffer": Case("7", advantages, under="algorithm.baseline=none"),
     "algorithm.overlong_penalty": Case("3", advantages, under="algorithm.baseline=none algorithm.overlong_buffer=7"),
-    "algorithm.mask_truncated": Case("true", last("tokens/trained"), 0.0),
+    "algorithm.mask_truncated": Case("true", last("tokens/trained"), 0.0, "rollout.max_tokens=2"),  # all are cut
     "algorithm.updates_per_batch": Case("2", last("updates/done"), 2.0),
     "rollout.prompts": Case("3", last("groups/kept"), 3.0),
     "rollout.group_size": Case("3", last("outcome/asked"), 6.0),
