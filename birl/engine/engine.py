@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.engine.runner import Runner, page_bytes
 from birl.engine.sampler import sample
-from birl.engine.scheduler import Scheduler
+from birl.engine.scheduler import Scheduler, Work
 from birl.errors import BirlError
 from birl.text.chat import StopChecker
 from birl.types import Completion, SamplingParams, Stop
@@ -163,8 +164,17 @@ class EmbeddedEngine:
         return finished
 
     def step(self) -> list[Request]:
-        """One token for every running request. Returns those that ended."""
+        """One token for every running request, or several where that needs no decision of ours. Returns those that
+        ended."""
         plan = self.scheduler.plan()
+        if not self.burst(plan):
+            self.single(plan)
+        finished = self.scheduler.retire()
+        self.counters.running = len(self.scheduler.running)
+        self.counters.finished += len(finished)
+        return finished
+
+    def single(self, plan: list[Work]) -> None:
         running = [r for work in plan for r in work.samplers]
         if plan:
             logits = self.runner.run(plan)
@@ -177,7 +187,20 @@ class EmbeddedEngine:
             for request, token, logprob in zip(running, tokens.tolist(), logprobs.tolist(), strict=True):
                 request.append(token, logprob, self.version)
             self.counters.tokens += len(running)
-        finished = self.scheduler.retire()
-        self.counters.running = len(self.scheduler.running)
-        self.counters.finished += len(finished)
-        return finished
+
+    def burst(self, plan: list[Work]) -> bool:
+        """Some tokens for each, by captured graphs; what was sampled behind an end is dropped. False where a plan is
+        not for that."""
+        if not plan or self.runner.graphs is None or any(len(w.tokens) > 1 or w.followers for w in plan):
+            return False
+        made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
+        if made is None:
+            return False
+        for work, tokens, logprobs in zip(plan, *made, strict=True):
+            for token, logprob in zip(tokens, logprobs, strict=True):
+                work.request.append(token, logprob, self.version)
+                work.request.computed += 1
+                self.counters.tokens += 1
+                if work.request.stop is not None:
+                    break
+        return True
