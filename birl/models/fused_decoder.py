@@ -45,7 +45,7 @@ class Joined:
     def copy(self) -> None:
         weights = [m.weight.detach() for m in self.linears]
         biases = [m.bias.detach() for m in self.linears if m.bias is not None]
-        if self.weight is None:
+        if self.weight is None or self.weight.dtype != weights[0].dtype:
             self.weight = torch.cat(weights)
             self.bias = torch.cat(biases) if biases else None
             return
@@ -132,7 +132,7 @@ class FusedDecoder:
     @contextmanager
     def steady(self) -> Iterator[None]:
         """Within, the weights do not change: joined products read copies, which are renewed here if they must be."""
-        if not self.fresh:
+        if not self.fresh or self.layers[0].qkv.weight is None or self.layers[0].qkv.weight.dtype != self.dtype:
             with torch.no_grad():
                 for layer in self.layers:
                     layer.qkv.copy()
@@ -143,6 +143,10 @@ class FusedDecoder:
             yield
         finally:
             self.copied = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.body.embed_tokens.weight.dtype
 
     def addresses(self) -> tuple[int, ...]:
         """Of everything that a captured graph reads: all but the parameters that are copied."""
