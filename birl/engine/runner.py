@@ -14,8 +14,8 @@ from birl.engine.sampler import plain
 from birl.engine.scheduler import Work, sharing
 from birl.kernels import PAGE
 from birl.models.decoder import decoder_for, head_dim
-from birl.models.fused_decoder import fused_for
 from birl.models.forward import head, hidden_states
+from birl.models.fused_decoder import fused_for
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from birl.kernels import Kernels
-from birl.models.fused import on_gpu
+from birl.models.fused import on_gpu, triton_kernels
 from birl.types import SamplingParams
 
 
@@ -63,12 +63,10 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor
 
 def launch_sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The same by one kernel that reads the logits three times and writes two numbers a row."""
-    from birl.models.fused_kernels import sample_kernel
-
     rows, words = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    sample_kernel[(rows,)](
+    triton_kernels().sample_kernel[(rows,)](
         logits.contiguous(), temperatures, uniforms, tokens, logprobs, words, BLOCK=8192, num_warps=16
     )
     return tokens, logprobs

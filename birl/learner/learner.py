@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from birl.data.pack import Batch
 from birl.learner.optimizer import Masters, adamw
 from birl.models.decoder import decoder_for
-from birl.models.fused_decoder import fused_for
 from birl.models.forward import head, hidden_states, packed
+from birl.models.fused_decoder import fused_for
 from birl.models.load import cast
 from birl.models.logprobs import token_logprobs
 

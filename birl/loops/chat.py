@@ -12,7 +12,15 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.types import Message, SamplingParams
 
-SETTINGS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512, "seed": 0, "dtype": "bfloat16", "device": "auto", "system": ""}
+SETTINGS = {
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "max_tokens": 512,
+    "seed": 0,
+    "dtype": "bfloat16",
+    "device": "auto",
+    "system": "",
+}
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda x: 0 <= x < inf, "a number of at least 0"),
     "top_p": (lambda x: 0 < x <= 1, "more than 0 and at most 1"),

@@ -14,8 +14,8 @@ from birl.models.fused_decoder import fused_for
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-    """Last hidden state of each token: tokens [T], positions [T] -> [T, H]. On birl's kernels, or on CUDA the fused ones,
-    where they fit."""
+    """Last hidden state of each token: tokens [T], positions [T] -> [T, H]. On birl's kernels where they fit, on CUDA
+    on the fused ones."""
     if decoder := decoder_for(model):
         return decoder.hidden_states(tokens, positions, layout)
     if fused := fused_for(model):

@@ -23,6 +23,13 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def triton_kernels() -> Any:
+    """The kernels, for callers that are type-checked without Triton."""
+    from birl.models import fused_kernels
+
+    return fused_kernels
+
+
 def on_gpu(x: Tensor) -> bool:
     """Do the Triton kernels take this tensor?"""
     return x.is_cuda and has_triton()
@@ -73,14 +80,12 @@ class _AddNorm(torch.autograd.Function):
 
 def launch_add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """-> s, y, 1 / rms(s) [T]."""
-    from birl.models.fused_kernels import add_norm_kernel
-
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)
     y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     block = power_of_two(size)
     other = x if delta is None else delta
-    add_norm_kernel[(rows,)](
+    triton_kernels().add_norm_kernel[(rows,)](
         x, other, weight, total, y, rstd, size, eps, ADD=delta is not None, BLOCK=block, num_warps=warps(block)
     )
     return total, y, rstd
@@ -90,14 +95,12 @@ def launch_norm_backward(
     total: Tensor, weight: Tensor, rstd: Tensor, by_y: Tensor, by_total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """-> gradients by s (its own, `by_total`, included) and by the weight."""
-    from birl.models.fused_kernels import norm_backward_kernel
-
     rows, size = total.shape
     step, block = min(rows, PARTS), power_of_two(size)
     by_x = torch.empty_like(total)
     parts = torch.empty(step, size, dtype=torch.float32, device=total.device)
     other = by_y if by_total is None else by_total.contiguous()
-    norm_backward_kernel[(step,)](
+    triton_kernels().norm_backward_kernel[(step,)](
         total, weight, rstd, by_y, other, by_x, parts, rows, size, step,
         ADD=by_total is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
@@ -133,11 +136,9 @@ class _Rotary(torch.autograd.Function):
 
 
 def launch_rotary(qkv: Tensor, cosine: Tensor, sine: Tensor, rotated: int, sign: float) -> Tensor:
-    from birl.models.fused_kernels import rotary_kernel
-
     rows, heads, size = qkv.shape
     result = torch.empty_like(qkv)
-    rotary_kernel[(rows,)](
+    triton_kernels().rotary_kernel[(rows,)](
         qkv, result, cosine, sine, rotated, heads, sign, HALF=size // 2, HEADS=power_of_two(heads), num_warps=4
     )
     return result
@@ -169,18 +170,16 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def launch_swiglu(gate_up: Tensor) -> Tensor:
-    from birl.models.fused_kernels import swiglu_kernel
-
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-    swiglu_kernel[(rows, -(-inner // 1024))](gate_up, y, inner, BLOCK=1024, num_warps=4)
+    triton_kernels().swiglu_kernel[(rows, -(-inner // 1024))](gate_up, y, inner, BLOCK=1024, num_warps=4)
     return y
 
 
 def launch_swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
-    from birl.models.fused_kernels import swiglu_backward_kernel
-
     rows, inner = grad.shape
     result = torch.empty_like(gate_up)
-    swiglu_backward_kernel[(rows, -(-inner // 1024))](gate_up, grad, result, inner, BLOCK=1024, num_warps=4)
+    triton_kernels().swiglu_backward_kernel[(rows, -(-inner // 1024))](
+        gate_up, grad, result, inner, BLOCK=1024, num_warps=4
+    )
     return result

@@ -39,8 +39,9 @@ class Joined:
         if copied:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
-        weights, biases = [m.weight for m in self.linears], [m.bias for m in self.linears]
-        return F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+        weights: list[Tensor] = [m.weight for m in self.linears]
+        biases: list[Tensor] = [m.bias for m in self.linears if m.bias is not None]
+        return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
 
     def copy(self) -> None:
         weights = [m.weight.detach() for m in self.linears]

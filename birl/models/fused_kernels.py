@@ -5,8 +5,8 @@ Each rounds to the element type where transformers' modules do, so that both giv
 sums. Rows are contiguous; offsets of whole rows are 64 bits, because [tokens, vocabulary] passes 2^31.
 """
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit
@@ -109,9 +109,7 @@ def swiglu_backward_kernel(gate_up_ptr, grad_ptr, result_ptr, inner, BLOCK: tl.c
 
 
 @triton.jit
-def logprob_kernel(
-    logits_ptr, target_ptr, logprob_ptr, entropy_ptr, norm_ptr, words, temperature, BLOCK: tl.constexpr
-):
+def logprob_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, norm_ptr, words, temperature, BLOCK: tl.constexpr):
     """One row of logits: log-sum-exp, entropy and the target's log-prob in one pass."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * words
@@ -158,9 +156,7 @@ def logprob_backward_kernel(
 
 
 @triton.jit
-def sample_kernel(
-    logits_ptr, temperature_ptr, uniform_ptr, token_ptr, logprob_ptr, words, BLOCK: tl.constexpr
-):
+def sample_kernel(logits_ptr, temperature_ptr, uniform_ptr, token_ptr, logprob_ptr, words, BLOCK: tl.constexpr):
     """One row: the first word whose cumulative probability exceeds the uniform number, or, at temperature 0, the
     likeliest; and its log-prob."""
     row = tl.program_id(0).to(tl.int64)

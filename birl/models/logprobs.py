@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from birl.models.decoder import Decoder, Matrix, deposit, gradient_place, unless_placed
-from birl.models.fused import on_gpu
+from birl.models.fused import on_gpu, triton_kernels
 
 CHUNK = (
     6 * 2**20
@@ -121,11 +121,9 @@ def launch_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, entropy: Tensor, norm: Tensor
 ) -> None:
     """One pass over logits [N, V], in whatever type the product gave; float32 [N] results go where they are told."""
-    from birl.models.fused_kernels import logprob_kernel
-
     rows, words = logits.shape
     if rows:
-        logprob_kernel[(rows,)](
+        triton_kernels().logprob_kernel[(rows,)](
             logits, targets, logprobs, entropy, norm, words, temperature, BLOCK=4096, num_warps=8
         )  # fmt: skip
 
@@ -135,11 +133,9 @@ def launch_logprobs_backward(
     first: int, temperature: float,
 ) -> None:  # fmt: skip
     """Logits [N, words] become the gradient by them, in place and in their type."""
-    from birl.models.fused_kernels import logprob_backward_kernel
-
     rows, words = logits.shape
     if rows:
-        logprob_backward_kernel[(rows, -(-words // 4096))](
+        triton_kernels().logprob_backward_kernel[(rows, -(-words // 4096))](
             logits, targets, norm, entropy,
             norm if by_logp is None else by_logp.contiguous(), norm if by_entropy is None else by_entropy.contiguous(),
             words, first, temperature,

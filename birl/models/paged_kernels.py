@@ -5,8 +5,8 @@ Cache: keys and values [pages, K, PAGE, D] each. One program takes one row, one 
 do not depend on what else is in the batch.
 """
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit

@@ -4,6 +4,8 @@ PyTorch's `varlen_attn` takes a block table since 2.13, but with its own FlashAt
 none at all; these kernels take birl's pages of 32 and every PyTorch from 2.11 on.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,25 +38,28 @@ def paged_attention(
     query [B, H, D], key and value [B, K, D] (heads adjacent in memory, rows at any distance), keys and values
     [pages, K, PAGE, D], table int32 [B, width], lengths int32 [B] -> [B, H, D].
     """
-    from birl.models.paged_kernels import attend_kernel, combine_kernel, write_kernel
+    from birl.models import paged_kernels
 
+    kernels: Any = paged_kernels  # type-checked without Triton
     rows, heads, size = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
     splits = -(-table.shape[1] * PAGE // SPLIT)
     query, key, value = (x if x.stride(1) == size and x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-    write_kernel[(rows,)](
+    kernels.write_kernel[(rows,)](
         key, value, keys, values, table, lengths, key.stride(0), value.stride(0), table.stride(0),
         KV_HEADS=kv_heads, HEADS=power_of_two(kv_heads), PAGE=PAGE, D=size, num_warps=1,
     )  # fmt: skip
     part = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query.device)
     top, total = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=query.device).unbind()
-    attend_kernel[(rows, kv_heads, splits)](
+    kernels.attend_kernel[(rows, kv_heads, splits)](
         query, keys, values, table, lengths, part, top, total, query.stride(0), table.stride(0), splits, scale,
         2**30 if window is None else window,
         KV_HEADS=kv_heads, G=group, GROUP=max(power_of_two(group), 16), PAGE=PAGE, D=size, SPLIT=SPLIT, BLOCK=BLOCK,
         num_warps=4, num_stages=3 if size <= 128 else 2,
     )  # fmt: skip
     out = torch.empty(rows, heads, size, dtype=query.dtype, device=query.device)
-    combine_kernel[(rows, heads)](part, top, total, lengths, out, splits, HEADS=heads, D=size, SPLIT=SPLIT, num_warps=1)
+    kernels.combine_kernel[(rows, heads)](
+        part, top, total, lengths, out, splits, HEADS=heads, D=size, SPLIT=SPLIT, num_warps=1
+    )
     return out

@@ -163,7 +163,9 @@ def test_attention_over_pages(shape: tuple[int, int, int], window: int | None) -
         stores[0][page, :, place], stores[1][page, :, place] = k[row], v[row]
     for row, length in enumerate(lengths.tolist()):
         n = torch.arange(0 if window is None else max(0, length - window), length)
-        keys, values = (s[shared[row, n // PAGE].long(), :, n % PAGE].repeat_interleave(heads // kv_heads, 1) for s in stores)
+        keys, values = (
+            s[shared[row, n // PAGE].long(), :, n % PAGE].repeat_interleave(heads // kv_heads, 1) for s in stores
+        )
         p = (torch.einsum("hd,nhd->hn", q[row], keys) * 0.3).softmax(-1)
         torch.testing.assert_close(found[row].cpu(), torch.einsum("hn,nhd->hd", p, values), atol=1e-5, rtol=1e-4)
     assert all((a.cpu() == b).all() for a, b in zip(ours, stores, strict=True))

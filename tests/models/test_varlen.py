@@ -1,5 +1,6 @@
 """The segments and the gather of the CUDA path, with `varlen_attn` written out in plain PyTorch in its place."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def reference(
     groups = query.shape[1] // key.shape[1]
     outputs, q_starts, k_starts = [], cu_seq_q.tolist(), cu_seq_k.tolist()
     assert len(q_starts) == len(k_starts) and q_starts[-1] == len(query) and k_starts[-1] == len(key)
-    assert max_q == max(b - a for a, b in zip(q_starts, q_starts[1:], strict=False))
-    assert max_k == max(b - a for a, b in zip(k_starts, k_starts[1:], strict=False))
+    assert max_q == max(b - a for a, b in pairwise(q_starts))
+    assert max_k == max(b - a for a, b in pairwise(k_starts))
     for i in range(len(q_starts) - 1):
         q, k, v = query[q_starts[i] : q_starts[i + 1]], *(x[k_starts[i] : k_starts[i + 1]] for x in (key, value))
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
