@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from birl.engine.sampler import draw
+from birl.kernels import PAGE
 from birl.models.fused import power_of_two
 
 AHEAD = 16  # tokens in a row; a sequence that ends earlier wastes the rest of its row
-PAGES = 8  # the narrowest table
+NARROWEST = 8  # pages of a row
 
 #: tokens [B] int64, lengths [B] int32, table [B, width] int32 -> logits [B, V]
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -90,7 +91,8 @@ class Graphs:
         """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given: tokens and
         log-probs, [B][count]."""
         rows = len(tokens)
-        graph = self.graph(power_of_two(rows), max(power_of_two(max(map(len, tables))), PAGES))
+        last = (max(lengths) + count - 2) // PAGE  # a sequence that ends within the burst writes on, to `scratch`
+        graph = self.graph(power_of_two(rows), max(power_of_two(last + 1), NARROWEST))
         fill(graph, self.scratch, tokens, lengths, tables, temperatures, uniforms)
         graph.device.copy_(graph.host, non_blocking=True)
         graph.place.zero_()

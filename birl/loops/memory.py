@@ -9,7 +9,8 @@ from birl.config import schema
 from birl.engine.pages import pages_for
 from birl.engine.runner import page_bytes
 from birl.models.decoder import decoder_for, head_dim
-from birl.models.logprobs import CHUNK
+from birl.models.fused_decoder import fused_for
+from birl.models.logprobs import CHUNK, GPU_CHUNK
 from birl.types import Task
 
 GIB = 2**30
@@ -31,6 +32,10 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
         layer = decoder.layers[0]
         heads = (2 * layer.heads + 2 * layer.kv_heads) * head_dim(model)  # queries, keys, values, their result
         per_layer = 8 * hidden + wide * (heads + 2 * inner) + 4 * layer.heads
+    elif fused := fused_for(model):
+        layer = fused.layers[0]
+        heads = (3 * layer.heads + 4 * layer.kv_heads) * head_dim(model)  # keys and values once more, gathered
+        per_layer = wide * (4 * hidden + heads + 3 * inner) + 4 * (2 + layer.heads)
     else:
         per_layer = wide * (12 * hidden + 4 * inner) + 4 * 4 * hidden  # norms keep float32 copies
     kept = hidden * 4 if config.learner.gradient_checkpointing else per_layer
@@ -45,7 +50,7 @@ def predict(model: nn.Module, config: schema.RL, *, reference: bool) -> dict[str
         "optimizer state": 8.0 * parameters,
         "reference model": float(wide * parameters) if reference else 0.0,
         "activations": float(tokens * (layers * kept + per_layer)),
-        "logits of one chunk": float(CHUNK * 14),
+        "logits of one chunk": float(GPU_CHUNK * wide if fused_for(model) else CHUNK * 14),
         "keys and values": min(config.engine.kv_cache_gb * GIB, float(cache)),
     }
 
