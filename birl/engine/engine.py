@@ -167,7 +167,9 @@ class EmbeddedEngine:
         """One token for every running request, or several where that needs no decision of ours. Returns those that
         ended."""
         plan = self.scheduler.plan()
-        if not self.burst(plan):
+        if self.runner.bursts(plan):
+            self.burst(plan)
+        else:
             self.single(plan)
         finished = self.scheduler.retire()
         self.counters.running = len(self.scheduler.running)
@@ -188,14 +190,9 @@ class EmbeddedEngine:
                 request.append(token, logprob, self.version)
             self.counters.tokens += len(running)
 
-    def burst(self, plan: list[Work]) -> bool:
-        """Some tokens for each, by captured graphs; what was sampled behind an end is dropped. False where a plan is
-        not for that."""
-        if not plan or self.runner.graphs is None or any(len(w.tokens) > 1 or w.followers for w in plan):
-            return False
+    def burst(self, plan: list[Work]) -> None:
+        """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
         made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
-        if made is None:
-            return False
         for work, tokens, logprobs in zip(plan, *made, strict=True):
             for token, logprob in zip(tokens, logprobs, strict=True):
                 work.request.append(token, logprob, self.version)
@@ -203,4 +200,3 @@ class EmbeddedEngine:
                 self.counters.tokens += 1
                 if work.request.stop is not None:
                     break
-        return True

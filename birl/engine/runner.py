@@ -66,11 +66,15 @@ class Runner:
         decoder = decoder_for(self.model)
         return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
 
-    def burst(self, plan: Sequence[Work], count: int) -> tuple[list[list[int]], list[list[float]]] | None:
-        """The next `count` tokens of each request and their log-probs, one list each, by captured graphs; None where
-        there are none. The host waits for the device once."""
-        if self.graphs is None or not all(plain(w.request.params) for w in plan):
-            return None
+    def bursts(self, plan: Sequence[Work]) -> bool:
+        """Is this plan for captured graphs: single next tokens, from the whole distribution or greedy?"""
+        single = all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
+        return self.graphs is not None and bool(plan) and single
+
+    def burst(self, plan: Sequence[Work], count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The next `count` tokens of each request and their log-probs, one list each. The host waits for the device
+        once."""
+        assert self.graphs is not None, "`bursts` says no"
         requests = [w.request for w in plan]
         return self.graphs.run(
             tokens=[w.tokens[0] for w in plan],

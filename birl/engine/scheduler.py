@@ -85,10 +85,8 @@ class Scheduler:
         return plan
 
     def look_ahead(self, plan: list[Work], most: int) -> int:
-        """How many tokens in a row everybody in `plan` can be given without a decision of ours, at most `most`: pages
-        for them are taken here. 1 where somebody computes more than a next token, or pages are too few."""
-        if any(len(w.tokens) != 1 or w.followers or not w.complete for w in plan):
-            return 1
+        """How many tokens in a row everybody in `plan`, all of it next tokens, can be given without a decision of ours,
+        at most `most`: pages for them are taken here. 1 where pages are too few."""
         most = min(most, max((w.request.left for w in plan), default=1))
         while most > 1:
             wanted = [(w.request, pages_for(len(w.request) + min(most, w.request.left) - 1)) for w in plan]

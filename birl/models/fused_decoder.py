@@ -10,7 +10,7 @@ Shapes: T tokens, H hidden size, I inner size, D head size.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -69,20 +69,18 @@ class Layer:
     scale: float
 
 
-@dataclass(eq=False)
 class FusedDecoder:
-    """It owns no parameters, only the copies for generation."""
+    """It owns no parameters, only the copies for generation. It must not hold the model itself: `MADE` would then keep
+    that alive for ever."""
 
-    model: nn.Module
-    checkpointing: bool = False
-    copied: bool = False  # within `steady`
-    fresh: bool = False  # the copies are those of the present weights
-    layers: list[Layer] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.body: Any = cast(Any, self.model).base_model
-        self.size = head_dim(self.model)
+    def __init__(self, model: nn.Module, checkpointing: bool = False) -> None:
+        self.body: Any = cast(Any, model).base_model
+        self.head: nn.Module = cast(Any, model).get_output_embeddings()
+        self.size = head_dim(model)
         self.layers = [self._layer(i, module) for i, module in enumerate(self.body.layers)]
+        self.checkpointing = checkpointing
+        self.copied = False  # within `steady`
+        self.fresh = False  # the copies are those of the present weights
 
     def _layer(self, index: int, module: Any) -> Layer:
         attention, mlp = module.self_attn, module.mlp
@@ -152,7 +150,9 @@ class FusedDecoder:
     def addresses(self) -> tuple[int, ...]:
         """Of everything that a captured graph reads: all but the parameters that are copied."""
         copies = [t for m in self.layers for j in (m.qkv, m.gate_up) for t in (j.weight, j.bias) if t is not None]
-        return tuple(t.data_ptr() for t in [*copies, *self.model.parameters(), *self.model.buffers()])
+        modules = (self.body, self.head)
+        own = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        return tuple(t.data_ptr() for t in (*copies, *own))
 
 
 def fused_for(model: nn.Module) -> FusedDecoder | None:

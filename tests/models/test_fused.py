@@ -1,7 +1,9 @@
 """The fused decoder is transformers' module, and the Triton kernels are their plain definitions: on a GPU, or without
 one in Triton's interpreter (pip install triton; TRITON_INTERPRET=1 python -m pytest tests/models/test_fused.py)."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from birl.data.pack import pack
 from birl.engine import sampler
 from birl.kernels import PAGE
 from birl.learner.learner import Learner
-from birl.models import attention, fused, logprobs, paged_triton
+from birl.models import attention, fused, fused_decoder, logprobs, paged_triton
 from birl.models.attention import Packed, Tree
 from birl.models.fused_decoder import FusedDecoder
 from birl.types import Sample
@@ -73,6 +75,15 @@ def test_copies_of_joined_weights_are_renewed_in_place() -> None:
             assert (decoder.hidden_states(ids, positions, layout) != first).any()
             assert decoder.addresses() == places
         assert not decoder.copied
+
+
+def test_a_decoder_does_not_keep_its_model_alive() -> None:
+    module = model()
+    fused_decoder.MADE[module] = FusedDecoder(module)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
 
 
 @triton
