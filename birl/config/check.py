@@ -18,6 +18,7 @@ from birl.config.schema import RL, Eval
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32"),
+    "model.device": ("auto", "cpu", "cuda"),
     "algorithm.baseline": ("group", "none"),
     "algorithm.scale_rewards": ("none", "group", "batch"),
     "algorithm.denominator": ("token", "sequence", "constant"),

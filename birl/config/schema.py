@@ -14,6 +14,8 @@ class Model:
     dtype: str = "bfloat16"
     """Type that generation and training compute in: bfloat16 | float32. Weights and optimizer state are always
     float32."""
+    device: str = "auto"
+    """Where generation and training compute: auto (cuda where PyTorch sees a GPU) | cpu | cuda."""
     chat_template: str = ""
     """Jinja file that replaces the tokenizer's chat template. Empty: the tokenizer's own."""
     max_length: int = 0

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from birl.engine.drafts import Drafts
+from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.engine.runner import Runner, page_bytes
@@ -67,7 +68,8 @@ class EmbeddedEngine:
         self.compute, self._version = compute, version
         self.runner = Runner(model)
         pages = min(int(kv_cache_gb * 2**30) // page_bytes(model), max_batch * pages_for(context))
-        self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages), drafts=Drafts(draft_rows))
+        on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU launches captured graphs instead of guessing
+        self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages), drafts=Drafts(draft_rows if on_cpu else 0))
         self.counters = Counters()
         self._arrivals: list[Request] = []
         self._open: set[Request] = set()  # everybody who waits for a completion
@@ -174,25 +176,33 @@ class EmbeddedEngine:
         return finished
 
     def step(self) -> list[Request]:
-        """One token for every running request, or more where guesses were right. Returns those that ended."""
+        """One token for every running request; more where guesses were right, or where that needs no decision of ours.
+        Returns those that ended."""
         plan = self.scheduler.plan()
-        draws = [draw for work in plan for draw in work.draws]
-        logits = self.runner.run(plan) if plan else None
-        for work in plan:
-            work.request.computed += len(work.tokens)
-            self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0
-        if draws and logits is not None:
-            params, uniforms = [r.params for r, _ in draws], [r.uniform(ahead) for r, ahead in draws]
-            tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
-            drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-            for work in plan:
-                self._append(work, [[next(drawn) for _ in range(len(work.drafts) + 1)] for _ in work.samplers])
+        if self.runner.bursts(plan):
+            self.burst(plan)
+        elif plan:
+            self.single(plan)
         finished = self.scheduler.retire()
         self.counters.running = len(self.scheduler.running)
         self.counters.finished += len(finished)
         return finished
 
-    def _append(self, work: Work, drawn: list[list[tuple[int, float]]]) -> None:
+    def single(self, plan: list[Work]) -> None:
+        """One forward pass."""
+        draws = [draw for work in plan for draw in work.draws]
+        logits = self.runner.run(plan)
+        for work in plan:
+            work.request.computed += len(work.tokens)
+            self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0
+        if draws:
+            params, uniforms = [r.params for r, _ in draws], [r.uniform(ahead) for r, ahead in draws]
+            tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
+            drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+            for work in plan:
+                self.append(work, [[next(drawn) for _ in range(len(work.drafts) + 1)] for _ in work.samplers])
+
+    def append(self, work: Work, drawn: list[list[tuple[int, float]]]) -> None:
         """What each of the samplers drew: its next token, and the ones after as far as the guesses were right."""
         for request, (first, *later) in zip(work.samplers, drawn, strict=True):
             request.append(*first, self.version)
@@ -208,3 +218,14 @@ class EmbeddedEngine:
             self.counters.tokens += right + 1
             self.counters.drafted += len(work.drafts)
             self.counters.accepted += right
+
+    def burst(self, plan: list[Work]) -> None:
+        """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
+        made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
+        for work, tokens, logprobs in zip(plan, *made, strict=True):
+            for token, logprob in zip(tokens, logprobs, strict=True):
+                work.request.append(token, logprob, self.version)
+                work.request.computed += 1
+                self.counters.tokens += 1
+                if work.request.stop is not None:
+                    break

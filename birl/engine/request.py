@@ -55,6 +55,15 @@ class Request:
         """The random number of the next token, or of the one so many places later, in [0, 1)."""
         return self._uniforms[len(self.tokens) + ahead]
 
+    @property
+    def left(self) -> int:
+        """Tokens that it may still be given."""
+        return self.max_tokens - len(self.tokens)
+
+    def uniforms(self, n: int) -> list[float]:
+        """Those of the next n tokens, fewer at the end."""
+        return self._uniforms[len(self.tokens) : len(self.tokens) + n]
+
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)

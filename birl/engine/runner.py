@@ -1,18 +1,21 @@
 """One forward pass of generation, over the very module that is trained."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from birl import kernels
+from birl.engine.graphs import Graphs
 from birl.engine.pages import Pages
+from birl.engine.sampler import plain
 from birl.engine.scheduler import Work, sharing
 from birl.kernels import PAGE
 from birl.models.decoder import decoder_for, head_dim
 from birl.models.forward import head, hidden_states
+from birl.models.fused_decoder import fused_for
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
 
@@ -24,49 +27,101 @@ class Runner:
         self.model = model
         self.packed = PackedLinears(model)
         self.cache: Cache | None = None
+        self.graphs: Graphs | None = None  # on CUDA
 
     def run(self, plan: Sequence[Work]) -> Tensor:
         """Logits for each of the plan's draws, in order: [draws, V] float32."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
+        counts = [len(w.tokens) + len(w.drafts) for w in plan]
         tokens = torch.tensor([t for w in plan for t in (*w.tokens, *w.drafts)], device=device)
-        lengths = [w.start + i + 1 for w in plan for i in range(len(w.tokens) + len(w.drafts))]
-        tables = [w.request.pages for w in plan for _ in range(len(w.tokens) + len(w.drafts))]
-        layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths))
+        lengths = [w.start + i + 1 for w, n in zip(plan, counts, strict=True) for i in range(n)]
+        if device.type == "cpu":
+            tables = [w.request.pages for w, n in zip(plan, counts, strict=True) for _ in range(n)]
+            layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths))
+        else:
+            layout = Paged.repeated(self.cache, [w.request.pages for w in plan], counts, lengths)
         hidden = hidden_states(self.model, tokens, torch.tensor(lengths, device=device) - 1, layout)
-        rows, end = [], 0
-        for work in plan:
-            end += len(work.tokens) + len(work.drafts)
+        rows: list[int] = []
+        copies: list[tuple[int, int]] = []
+        end = 0
+        for work, count in zip(plan, counts, strict=True):
+            end += count
             if work.complete:
                 rows += range(end - len(work.drafts) - 1, end)
             for follower in work.followers:  # a page that is not full yet becomes its own
                 if len(follower) % PAGE:
-                    self.cache.copy_page(work.request.pages[len(follower) // PAGE], follower.pages[-1])
+                    copies.append((work.request.pages[len(follower) // PAGE], follower.pages[-1]))
+        self.cache.copy_pages(copies)
         if not rows:
             return hidden.new_empty(0, head(self.model).weight.shape[0], dtype=torch.float32)
         if len(rows) < len(hidden):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
         logits = self.logits(hidden)
         if any(w.followers for w in plan):
-            counts = [len(w.samplers) for w in plan if w.complete]  # and nobody guesses
-            logits = logits.repeat_interleave(torch.tensor(counts, device=device), dim=0)
+            times = [len(w.samplers) for w in plan if w.complete]  # and nobody guesses
+            logits = logits.repeat_interleave(torch.tensor(times, device=device), dim=0)
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         decoder = decoder_for(self.model)
         return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
 
-    def steady(self, version: int, pages: Pages) -> AbstractContextManager[None]:
+    def bursts(self, plan: Sequence[Work]) -> bool:
+        """Is this plan for captured graphs: single next tokens, from the whole distribution or greedy?"""
+        single = all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
+        return self.graphs is not None and bool(plan) and single
+
+    def burst(self, plan: Sequence[Work], count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The next `count` tokens of each request and their log-probs, one list each. The host waits for the device
+        once."""
+        assert self.graphs is not None, "`bursts` says no"
+        requests = [w.request for w in plan]
+        return self.graphs.run(
+            tokens=[w.tokens[0] for w in plan],
+            lengths=[w.start + 1 for w in plan],
+            tables=[r.pages for r in requests],
+            temperatures=[r.params.temperature for r in requests],
+            uniforms=[r.uniforms(count) for r in requests],
+            count=count,
+        )
+
+    @contextmanager
+    def steady(self, version: int, pages: Pages) -> Iterator[None]:
         """Within, the weights do not change: products use copies laid out for them."""
+        decoder, fused = decoder_for(self.model), fused_for(self.model)
+        device = head(self.model).weight.device
         if self.cache is None:
-            self.cache = Cache.make(pages.total, **cache_shape(self.model), device=head(self.model).weight.device)
-        decoder = decoder_for(self.model)
-        return self.packed.active(version) if decoder is None else decoder.steady(self.cache)
+            # one page more than the scheduler knows, which rows that only fill a graph up are written to
+            extra = int(fused is not None)
+            self.cache = Cache.make(pages.total + extra, **cache_shape(self.model), device=device)
+        if decoder is not None:
+            manager = decoder.steady(self.cache)
+        else:
+            manager = self.packed.active(version) if fused is None else fused.steady()
+        with manager:
+            if fused is not None:
+                self.use_graphs(fused.addresses(), scratch=pages.total)
+            yield
+
+    def use_graphs(self, addresses: tuple[int, ...], scratch: int) -> None:
+        """A graph reads and writes where it did when it was captured; when anything has moved, all are thrown away."""
+        assert self.cache is not None
+        if self.graphs is None or self.graphs.addresses != addresses:
+            self.graphs = Graphs(self.step_of_graph, self.cache.keys[0].device, scratch=scratch, addresses=addresses)
+
+    def step_of_graph(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+        """Logits [B, V] of the next tokens; nothing here looks at a value."""
+        assert self.cache is not None
+        layout = Paged.plain(self.cache, table, lengths)
+        return head(self.model)(hidden_states(self.model, tokens, lengths.long() - 1, layout))
 
     def release(self) -> None:
-        """Give back what is only needed while generating."""
+        """Give back what is only needed while generating. On a GPU the cache stays: graphs know its address, and
+        capturing them again would take longer than a step."""
         self.packed.release()
-        self.cache = None
+        if self.graphs is None:
+            self.cache = None
 
     @property
     def same_bits(self) -> bool:

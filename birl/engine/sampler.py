@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from birl.kernels import Kernels
+from birl.models.fused import on_gpu, triton_kernels
 from birl.types import SamplingParams
 
 
@@ -28,25 +29,46 @@ def sample(
                 logits[row] = restrict(logits[row] / p.temperature, p)
                 temperatures[row] = 1.0
         return kernels.sample(logits, torch.tensor(temperatures), torch.tensor(uniforms, dtype=torch.float32))
-    greedy = torch.tensor([p.temperature == 0 for p in params])
-    if any(p.temperature not in (0.0, 1.0) for p in params):
-        logits.div_(torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None])
+    device = logits.device
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
     for row, p in enumerate(params):
-        if p.temperature and (p.top_k or p.top_p < 1 or p.min_p):
-            logits[row] = restrict(logits[row], p)
-    best = logits.argmax(-1) if greedy.any() else None
-    peak = logits.amax(-1, keepdim=True)
-    shifted = logits.sub_(peak)
+        if not plain(p):
+            logits[row] = restrict(logits[row] / p.temperature, p) * p.temperature
+    return draw(logits, temperatures, torch.tensor(uniforms, dtype=torch.float32, device=device))
+
+
+def plain(params: SamplingParams) -> bool:
+    """From the whole distribution, or greedy?"""
+    return not params.temperature or not (params.top_k or params.top_p < 1 or params.min_p)
+
+
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [B, V], temperatures and uniforms float32 [B] -> tokens [B] int64, logprobs [B] float32. Never waits for
+    the device. Logits may be overwritten."""
+    if on_gpu(logits):
+        return launch_sample(logits, temperatures, uniforms)
+    greedy = temperatures == 0
+    logits = logits.float().div_(torch.where(greedy, 1.0, temperatures)[:, None])
+    best = logits.argmax(-1)
+    shifted = logits.sub_(logits.amax(-1, keepdim=True))
     cumulative = shifted.exp().cumsum(-1)
     norm = cumulative[:, -1:].contiguous()
-    point = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)[:, None] * norm
     # The first place whose cumulative sum exceeds the point; at the far end, rounding must not lead past the last
     # possible token.
     last = torch.searchsorted(cumulative, norm, right=False)
-    tokens = torch.minimum(torch.searchsorted(cumulative, point, right=True), last)[:, 0]
-    if best is not None:
-        tokens = torch.where(greedy.to(tokens.device), best, tokens)
-    logprobs = shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1)
+    tokens = torch.minimum(torch.searchsorted(cumulative, uniforms[:, None] * norm, right=True), last)[:, 0]
+    tokens = torch.where(greedy, best, tokens)
+    return tokens, shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1)
+
+
+def launch_sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by one kernel that reads the logits three times and writes two numbers a row."""
+    rows, words = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    triton_kernels().sample_kernel[(rows,)](
+        logits.contiguous(), temperatures, uniforms, tokens, logprobs, words, BLOCK=8192, num_warps=16
+    )
     return tokens, logprobs
 
 

@@ -111,6 +111,19 @@ class Scheduler:
             work.drafts = guesses[: len(request.pages) * PAGE - len(request)]
             spare -= len(work.drafts)
 
+    def look_ahead(self, plan: list[Work], most: int) -> int:
+        """How many tokens in a row everybody in `plan`, all of it next tokens, can be given without a decision of ours,
+        at most `most`: pages for them are taken here. 1 where pages are too few."""
+        most = min(most, max((w.request.left for w in plan), default=1))
+        while most > 1:
+            wanted = [(w.request, pages_for(len(w.request) + min(most, w.request.left) - 1)) for w in plan]
+            if sum(max(n - len(r.pages), 0) for r, n in wanted) <= len(self.pages.free):
+                for request, n in wanted:
+                    request.pages += [self.pages.take() for _ in range(n - len(request.pages))]
+                break
+            most //= 2
+        return most
+
     def make_room(self) -> None:
         """A page for the next token of everybody who needs one; the youngest make way."""
         place = 0

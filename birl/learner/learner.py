@@ -14,6 +14,7 @@ from birl.data.pack import Batch
 from birl.learner.optimizer import Masters, adamw
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, packed
+from birl.models.fused_decoder import fused_for
 from birl.models.load import cast
 from birl.models.logprobs import token_logprobs
 
@@ -37,17 +38,20 @@ class Stats:
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
 
-    def add(self, loss: float, figures: dict[str, Tensor], computed: int) -> None:
-        self.loss += loss
+    def add(self, loss: Tensor, figures: dict[str, Tensor], computed: int) -> None:
+        """Waits for the device once, not once a figure."""
+        count = len(next(iter(figures.values()), ()))
+        lowest = loss.new_full((), float("-inf"), dtype=torch.float64)
+        numbers = [loss.double()]
+        for values in figures.values():
+            numbers += [values.sum(dtype=torch.float64), values.max().double() if count else lowest]
+        total, *pairs = torch.stack(numbers).tolist()
+        self.loss += total
         self.computed += computed
-        count = 0
-        for name, values in figures.items():
-            count = len(values)
-            self.sums[name] = self.sums.get(name, 0.0) + values.sum(dtype=torch.float64).item()
-            self.maxima[name] = max(
-                self.maxima.get(name, float("-inf")), values.max().item() if count else float("-inf")
-            )
         self.tokens += count
+        for i, name in enumerate(figures):
+            self.sums[name] = self.sums.get(name, 0.0) + pairs[2 * i]
+            self.maxima[name] = max(self.maxima.get(name, float("-inf")), pairs[2 * i + 1])
 
     def mean(self, name: str) -> float:
         """NaN where nothing was trained: 0 would look like a collapse."""
@@ -107,7 +111,7 @@ class Learner:
         logp, entropy = self._logprobs(batch)
         value, figures = loss(logp, entropy, batch)
         value.backward()
-        stats.add(value.item(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
+        stats.add(value.detach(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
 
     def optim_step(self, lr: float) -> float:
         """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
@@ -154,6 +158,8 @@ class Learner:
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if decoder := decoder_for(self.model):
             decoder.checkpointing = self.gradient_checkpointing
+        if fused := fused_for(self.model):
+            fused.checkpointing = self.gradient_checkpointing
         hidden = hidden_states(self.model, batch.tokens, batch.positions, packed(batch.trees, batch.tokens.device))
         return token_logprobs(
             hidden[batch.source],
@@ -167,7 +173,7 @@ class Learner:
         """AdamW makes its state at the first step; a checkpoint needs the tensors to exist before that."""
         for master in self.masters.tensors.values():
             self.optimizer.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),  # where fused AdamW wants it
                 "exp_avg": torch.zeros_like(master.data),
                 "exp_avg_sq": torch.zeros_like(master.data),
             }

@@ -11,7 +11,7 @@ from math import cos, pi
 import torch
 from torch import Tensor, nn
 
-from birl.models.decoder import weights_changed
+from birl.models import decoder, fused_decoder
 
 
 class Masters:
@@ -36,7 +36,8 @@ class Masters:
 
     def publish(self) -> None:
         """Round the masters into the module's own parameters, and have every copy of them made anew."""
-        weights_changed(self.model)
+        decoder.weights_changed(self.model)
+        fused_decoder.weights_changed(self.model)
         if self.separate:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))

@@ -12,13 +12,22 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.types import Message, SamplingParams
 
-SETTINGS = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 512, "seed": 0, "dtype": "bfloat16", "system": ""}
+SETTINGS = {
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "max_tokens": 512,
+    "seed": 0,
+    "dtype": "bfloat16",
+    "device": "auto",
+    "system": "",
+}
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda x: 0 <= x < inf, "a number of at least 0"),
     "top_p": (lambda x: 0 < x <= 1, "more than 0 and at most 1"),
     "max_tokens": (lambda x: x >= 1, "a whole number of at least 1"),
     "seed": (lambda x: x >= 0, "a whole number of at least 0"),
     "dtype": (lambda x: x in ("bfloat16", "float32"), "bfloat16 | float32"),
+    "device": (lambda x: x in ("auto", "cpu", "cuda"), "auto | cpu | cuda"),
     "system": (lambda x: True, "text"),
 }
 
@@ -53,7 +62,7 @@ async def _converse(target: str, settings: dict, compute: Executor) -> None:
     from birl.loops.policy import DTYPES, load_policy
     from birl.models.load import cast
 
-    policy = load_policy(schema.Model(path=model_of(target)), compute)
+    policy = load_policy(schema.Model(path=model_of(target), device=settings["device"]), compute)
     cast(policy.model, DTYPES[settings["dtype"]]).requires_grad_(False)
     engine = policy.engine(schema.Engine(max_batch=1), policy.context, lambda: 0)
     messages = [Message(role="system", content=settings["system"])] if settings["system"] else []

@@ -23,7 +23,8 @@ from birl.engine.scheduler import PREFILL
 from birl.kernels import PAGE
 from birl.loops.policy import DTYPES, SHARE
 from birl.models.decoder import head_dim, shaped
-from birl.models.logprobs import CHUNK
+from birl.models.fused_decoder import fused_for
+from birl.models.logprobs import CHUNK, GPU_CHUNK
 from birl.models.tree_attention import SCORES
 
 GIB = 2**30
@@ -61,6 +62,7 @@ class Shape:
     wide: int
     on_kernels: bool
     paged_kernels: bool  # whether at least attention over the cache does
+    on_fused: bool  # the kernels for CUDA
 
     @classmethod
     def of(cls, model: nn.Module, dtype: str) -> "Shape":
@@ -80,6 +82,7 @@ class Shape:
             wide=kind.itemsize,
             on_kernels=compiled and shaped(model),
             paged_kernels=compiled,
+            on_fused=fused_for(model) is not None,
         )
 
     @property
@@ -98,6 +101,9 @@ class Shape:
         rows = 2 * (self.heads + self.kv_heads) * self.head_dim  # queries, keys, values and their result
         if self.on_kernels:
             return 8 * self.hidden + 8 + self.wide * (rows + 2 * self.inner) + 4 * self.heads
+        if self.on_fused:  # keys and values once more, gathered
+            more = (self.heads + 2 * self.kv_heads) * self.head_dim
+            return self.wide * (4 * self.hidden + rows + more + 3 * self.inner) + 4 * (2 + self.heads)
         return 8 * self.hidden + self.wide * (4 * self.hidden + rows + 4 * self.inner)
 
     @property
@@ -179,6 +185,8 @@ def training(shape: Shape, load: Load, checkpointing: bool) -> dict[str, int]:
     activations += tokens * shape.hidden * (4 + 2 * shape.wide)  # before and behind the last norm
     layer = tokens * (shape.backward + (shape.kept if checkpointing else 0))
     chunk = CHUNK * (10 if shape.on_kernels else 18)  # logits, and what is computed from them
+    if shape.on_fused:
+        chunk = GPU_CHUNK * shape.wide
     if not shape.on_kernels:
         layer += 4 * 4 * min(SCORES, shape.heads * tokens**2)
     if load.several:

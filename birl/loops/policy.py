@@ -17,6 +17,7 @@ from birl.engine.runner import page_bytes
 from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.loops.machine import free_memory
+from birl.models.device import choose
 from birl.models.forward import head, verify
 from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, resolve
 from birl.text.chat import PROBE, Chat
@@ -58,6 +59,8 @@ class Policy:
 
 
 def load_policy(config: schema.Model, compute: Executor) -> Policy:
+    """The model is verified in float32 on the device that it will run on, so with that device's kernels."""
+    device = choose(config.device)
     folder = resolve(config.path)
     if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
         raise BirlError(
@@ -70,7 +73,7 @@ def load_policy(config: schema.Model, compute: Executor) -> Policy:
         raise BirlError(
             f"model.chat_template={config.chat_template}: what the user says does not come up in its output."
         )
-    model = load_model(folder)
+    model = load_model(folder).to(device)
     verify(model)
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)

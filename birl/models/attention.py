@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from birl.errors import BirlError
 from birl.kernels import Kernels
+from birl.models import varlen
 from birl.models.tree_attention import tree_attention
 
 NAME = "birl"
@@ -72,6 +73,9 @@ class Packed:
         if query.device.type == "cpu":
             biases = [self.bias(tree, window) for tree in self.trees]
             return tree_attention(query[0], key[0], value[0], biases, scale)[None]
+        if len(query) == 1 and varlen.takes(query, value) and (window is None or varlen.windows()):
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            return varlen.attend(self.cut, q, k, v, scale, window)[None]
         gqa = query.shape[1] != key.shape[1]
         outputs, start = [], 0
         for tree in self.trees:
@@ -109,6 +113,11 @@ class Packed:
                 place += n
             start = place
         return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+
+    @cached_property
+    def cut(self) -> varlen.Segments:
+        """The same for `varlen_attn`; made once a batch, not once a layer."""
+        return varlen.segments([(tree.prefix, tree.branches) for tree in self.trees], self.device)
 
     def mask(self, tree: Tree, window: int | None) -> Tensor | None:
         """Who sees whom, bool [n, n]; None where plain causal attention says the same."""
@@ -158,7 +167,7 @@ def attention(
             f"({', '.join(unknown) or 'dropout or a mask'}); this architecture is not supported."
         )
     if layout is None:  # a plain call, such as model(input_ids): every row is one sequence
-        layout = Packed([Tree(prefix=query.shape[2])])
+        layout = Packed([Tree(prefix=query.shape[2])], query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(module.layer_idx, query, key, value, scale, sliding_window), None  # pyright: ignore
 

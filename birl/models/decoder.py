@@ -410,15 +410,23 @@ def head_dim(model: nn.Module) -> int:
 
 def fits(model: nn.Module) -> bool:
     """Can `Decoder` compute this model, where and as its weights are?"""
-    if not shaped(model):
-        return False
-    dtype = cast(Any, model).base_model.layers[0].mlp.up_proj.weight.dtype
-    return all(p.device.type == "cpu" and p.dtype == dtype for p in model.parameters())
+    return shaped(model) and all(p.device.type == "cpu" for p in model.parameters())
 
 
 def shaped(model: nn.Module) -> bool:
     """Is this exactly the shape that `Decoder` computes? Of a model without weights, too. What looks alike but differs
     is caught by `forward.verify`."""
+    config = cast(Any, model).config.get_text_config()
+    return (
+        llama_shaped(model)
+        and config.hidden_size % 32 == 0
+        and config.intermediate_size % 32 == 0
+        and config.vocab_size % 16 == 0
+    )
+
+
+def llama_shaped(model: nn.Module) -> bool:
+    """The layers of Llama and nothing else, with weights of one type."""
     body: Any = getattr(model, "base_model", None)
     if body is None or not hasattr(body, "layers") or not len(body.layers):
         return False
@@ -428,13 +436,11 @@ def shaped(model: nn.Module) -> bool:
         all(type(m).__name__ in LAYERS for m in body.layers)
         and {name for name, _ in body.named_children()} == {"embed_tokens", "layers", "norm", "rotary_emb"}
         and all(type(m) is nn.Linear for m in body.layers.modules() if isinstance(m, nn.Linear))
+        and all(p.dtype == layer.mlp.up_proj.weight.dtype for p in model.parameters())
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and layer.self_attn.o_proj.bias is None
         and (getattr(layer.self_attn, "sliding_window", None) or _window(config)) is None
-        and config.hidden_size % 32 == 0
-        and config.intermediate_size % 32 == 0
-        and config.vocab_size % 16 == 0
     )
 
 

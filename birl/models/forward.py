@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from birl.errors import BirlError
 from birl.models.attention import Layout, Packed, Tree
 from birl.models.decoder import decoder_for
+from birl.models.fused_decoder import fused_for
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-    """Last hidden state of each token: tokens [T], positions [T] -> [T, H]. On birl's kernels where they fit."""
+    """Last hidden state of each token: tokens [T], positions [T] -> [T, H]. On birl's kernels where they fit, on CUDA
+    on the fused ones."""
     if decoder := decoder_for(model):
         return decoder.hidden_states(tokens, positions, layout)
+    if fused := fused_for(model):
+        return fused.hidden_states(tokens, positions, layout)
     body = cast(Any, model).base_model
     output = body(input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False)
     return output.last_hidden_state[0]

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from birl.models.decoder import Decoder, Matrix, deposit, gradient_place, unless_placed
+from birl.models.fused import on_gpu, triton_kernels
 
 CHUNK = (
     6 * 2**20
 )  # logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
+GPU_CHUNK = 2**28  # on a GPU: 512 MiB in bfloat16 and nothing beside them; fewer would be launches of tiny kernels
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -32,14 +34,15 @@ def token_logprobs(
     head: torch.nn.Linear,
     targets: Tensor,
     temperature: float = 1.0,
-    chunk: int = CHUNK,
+    chunk: int = 0,
     decoder: Decoder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature)[target], and the entropy of that distribution.
 
     hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
-    compute them: what the engine samples with, bit for bit.
+    compute them: what the engine samples with, bit for bit. `chunk`: logits that exist at once, 0 for the device's.
     """
+    chunk = chunk or (GPU_CHUNK if hidden.is_cuda else CHUNK)
     if decoder is not None:
         return _KernelLogprobs.apply(  # pyright: ignore
             hidden, head.weight, head.bias, targets, temperature, chunk, decoder.head
@@ -60,6 +63,10 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for rows in _chunks(len(hidden), chunk // len(weight)):
+            if on_gpu(hidden):
+                logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+                launch_logprobs(logits, targets[rows], temperature, logprobs[rows], entropy[rows], norm[rows])
+                continue
             logits = scaled_logits(hidden[rows], weight, bias, temperature)
             norm[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - norm[rows]
@@ -81,20 +88,59 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.empty_like(bias)
         for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
             part_bias = None if bias is None else bias[words]
-            logp = scaled_logits(hidden, weight[words], part_bias, ctx.temperature).sub_(norm[:, None])
-            p = logp.exp()
-            grad = torch.zeros_like(p) if grad_logp is None else p * -grad_logp[:, None]
-            if grad_logp is not None:
-                inside = ((targets >= words.start) & (targets < words.stop)).nonzero()[:, 0]
-                grad[inside, targets[inside] - words.start] += grad_logp[inside]
-            if grad_entropy is not None:
-                grad -= p * logp.add_(entropy[:, None]) * grad_entropy[:, None]
-            grad = grad.div_(ctx.temperature).to(weight.dtype)
+            if on_gpu(hidden):
+                grad = torch.nn.functional.linear(hidden, weight[words], part_bias)
+                context = (targets, norm, entropy, grad_logp, grad_entropy, words.start, ctx.temperature)
+                launch_logprobs_backward(grad, *context)
+            else:
+                logp = scaled_logits(hidden, weight[words], part_bias, ctx.temperature).sub_(norm[:, None])
+                grad = logits_gradient(logp, targets, entropy, grad_logp, grad_entropy, words.start)
+                grad = grad.div_(ctx.temperature).to(weight.dtype)
             grad_hidden += grad @ weight[words]
             torch.mm(grad.T, hidden, out=grad_weight[words])
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0, dtype=torch.float32)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+
+
+def logits_gradient(
+    logp: Tensor, targets: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None, first: int
+) -> Tensor:
+    """The gradient by logits / t of the words from `first` on, whose log-probs are logp [N, words] (overwritten)."""
+    p = logp.exp()
+    grad = torch.zeros_like(p) if by_logp is None else p * -by_logp[:, None]
+    if by_logp is not None:
+        inside = ((targets >= first) & (targets < first + logp.shape[1])).nonzero()[:, 0]
+        grad[inside, targets[inside] - first] += by_logp[inside]
+    if by_entropy is not None:
+        grad -= p * logp.add_(entropy[:, None]) * by_entropy[:, None]
+    return grad
+
+
+def launch_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, entropy: Tensor, norm: Tensor
+) -> None:
+    """One pass over logits [N, V], in whatever type the product gave; float32 [N] results go where they are told."""
+    rows, words = logits.shape
+    if rows:
+        triton_kernels().logprob_kernel[(rows,)](
+            logits, targets, logprobs, entropy, norm, words, temperature, BLOCK=4096, num_warps=8
+        )  # fmt: skip
+
+
+def launch_logprobs_backward(
+    logits: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor, by_logp: Tensor | None, by_entropy: Tensor | None,
+    first: int, temperature: float,
+) -> None:  # fmt: skip
+    """Logits [N, words] become the gradient by them, in place and in their type."""
+    rows, words = logits.shape
+    if rows:
+        triton_kernels().logprob_backward_kernel[(rows, -(-words // 4096))](
+            logits, targets, norm, entropy,
+            norm if by_logp is None else by_logp.contiguous(), norm if by_entropy is None else by_entropy.contiguous(),
+            words, first, temperature,
+            LOGP=by_logp is not None, ENTROPY=by_entropy is not None, BLOCK=4096, num_warps=8,
+        )  # fmt: skip
 
 
 class _KernelLogprobs(torch.autograd.Function):

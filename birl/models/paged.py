@@ -3,6 +3,7 @@
 
 A page holds 32 positions. For each layer: keys [pages, K, D, 32] (positions last: 32 scores at a time), values
 [pages, K, 32, D]. On the bfloat16 kernels the same memory has another order within a page (kernels/gemm_attention.c).
+On a GPU keys have the shape of values, which is what its kernels read in order (paged_kernels.py).
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from birl import kernels
 from birl.kernels import PAGE, Kernels
+from birl.models import paged_triton
 
 
 @dataclass(slots=True)
@@ -32,15 +34,29 @@ class Cache:
         lazy = device.type == "cpu" and kernels.load(dtype, head_dim) is not None
         make = torch.empty if lazy else torch.zeros
         options = {"dtype": dtype, "device": device}
+        key_page = (head_dim, PAGE) if device.type == "cpu" else (PAGE, head_dim)
         return cls(
-            keys=[make(pages, kv_heads, head_dim, PAGE, **options) for _ in range(layers)],
+            keys=[make(pages, kv_heads, *key_page, **options) for _ in range(layers)],
             values=[make(pages, kv_heads, PAGE, head_dim, **options) for _ in range(layers)],
         )
 
-    def copy_page(self, source: int, target: int) -> None:
-        for store in (self.keys, self.values):
-            for layer in store:
-                layer[target].copy_(layer[source])
+    @property
+    def positions_first(self) -> bool:
+        """Are the keys of a page [32, D]?"""
+        return self.keys[0].device.type != "cpu"
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(from, to); no page is both."""
+        if not pairs:
+            return
+        if not self.positions_first:
+            for layer in (*self.keys, *self.values):
+                for source, target in pairs:
+                    layer[target].copy_(layer[source])
+            return
+        sources, targets = torch.tensor(pairs).to(self.keys[0].device).unbind(1)  # on a GPU one launch a layer
+        for layer in (*self.keys, *self.values):
+            layer.index_copy_(0, targets, layer.index_select(0, sources))
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,21 @@ class Paged:
             torch.tensor(x, dtype=torch.int32, device=cache.keys[0].device) for x in (padded, lengths, starts, shared)
         )
         return cls(cache, *numbers)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def repeated(
+        cls, cache: Cache, tables: Sequence[Sequence[int]], counts: Sequence[int], lengths: Sequence[int]
+    ) -> "Paged":
+        """The same without groups, which only the kernels on CPU make use of: counts[i] rows have tables[i]."""
+        device = cache.keys[0].device
+        width = max(map(len, tables))
+        table = torch.tensor([[*t, *[0] * (width - len(t))] for t in tables], dtype=torch.int32).to(device)
+        sequence = torch.tensor([i for i, n in enumerate(counts) for _ in range(n)]).to(device)
+        return cls.plain(cache, table[sequence], torch.tensor(lengths, dtype=torch.int32).to(device))
+
+    @classmethod
+    def plain(cls, cache: Cache, table: Tensor, lengths: Tensor) -> "Paged":
+        return cls(cache, table, lengths, starts=lengths, shared=lengths)
 
     @cached_property
     def pages(self) -> Tensor:
@@ -104,11 +135,15 @@ class Paged:
             out, _ = self.attend_rows(layer, compiled, q, k[:, :n], v[:, :n], scale, window or 0)
             return out.view(1, rows, heads, size)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if paged_triton.usable(query):
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            return paged_triton.paged_attention(q, k, v, keys, values, self.table, self.lengths, scale, window)[None]
         pages, places = self.pages.long(), self.places.long()
-        keys[pages, :, :, places] = key[0].transpose(0, 1)
+        by_row = keys if self.cache.positions_first else keys.transpose(2, 3)
+        by_row[pages, :, places] = key[0].transpose(0, 1)
         values[pages, :, places] = value[0].transpose(0, 1)
         table, kv_heads = self.table.long(), keys.shape[1]
-        all_keys = keys[table].permute(0, 2, 1, 4, 3).reshape(rows, kv_heads, -1, size)
+        all_keys = by_row[table].transpose(1, 2).reshape(rows, kv_heads, -1, size)
         all_values = values[table].transpose(1, 2).reshape(rows, kv_heads, -1, size)
         grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, size)
         mask = self.mask(window, query.dtype, all_keys.shape[2])

@@ -194,6 +194,9 @@ class Case:
 MODEL = {
     "model.path": Case("other", answers),
     "model.dtype": Case("bfloat16", lambda s: s.parts.rollout.engine.runner.model.dtype, torch.bfloat16),
+    "model.device": Case("cuda", refused=r"model\.device=cuda: PyTorch .* Set model\.device=cpu")
+    if not torch.cuda.is_available()
+    else Case("cpu", lambda s: s.parts.policy.model.device.type, "cpu"),
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
 }
 MEASURED = {  # keys of RL and Eval whose effect shows in the same place

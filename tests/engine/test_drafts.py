@@ -60,7 +60,7 @@ def test_the_same_tokens_with_guesses_and_without(
         if dtype == torch.bfloat16 and not kernels.problem():
             assert a.logprobs == b.logprobs
         else:
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5 if dtype == torch.float32 else 0.5)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=5e-5 if dtype == torch.float32 else 0.5)  # logits of 60
 
 
 @pytest.mark.parametrize("ending", [{"stop_ids": True}, {"stop": True}])

@@ -47,7 +47,8 @@ class Bench:
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
         temperature = options.pop("temperature", 1.0)
-        self.learner = Learner(load_model(folder), dtype=dtype, temperature=temperature)
+        model = load_model(folder).to(str(options.pop("device", "cpu")))
+        self.learner = Learner(model, dtype=dtype, temperature=temperature)
         self.engine = EmbeddedEngine(
             self.learner.model,
             self.tokenizer,
@@ -77,7 +78,7 @@ class Bench:
             )
             for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
         ]
-        return torch.cat([self.learner.forward(b) - b.logprobs for b in pack(samples, [1.0] * len(samples), 200)])
+        return torch.cat([self.learner.forward(b).cpu() - b.logprobs for b in pack(samples, [1.0] * len(samples), 200)])
 
 
 def seeded(n: int, **options: object) -> list[SamplingParams]:

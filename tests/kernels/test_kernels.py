@@ -166,7 +166,7 @@ def test_paged_attention_gives_the_bits_of_tree_attention(k: Kernels, window: in
     prefix = list(range(tree.prefix))
     attend(prefix, [0] * 45, [i + 1 for i in prefix], [8] * 5 + [5], [i // 32 for i in range(0, 45, 8)])
     for target in (5, 7):
-        cache.copy_page(3, target)
+        cache.copy_pages([(3, target)])
     for step in range(12):
         places = [45 + step, 57 + step, *([90] if step == 0 else [])]
         n = len(places)

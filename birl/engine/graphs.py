@@ -1,0 +1,163 @@
+"""CUDA graphs for decoding: the next tokens of all running sequences, several in a row, without the host.
+
+A step of decoding is some hundred kernels of a few microseconds; launching them from Python takes ten times as long as
+they run. Captured once, they are launched together. The step is captured for a few sizes (rows and pages a row, powers
+of two); rows that only fill up write to a scratch page, and their results are dropped. The graph also draws the tokens
+and moves on to the next position itself, so that up to `AHEAD` replays need one upload before and one download after.
+
+A graph works on addresses: inputs and results live in tensors that are made once, weights and cache must not move
+(`Runner.use_graphs` compares). Whatever the step allocates comes from a pool that all graphs share.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from birl.engine.sampler import draw
+from birl.kernels import PAGE
+from birl.models.fused import power_of_two
+
+AHEAD = 16  # tokens in a row; a sequence that ends earlier wastes the rest of its row
+NARROWEST = 8  # pages of a row
+
+#: tokens [B] int64, lengths [B] int32, table [B, width] int32 -> logits [B, V]
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: a function without arguments -> one that does the same on the same tensors
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+@dataclass(slots=True)
+class Graph:
+    """The tensors of one size. `host` is uploaded as one piece into `device`, of which the inputs are views:
+    [rows, width] pages, [rows] tokens, [rows] lengths, and as float32 [rows] temperatures, [AHEAD, rows] uniforms."""
+
+    host: Tensor
+    device: Tensor
+    table: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    temperatures: Tensor
+    uniforms: Tensor
+    place: Tensor  # [1] int64: which token of the burst comes next
+    results: Tensor  # [AHEAD, 2, rows] float32: tokens (exact up to 2^24) and log-probs
+    replay: Callable[[], None] = lambda: None
+
+    @classmethod
+    def make(cls, rows: int, width: int, device: torch.device) -> "Graph":
+        size = rows * (width + 3 + AHEAD)
+        host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        there = torch.zeros(size, dtype=torch.int32, device=device)
+        table, numbers, floats = there.split([rows * width, 2 * rows, rows * (1 + AHEAD)])
+        return cls(
+            host=host,
+            device=there,
+            table=table.view(rows, width),
+            tokens=numbers[:rows],
+            lengths=numbers[rows:],
+            temperatures=floats[:rows].view(torch.float32),
+            uniforms=floats[rows:].view(torch.float32).view(AHEAD, rows),
+            place=torch.zeros(1, dtype=torch.int64, device=device),
+            results=torch.zeros(AHEAD, 2, rows, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(slots=True)
+class Graphs:
+    """All graphs over one model and cache. `scratch`: the page that nobody owns."""
+
+    step: Step
+    where: torch.device
+    scratch: int
+    addresses: tuple[int, ...] = ()
+    capture: Capture | None = None
+    made: dict[tuple[int, int], Graph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.capture = self.capture or captured(self.where)
+
+    def run(
+        self,
+        *,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        uniforms: Sequence[Sequence[float]],
+        count: int,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """`count` tokens for each of B sequences, whose last tokens and lengths (these included) are given: tokens and
+        log-probs, [B][count]."""
+        rows = len(tokens)
+        last = (max(lengths) + count - 2) // PAGE  # a sequence that ends within the burst writes on, to `scratch`
+        graph = self.graph(power_of_two(rows), max(power_of_two(last + 1), NARROWEST))
+        fill(graph, self.scratch, tokens, lengths, tables, temperatures, uniforms)
+        graph.device.copy_(graph.host, non_blocking=True)
+        graph.place.zero_()
+        for _ in range(count):
+            graph.replay()
+        found = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # waits, so `host` may be written again
+        return found[0].long().tolist(), found[1].tolist()
+
+    def graph(self, rows: int, width: int) -> Graph:
+        if (rows, width) not in self.made:
+            assert self.capture is not None
+            graph = Graph.make(rows, width, self.where)
+            fill(graph, self.scratch, (), (), (), (), ())  # captured on the scratch page alone
+            graph.device.copy_(graph.host)
+            graph.replay = self.capture(lambda: self.once(graph))
+            self.made[rows, width] = graph
+        return self.made[rows, width]
+
+    def once(self, graph: Graph) -> None:
+        """One token for each row, and everything ready for the next."""
+        logits = self.step(graph.tokens.long(), graph.lengths, graph.table)
+        uniforms = graph.uniforms.index_select(0, graph.place)[0]
+        tokens, logprobs = draw(logits, graph.temperatures, uniforms)
+        graph.results.index_copy_(0, graph.place, torch.stack([tokens.float(), logprobs])[None])
+        graph.tokens.copy_(tokens)
+        graph.lengths.add_(1)
+        graph.place.add_(1).remainder_(AHEAD)
+
+
+def fill(
+    graph: Graph, scratch: int, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]],
+    temperatures: Sequence[float], uniforms: Sequence[Sequence[float]],
+) -> None:  # fmt: skip
+    """Write the inputs of B sequences and of the rows that fill up: greedy, one token long, on the scratch page."""
+    rows, width = graph.table.shape
+    table, numbers, floats = np.split(graph.host.numpy(), [rows * width, rows * (width + 2)])
+    table, numbers, floats = table.reshape(rows, width), numbers.reshape(2, rows), floats.view(np.float32)
+    table.fill(scratch)
+    for i, pages in enumerate(tables):
+        table[i, : len(pages)] = pages
+    numbers[0] = 0
+    numbers[1] = 1
+    numbers[0, : len(tokens)] = tokens
+    numbers[1, : len(lengths)] = lengths
+    floats.fill(0.0)
+    floats[: len(temperatures)] = temperatures
+    later = floats[rows:].reshape(AHEAD, rows)
+    for i, u in enumerate(uniforms):
+        later[: len(u), i] = u
+
+
+def captured(device: torch.device) -> Capture:
+    """Capturing on this device, with one pool of memory for all graphs."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):  # Triton compiles, cuBLAS takes its workspace
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream(device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    return capture

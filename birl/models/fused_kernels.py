@@ -1,0 +1,198 @@
+"""Triton kernels of the CUDA path: norms, rotary embedding, SwiGLU, log-probs. `fused.py` says what each computes, in
+plain PyTorch; this file is imported only where Triton is.
+
+Each rounds to the element type where transformers' modules do, so that both give the same numbers but for the order of
+sums. Rows are contiguous; offsets of whole rows are 64 bits, because [tokens, vocabulary] passes 2^31.
+"""
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit
+def add_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row: sum = x + delta, y = weight * sum / rms(sum)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(x_ptr + row * size + at, mask=inside, other=0.0)
+    kind = x.dtype
+    if ADD:
+        delta = tl.load(delta_ptr + row * size + at, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(kind)
+        tl.store(sum_ptr + row * size + at, x, mask=inside)
+    x = x.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    normed = (x * rstd).to(kind).to(tl.float32)
+    tl.store(y_ptr + row * size + at, (normed * weight).to(kind), mask=inside)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def norm_backward_kernel(
+    x_ptr, weight_ptr, rstd_ptr, grad_y_ptr, grad_sum_ptr, grad_x_ptr, part_ptr, rows, size, step,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows pid, pid + step, ...: grad_x, and this program's part [size] of the weight's gradient."""
+    pid = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    part = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(pid, rows, step):
+        x = tl.load(x_ptr + row * size + at, mask=inside, other=0.0)
+        grad = tl.load(grad_y_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        normed = x.to(tl.float32) * rstd
+        part += grad * normed
+        grad = grad * weight
+        grad_x = rstd * (grad - normed * (tl.sum(grad * normed, axis=0) / size))
+        if ADD:
+            grad_x += tl.load(grad_sum_ptr + row * size + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + row * size + at, grad_x.to(x.dtype), mask=inside)
+    tl.store(part_ptr + pid * size + at, part, mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    source_ptr, target_ptr, cosine_ptr, sine_ptr, rotated, heads, sign,
+    HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """One row of `heads` heads: the first `rotated` of them are turned by sign * angle, the rest copied."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (i < HALF)
+    at = row * heads * 2 * HALF + head * 2 * HALF + i
+    a = tl.load(source_ptr + at, mask=inside, other=0.0)
+    b = tl.load(source_ptr + at + HALF, mask=inside, other=0.0)
+    kind = a.dtype
+    cosine = tl.load(cosine_ptr + row * HALF + i).to(tl.float32)
+    sine = tl.load(sine_ptr + row * HALF + i).to(tl.float32) * sign
+    a32, b32 = a.to(tl.float32), b.to(tl.float32)
+    first = (a32 * cosine).to(kind).to(tl.float32) - (b32 * sine).to(kind).to(tl.float32)
+    second = (b32 * cosine).to(kind).to(tl.float32) + (a32 * sine).to(kind).to(tl.float32)
+    turned = head < rotated
+    tl.store(target_ptr + at, tl.where(turned, first, a32).to(kind), mask=inside)
+    tl.store(target_ptr + at + HALF, tl.where(turned, second, b32).to(kind), mask=inside)
+
+
+@triton.jit
+def swiglu_kernel(gate_up_ptr, y_ptr, inner, BLOCK: tl.constexpr):
+    """y = silu(gate) * up, a block of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inner
+    gate = tl.load(gate_up_ptr + row * 2 * inner + at, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * inner + inner + at, mask=inside, other=0.0).to(tl.float32)
+    g = gate.to(tl.float32)
+    silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype).to(tl.float32)
+    tl.store(y_ptr + row * inner + at, (silu * up).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(gate_up_ptr, grad_ptr, result_ptr, inner, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inner
+    gate = tl.load(gate_up_ptr + row * 2 * inner + at, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * inner + inner + at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row * inner + at, mask=inside, other=0.0).to(tl.float32)
+    g = gate.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    by_gate = grad * up * sigmoid * (1.0 + g * (1.0 - sigmoid))
+    tl.store(result_ptr + row * 2 * inner + at, by_gate.to(gate.dtype), mask=inside)
+    tl.store(result_ptr + row * 2 * inner + inner + at, (grad * g * sigmoid).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def logprob_kernel(logits_ptr, target_ptr, logprob_ptr, entropy_ptr, norm_ptr, words, temperature, BLOCK: tl.constexpr):
+    """One row of logits: log-sum-exp, entropy and the target's log-prob in one pass."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * words
+    best = float("-inf")
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < words
+        logit = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32) / temperature
+        higher = tl.maximum(best, tl.max(logit, axis=0))
+        scale = tl.exp(best - higher)
+        p = tl.exp(logit - higher)
+        total = total * scale + tl.sum(p, axis=0)
+        weighted = weighted * scale + tl.sum(tl.where(inside, p * logit, 0.0), axis=0)
+        best = higher
+    norm = best + tl.log(total)
+    target = tl.load(target_ptr + row)
+    chosen = tl.load(logits_ptr + target).to(tl.float32) / temperature
+    tl.store(logprob_ptr + row, chosen - norm)
+    tl.store(entropy_ptr + row, norm - weighted / total)
+    tl.store(norm_ptr + row, norm)
+
+
+@triton.jit
+def logprob_backward_kernel(
+    logits_ptr, target_ptr, norm_ptr, entropy_ptr, by_logp_ptr, by_entropy_ptr, words, first, temperature,
+    LOGP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Logits of the words from `first` on become the gradient by them, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    raw = tl.load(logits_ptr + row * words + at, mask=inside, other=0.0)
+    logp = raw.to(tl.float32) / temperature - tl.load(norm_ptr + row)
+    p = tl.exp(logp)
+    grad = tl.zeros([BLOCK], dtype=tl.float32)
+    if LOGP:
+        hit = (at + first) == tl.load(target_ptr + row)
+        grad += (tl.where(hit, 1.0, 0.0) - p) * tl.load(by_logp_ptr + row)
+    if ENTROPY:
+        grad -= p * (logp + tl.load(entropy_ptr + row)) * tl.load(by_entropy_ptr + row)
+    tl.store(logits_ptr + row * words + at, (grad / temperature).to(raw.dtype), mask=inside)
+
+
+@triton.jit
+def sample_kernel(logits_ptr, temperature_ptr, uniform_ptr, token_ptr, logprob_ptr, words, BLOCK: tl.constexpr):
+    """One row: the first word whose cumulative probability exceeds the uniform number, or, at temperature 0, the
+    likeliest; and its log-prob."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * words
+    asked = tl.load(temperature_ptr + row)
+    greedy = asked == 0.0
+    temperature = tl.where(greedy, 1.0, asked)
+    peak = float("-inf")
+    best = 0
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits_ptr + at, mask=at < words, other=float("-inf")).to(tl.float32) / temperature
+        higher = tl.max(logit, axis=0)
+        place = start + tl.argmax(logit, axis=0)
+        best = tl.where(higher > peak, place, best)
+        peak = tl.maximum(higher, peak)
+    total = 0.0
+    last = 0
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits_ptr + at, mask=at < words, other=float("-inf")).to(tl.float32) / temperature
+        p = tl.exp(logit - peak)
+        total += tl.sum(p, axis=0)
+        last = tl.maximum(last, tl.max(tl.where(p > 0.0, at, 0), axis=0))
+    point = tl.load(uniform_ptr + row) * total
+    before = 0.0
+    token = words
+    for start in range(0, words, BLOCK):  # block sums once more, in the same order: `before` ends as `total`
+        at = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits_ptr + at, mask=at < words, other=float("-inf")).to(tl.float32) / temperature
+        p = tl.exp(logit - peak)
+        here = tl.min(tl.where((before + tl.cumsum(p, axis=0) > point) & (p > 0.0), at, words), axis=0)
+        token = tl.minimum(token, here)
+        before += tl.sum(p, axis=0)
+    token = tl.minimum(token, last)  # rounding must not lead past the last possible word
+    token = tl.where(greedy, best, token)
+    chosen = tl.load(logits_ptr + token).to(tl.float32) / temperature
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(logprob_ptr + row, chosen - peak - tl.log(total))

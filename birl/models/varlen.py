@@ -1,0 +1,117 @@
+"""Attention within the trees of a packed row by one call of PyTorch's `varlen_attn`, for CUDA.
+
+Queries are the packed row as it is, cut into segments: a tree's prefix, then each of its branches. A branch's keys are
+the prefix's and its own, so keys and values are gathered by an index; where no tree branches, nothing is gathered.
+FlashAttention aligns causal masks and windows at the last query and the last key (bottom right) of each segment, which
+is just what a branch needs: its query i sees the prefix and its own first i + 1 keys.
+
+Shapes: T packed tokens, H query heads, K key heads, D head size, N gathered keys, S segments.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """What `varlen_attn` is told. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None for the row as it is."""
+
+    starts_q: Tensor
+    starts_k: Tensor
+    longest_q: int
+    longest_k: int
+    index: Tensor | None
+
+
+def segments(trees: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Segments:
+    """`trees`: (prefix, branch lengths) of each stretch of the row. Made on the host, brought to `device` once."""
+    queries: list[int] = []
+    keys: list[int] = []
+    ranges: list[range] = []
+    place = 0
+    for prefix, branches in trees:
+        if len(branches) < 2:  # one plain sequence
+            prefix, branches = prefix + sum(branches), ()
+        stem = range(place, place + prefix)
+        place += prefix
+        if prefix:
+            queries.append(prefix)
+            keys.append(prefix)
+            ranges.append(stem)
+        for n in branches:
+            if n:
+                queries.append(n)
+                keys.append(prefix + n)
+                ranges += [stem, range(place, place + n)]
+            place += n
+    gathered = sum(keys) != sum(queries)
+    index = torch.cat([torch.arange(r.start, r.stop) for r in ranges]).to(device) if gathered else None
+    starts = torch.tensor([[0, *queries], [0, *keys]], dtype=torch.int32).cumsum(1, dtype=torch.int32).to(device)
+    return Segments(starts[0], starts[1], max(queries, default=0), max(keys, default=0), index)
+
+
+def takes(query: Tensor, value: Tensor) -> bool:
+    """Query, value [..., D]: can FlashAttention compute it? Not in float32, and no head above 256."""
+    size = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and size % 8 == 0
+        and size <= 256
+        and value.shape[-1] == size
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def attend(cut: Segments, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """query [T, H, D], key and value [T, K, D] -> [T, H, D]."""
+    if cut.index is not None:
+        key, value = _Gather.apply(key, cut.index), _Gather.apply(value, cut.index)  # pyright: ignore
+    call, options = varlen()
+    left = -1 if window is None else window - 1  # `window` counts the query's own place, FlashAttention does not
+    if "window_size" in options:
+        chosen: dict[str, Any] = {"window_size": (left, 0)}
+    else:  # PyTorch 2.10
+        assert window is None, "`windows` says no"
+        chosen = {"is_causal": True}
+    if "enable_gqa" in options:
+        chosen["enable_gqa"] = query.shape[1] != key.shape[1]
+    return call(query, key, value, cut.starts_q, cut.starts_k, cut.longest_q, cut.longest_k, scale=scale, **chosen)
+
+
+def windows() -> bool:
+    """Does this PyTorch's `varlen_attn` take sliding windows?"""
+    return "window_size" in varlen()[1]
+
+
+@functools.cache
+def varlen() -> tuple[Callable[..., Any], frozenset[str]]:
+    """`varlen_attn` and the names of its parameters: it is young, and they changed from 2.10 to 2.13. Heads may always
+    be grouped; since 2.12 that has to be said."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by index. The gradient of a row is the float32 sum of all its copies', rounded once: with `index_select`,
+    bfloat16 would be added to bfloat16, once for each branch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        grad = grads[0]
+        total = torch.zeros(ctx.rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None

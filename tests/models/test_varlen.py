@@ -1,0 +1,116 @@
+"""The segments and the gather of the CUDA path, with `varlen_attn` written out in plain PyTorch in its place."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from birl.models import varlen
+from birl.models.attention import Packed, Tree
+from birl.models.tree_attention import tree_attention
+
+ROWS = {
+    "plain": [Tree(7), Tree(1), Tree(5)],
+    "trees": [Tree(5, (4, 3, 1)), Tree(6), Tree(3, (2, 2))],
+    "one branch is a plain sequence": [Tree(4, (3,)), Tree(2, (1, 6))],
+    "no prefix, empty branches": [Tree(0, (4, 3)), Tree(3, (0, 2, 5))],
+}
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What torch.nn.attention.varlen documents, masks aligned bottom-right as in FlashAttention from 2.1 on."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    groups = query.shape[1] // key.shape[1]
+    outputs, q_starts, k_starts = [], cu_seq_q.tolist(), cu_seq_k.tolist()
+    assert len(q_starts) == len(k_starts) and q_starts[-1] == len(query) and k_starts[-1] == len(key)
+    assert max_q == max(b - a for a, b in pairwise(q_starts))
+    assert max_k == max(b - a for a, b in pairwise(k_starts))
+    for i in range(len(q_starts) - 1):
+        q, k, v = query[q_starts[i] : q_starts[i + 1]], *(x[k_starts[i] : k_starts[i + 1]] for x in (key, value))
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        place = torch.arange(len(q))[:, None] + len(k) - len(q)
+        column = torch.arange(len(k))
+        hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
+        left, right = window_size
+        if left >= 0:
+            hidden |= column < place - left
+        if right >= 0:
+            hidden |= column > place + right
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, float("-inf"))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("name", ROWS)
+def test_segments_are_the_trees(
+    monkeypatch: pytest.MonkeyPatch, name: str, heads: tuple[int, int], window: int | None
+) -> None:
+    monkeypatch.setattr(varlen, "varlen", lambda: (reference, frozenset({"window_size", "enable_gqa"})))
+    generator = torch.Generator().manual_seed(0)
+    layout = Packed(ROWS[name])
+    tokens = sum(map(len, layout.trees))
+    shapes = [(tokens, heads[0], 8), (tokens, heads[1], 8), (tokens, heads[1], 8)]
+    ours, theirs = (
+        [torch.randn(s, generator=generator.manual_seed(i)).requires_grad_() for i, s in enumerate(shapes)]
+        for _ in range(2)
+    )
+    found = varlen.attend(layout.cut, ours[0], ours[1], ours[2], 0.4, window)
+    biases = [layout.bias(tree, window) for tree in layout.trees]
+    q, k, v = (x.transpose(0, 1) for x in theirs)
+    expected = tree_attention(q, k, v, biases, 0.4)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    grad = torch.randn(found.shape, generator=generator)
+    found.backward(grad)
+    expected.backward(grad)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_is_gathered_where_nothing_branches() -> None:
+    cut = varlen.segments([(4, ()), (3, (2,))], torch.device("cpu"))
+    assert cut.index is None and cut.starts_q.tolist() == cut.starts_k.tolist() == [0, 4, 9]
+    assert (cut.longest_q, cut.longest_k) == (5, 5)
+
+
+def test_a_shared_rows_gradient_is_summed_in_float32() -> None:
+    """256 + 1 + 1 + ... in bfloat16 would stay 256."""
+    x = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([0] * 9 + [1])
+    grad = torch.ones(10, 1, 1, dtype=torch.bfloat16)
+    grad[0] = 256
+    varlen._Gather.apply(x, index).backward(grad)  # type: ignore[union-attr]
+    assert x.grad is not None and x.grad.flatten().tolist() == [264, 1]
+
+
+def test_what_this_pytorch_calls_its_parameters() -> None:
+    """The wrapper passes these by name or place; a PyTorch without them would fail on the card only."""
+    _, names = varlen.varlen()
+    assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"} <= names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ROWS)
+def test_on_the_card_it_equals_masked_attention(name: str) -> None:
+    device = torch.device("cuda")
+    layout, plain = Packed(ROWS[name], device), Packed(ROWS[name])
+    tokens = sum(map(len, layout.trees))
+    ours: list[Any] = [
+        torch.randn(1, h, tokens, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)
+    ]
+    theirs = [x.detach().float().cpu().requires_grad_() for x in ours]
+    assert varlen.takes(ours[0], ours[2])
+    found, expected = layout.attend(0, *ours, 0.1, None), plain.attend(0, *theirs, 0.1, None)  # type: ignore[call-arg]
+    torch.testing.assert_close(found.float().cpu(), expected, atol=2e-2, rtol=2e-2)
+    grad = torch.randn_like(expected)
+    found.backward(grad.to(device, torch.bfloat16))
+    expected.backward(grad)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad.float().cpu(), b.grad, atol=2e-2, rtol=2e-2)
