@@ -96,8 +96,6 @@ void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *
             const long n = pair * 32, columns = N - n < 32 ? N - n : 32;
             const uint16_t *b0 = packed + n / PANEL * blocks * TILE;
             const uint16_t *b1 = columns > PANEL ? b0 + blocks * TILE : b0;
-            const uint16_t *next = pair + 1 < last && (pair + 2) * 32 <= N ? b0 + 2 * blocks * TILE : NULL;
-            const int passes = bottom - top > 32 ? 2 : 1; /* over which the next two panels are fetched */
             for (long m = top; m < bottom; m += 32) {
                 const long rows = bottom - m < 32 ? bottom - m : 32;
                 const uint16_t *a = x + m * ldx;
@@ -110,8 +108,7 @@ void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *
                     }
                     a = rest, lda = K;
                 }
-                const uint16_t *fetched = next && m < top + 32 * passes ? next + (m - top) / 32 * blocks * TILE : NULL;
-                product(a, rows > 16, lda, b0, b1, TILE, blocks, fetched, 2 / passes, sums, 32, 0);
+                product(a, rows > 16, lda, b0, b1, TILE, blocks, sums, 32, 0);
                 finish(sums, (char *)y + (m * ldy + n) * width, ldy, rows, columns, bias ? bias + n : NULL, mode);
             }
         }
