@@ -173,8 +173,8 @@ class Engine:
     """Memory for keys and values [GiB]. 0: what max_batch of the longest possible sequences need, at most half of the
     memory that is free once the model is loaded. When it is full, sequences wait for one another."""
     draft_rows: int = 16
-    """While fewer sequences than this are decoded, fill a step up to so many tokens with guesses from the prompt and
-    its other answers. What is sampled stays the same. 0: off."""
+    """While no more than a quarter as many sequences are decoded, fill a step up to so many tokens with guesses from
+    the prompt and its other answers. What is sampled stays the same. 0: off."""
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from birl.engine.request import Request
 
 LONGEST, SHORTEST = 4, 2  # tokens of context that must be the same
+REST = 8  # tokens without guesses after a wrong one: a step with guesses costs a tenth more
 REMEMBERED = 100_000  # tokens of prompts and answers, about 60 MB
 
 
@@ -80,7 +81,10 @@ class Drafts:
         self.lookups.move_to_end(request.prompt)
 
     def guess(self, request: Request, most: int) -> list[int]:
-        """Up to `most` tokens that may follow. How many are tried depends on how many were right the last time."""
+        """Up to `most` tokens that may follow. How many are tried depends on how many were right the last time: text
+        repeats itself in stretches."""
+        if len(request.tokens) < request.guess_from:
+            return []
         count = min(most, request.daring, request.max_tokens - len(request.tokens) - 1)
         lookup = self.lookups.get(request.prompt)
         if count <= 0 or lookup is None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from birl.engine.drafts import Drafts
+from birl.engine.drafts import REST, Drafts
 from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
@@ -214,7 +214,8 @@ class EmbeddedEngine:
                 right += 1
             request.computed += right
             if work.drafts:
-                request.daring = 2 * request.daring if right == len(work.drafts) else right + 2
+                request.daring = 2 * right + 2
+                request.guess_from = len(request.tokens) + (0 if right else REST)
             self.counters.tokens += right + 1
             self.counters.drafted += len(work.drafts)
             self.counters.accepted += right

@@ -30,7 +30,8 @@ class Request:
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
     computed: int = 0  # positions whose keys and values are there
-    daring: int = 4  # tokens to guess ahead (`Drafts`)
+    daring: int = 2  # tokens to guess ahead (`Drafts`),
+    guess_from: int = 0  # once so many are sampled
     stop: Stop | None = None
     aborted: bool = False
     _uniforms: list[float] = field(default_factory=list)

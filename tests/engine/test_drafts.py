@@ -42,7 +42,7 @@ def repetitive(bench: Bench) -> Bench:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"max_batch": 2}, {"kv_cache_gb": 6 * PAGE_BYTES / 2**30}, {"draft_rows": 5}, {"draft_rows": 40}]
+    "options", [{}, {"max_batch": 2}, {"kv_cache_gb": 6 * PAGE_BYTES / 2**30}, {"draft_rows": 12}, {"draft_rows": 40}]
 )
 def test_the_same_tokens_with_guesses_and_without(
     tiny: Path, thread: ThreadPoolExecutor, dtype: torch.dtype, options: dict[str, float]
@@ -79,7 +79,7 @@ def test_the_distribution_is_the_models(
     tiny: Path, thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Second tokens of 2,000 answers, each guessed to be the likeliest, against the model's probabilities."""
-    bench = Bench(tiny, thread, max_batch=8)
+    bench = Bench(tiny, thread, max_batch=8, draft_rows=32)
     with torch.no_grad():
         bench.learner.model.lm_head.weight *= 3  # type: ignore[union-attr]
     prompt = PROMPTS[0]
@@ -142,7 +142,7 @@ def test_never_more_than_may_still_be_sampled() -> None:
 
 
 def test_guesses_use_spare_rows_and_free_pages_only() -> None:
-    scheduler = Scheduler(max_batch=8, pages=Pages(5), drafts=Drafts(6))
+    scheduler = Scheduler(max_batch=8, pages=Pages(5), drafts=Drafts(8))
     for first in (1, 50):
         r = request(0, 200)
         r.max_tokens, r.prompt = 60, tuple(range(first, first + 15)) * 2
@@ -150,10 +150,10 @@ def test_guesses_use_spare_rows_and_free_pages_only() -> None:
     compute(scheduler.plan())
     for _ in range(20):
         plan = scheduler.plan()
-        assert sum(1 + len(w.drafts) for w in plan) <= 6
+        assert sum(1 + len(w.drafts) for w in plan) <= 8
         for work in plan:
             assert len(work.request) + len(work.drafts) <= len(work.request.pages) * PAGE
-            assert len(work.request.pages) <= pages_for(len(work.request) + 6)
+            assert len(work.request.pages) <= pages_for(len(work.request) + 8)
         assert scheduler.preempted == 0 or len(plan) == 1
         compute(plan)
 
