@@ -49,12 +49,14 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
     await sample(16, 8)
     figures: dict[str, list] = {"guessing": [], "plain": []}
     share, longest = 0.0, 0
-    for _ in range(args.rounds):
-        seconds, answers, share = await sample(16, args.tokens)
-        figures["guessing"].append(seconds)
-        seconds, expected, _ = await sample(0, args.tokens)
-        figures["plain"].append(seconds)
-        if answers != expected:
+    answers: list[Completion] = []
+    for number in range(args.rounds):
+        found: dict[str, list[Completion]] = {}
+        for side in sorted(figures, reverse=number % 2 == 0):  # in turns, each first in every other round
+            seconds, answers, right = await sample(16 if side == "guessing" else 0, args.tokens)
+            figures[side].append(seconds)
+            share, found[side] = max(share, right), answers
+        if found["guessing"] != found["plain"]:
             raise SystemExit("The answers differ: guessing changed what was sampled.")
         longest = max(len(a.tokens) for a in answers)
     lengths = sorted(len(a.tokens) for a in answers)
