@@ -99,18 +99,28 @@ class Pool:
         try:
             if self.closed:
                 raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
+            ready(executor)
+            began = time.monotonic()  # a restart of the worker does not count
             answers = executor.call(job.function, job.arguments, job.n, job.timeout)
             job.future.set_result((answers, time.monotonic() - began))
         except BaseException as error:
             if isinstance(error, CallFailed):
-                error.seconds = min(time.monotonic() - began, job.timeout)  # a restart of the worker does not count
+                error.seconds = min(time.monotonic() - began, job.timeout)
             job.future.set_exception(error)
 
 
+def ready(executor: Executor) -> None:
+    try:
+        executor.start()
+    except BirlError as error:
+        raise CallFailed(Outcome.ENV_ERROR, f"the worker could not be restarted: {error}", isolate=False) from error
+
+
 class Worker:
-    """A worker process: started when first needed, killed with all its children when late, then started again.
+    """A worker process: killed with all its children when late, and then to be started again before the next call.
 
     Example: worker = Worker(["math"], options={}, folder=Path.cwd())
+             worker.start()
              worker.call(0, {"completions": ["7"], "gold": ["7"]}, n=1, timeout=10) == [1.0]
     """
 
@@ -126,10 +136,6 @@ class Worker:
         self._closed = False
 
     def call(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> Answers:
-        try:
-            self.start()
-        except BirlError as error:
-            raise CallFailed(Outcome.ENV_ERROR, f"the worker could not be restarted: {error}", isolate=False) from error
         request = {"function": function, "arguments": arguments, "n": n, "timeout": timeout}
         reply = self._exchange(request, timeout)
         if reply is None:
