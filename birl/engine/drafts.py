@@ -85,14 +85,19 @@ class Drafts:
         repeats itself in stretches."""
         if len(request.tokens) < request.guess_from:
             return []
-        count = min(most, request.daring, request.max_tokens - len(request.tokens) - 1)
+        count = min(most, request.daring, request.left - 1)
         lookup = self.lookups.get(request.prompt)
         if count <= 0 or lookup is None:
             return []
         lookup.read()
         return lookup.guess([*request.prompt[-LONGEST:], *request.tokens[-LONGEST:]], count)
 
-    def trim(self, most: int = REMEMBERED) -> None:
+    def judge(self, request: Request, right: int) -> None:
+        """So many of its guesses were right."""
+        request.daring = 2 * right + 2
+        request.guess_from = len(request.tokens) + (0 if right else REST)
+
+    def trim(self, most: int) -> None:
         """Forget the oldest prompts until at most `most` tokens are left."""
         size = sum(map(len, self.lookups.values()))
         while size > most:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from birl.engine.drafts import REST, Drafts
+from birl.engine.drafts import REMEMBERED, Drafts
 from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
@@ -128,10 +128,8 @@ class EmbeddedEngine:
                 self._arrivals.clear()
                 if not self.scheduler.busy:
                     self.runner.release()
-                    if self.runner.same_bits:
-                        self.scheduler.drafts.trim()
-                    else:  # how many rows a step has must not depend on what was before: a resumed run has not seen it
-                        self.scheduler.drafts.trim(0)
+                    # where bits depend on a step's rows, these must not depend on what a resumed run has not seen
+                    self.scheduler.drafts.trim(REMEMBERED if self.runner.same_bits else 0)
                     return
                 for request in await loop.run_in_executor(self.compute, self._compute):
                     if not request.future.done():
@@ -190,13 +188,16 @@ class EmbeddedEngine:
 
     def single(self, plan: list[Work]) -> None:
         """One forward pass."""
-        draws = [draw for work in plan for draw in work.draws]
+        draws = [(r, len(work.drafts) + 1) for work in plan for r in work.samplers]  # who, and how many tokens
         logits = self.runner.run(plan)
         for work in plan:
             work.request.computed += len(work.tokens)
             self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0
         if draws:
-            params, uniforms = [r.params for r, _ in draws], [r.uniform(ahead) for r, ahead in draws]
+            params, uniforms = (
+                [r.params for r, n in draws for _ in range(n)],
+                [u for r, n in draws for u in r.uniforms(n)],
+            )
             tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
             drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
             for work in plan:
@@ -214,8 +215,7 @@ class EmbeddedEngine:
                 right += 1
             request.computed += right
             if work.drafts:
-                request.daring = 2 * right + 2
-                request.guess_from = len(request.tokens) + (0 if right else REST)
+                self.scheduler.drafts.judge(request, right)
             self.counters.tokens += right + 1
             self.counters.drafted += len(work.drafts)
             self.counters.accepted += right

@@ -52,17 +52,13 @@ class Request:
         start = self.computed - len(self.prompt)
         return self.tokens[start:] if start >= 0 else [*self.prompt[start:], *self.tokens]
 
-    def uniform(self, ahead: int = 0) -> float:
-        """The random number of the next token, or of the one so many places later, in [0, 1)."""
-        return self._uniforms[len(self.tokens) + ahead]
-
     @property
     def left(self) -> int:
         """Tokens that it may still be given."""
         return self.max_tokens - len(self.tokens)
 
     def uniforms(self, n: int) -> list[float]:
-        """Those of the next n tokens, fewer at the end."""
+        """The random numbers of the next n tokens, in [0, 1); fewer at the end."""
         return self._uniforms[len(self.tokens) : len(self.tokens) + n]
 
     def append(self, token: int, logprob: float, version: int) -> None:

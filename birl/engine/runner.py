@@ -30,7 +30,8 @@ class Runner:
         self.graphs: Graphs | None = None  # on CUDA
 
     def run(self, plan: Sequence[Work]) -> Tensor:
-        """Logits for each of the plan's draws, in order: [draws, V] float32."""
+        """Logits of the next token for each sampler of each complete work, and of one more behind each guess, in order:
+        [samplers + guesses, V] float32. Where somebody follows, nobody guesses."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]
@@ -59,7 +60,7 @@ class Runner:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
         logits = self.logits(hidden)
         if any(w.followers for w in plan):
-            times = [len(w.samplers) for w in plan if w.complete]  # and nobody guesses
+            times = [len(w.samplers) for w in plan if w.complete]
             logits = logits.repeat_interleave(torch.tensor(times, device=device), dim=0)
         return logits
 
@@ -69,8 +70,9 @@ class Runner:
 
     def bursts(self, plan: Sequence[Work]) -> bool:
         """Is this plan for captured graphs: single next tokens, from the whole distribution or greedy?"""
-        single = all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
-        return self.graphs is not None and bool(plan) and single
+        if self.graphs is None or not plan:
+            return False
+        return all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
 
     def burst(self, plan: Sequence[Work], count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The next `count` tokens of each request and their log-probs, one list each. The host waits for the device

@@ -1,7 +1,7 @@
 """Logits -> one token a row, and its exact log-prob under the distribution it was sampled from.
 
 Inverse-CDF sampling: one uniform number a row, the cumulative sum, a search. It needs one random number where Gumbel
-noise needs one for each word of the vocabulary, and the number can be counted instead of drawn (`Request.uniform`).
+noise needs one for each word of the vocabulary, and the number can be counted instead of drawn (`Request.uniforms`).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def sample(
     if kernels is not None:
         temperatures = [p.temperature for p in params]
         for row, p in enumerate(params):
-            if p.temperature and (p.top_k or p.top_p < 1 or p.min_p):
+            if not plain(p):
                 logits[row] = restrict(logits[row] / p.temperature, p)
                 temperatures[row] = 1.0
         return kernels.sample(logits, torch.tensor(temperatures), torch.tensor(uniforms, dtype=torch.float32))

@@ -39,11 +39,6 @@ class Work:
     def samplers(self) -> list[Request]:
         return [self.request, *self.followers] if self.complete else []
 
-    @property
-    def draws(self) -> list[tuple[Request, int]]:
-        """Who draws a token, and how many places after its next one. Where somebody follows, nobody guesses."""
-        return [(r, i) for r in self.samplers for i in range(len(self.drafts) + 1)]
-
 
 @dataclass(slots=True)
 class Scheduler:

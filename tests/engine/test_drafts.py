@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,21 +15,10 @@ from birl.engine.scheduler import Scheduler
 from birl.kernels import PAGE
 from birl.types import SamplingParams
 from tests.engine.test_engine import PAGE_BYTES, Bench
-from tests.engine.test_scheduler import compute, request
-from tests.tiny import tiny_model_folder
+from tests.engine.test_scheduler import compute as computed
+from tests.engine.test_scheduler import request
 
 PROMPTS = [tuple(range(5, 15)) * 3, tuple(range(5, 15)) * 3, tuple(range(40, 47)) * 2]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("drafts") / "model")
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
-        yield executor
 
 
 def repetitive(bench: Bench) -> Bench:
@@ -45,12 +33,12 @@ def repetitive(bench: Bench) -> Bench:
     "options", [{}, {"max_batch": 2}, {"kv_cache_gb": 6 * PAGE_BYTES / 2**30}, {"draft_rows": 12}, {"draft_rows": 40}]
 )
 def test_the_same_tokens_with_guesses_and_without(
-    tiny: Path, thread: ThreadPoolExecutor, dtype: torch.dtype, options: dict[str, float]
+    tiny: Path, compute: ThreadPoolExecutor, dtype: torch.dtype, options: dict[str, float]
 ) -> None:
     params = [SamplingParams(max_tokens=100, seed=i, temperature=t) for i, t in enumerate((0.0, 0.3, 0.3))]
-    plain = repetitive(Bench(tiny, thread, dtype, draft_rows=0))
+    plain = repetitive(Bench(tiny, compute, dtype, draft_rows=0))
     expected = plain.generate(PROMPTS, params)
-    bench = repetitive(Bench(tiny, thread, dtype, **options))
+    bench = repetitive(Bench(tiny, compute, dtype, **options))
     found = bench.generate(PROMPTS, params)
     counters = bench.engine.counters
     assert counters.accepted > 20 and counters.drafted > counters.accepted
@@ -64,22 +52,22 @@ def test_the_same_tokens_with_guesses_and_without(
 
 
 @pytest.mark.parametrize("ending", [{"stop_ids": True}, {"stop": True}])
-def test_an_end_among_the_guesses_ends_it(tiny: Path, thread: ThreadPoolExecutor, ending: dict[str, bool]) -> None:
-    bench = repetitive(Bench(tiny, thread))
+def test_an_end_among_the_guesses_ends_it(tiny: Path, compute: ThreadPoolExecutor, ending: dict[str, bool]) -> None:
+    bench = repetitive(Bench(tiny, compute))
     (free,) = bench.generate(PROMPTS[:1], [SamplingParams(max_tokens=60, seed=1, temperature=0.0, ignore_eos=True)])
     last = free.tokens[40]
     end = {"stop_ids": (last,)} if "stop_ids" in ending else {"stop": (bench.tokenizer.decode([last]),)}
-    plain = repetitive(Bench(tiny, thread, draft_rows=0))
+    plain = repetitive(Bench(tiny, compute, draft_rows=0))
     params = [SamplingParams(max_tokens=60, seed=1, temperature=0.0, ignore_eos=True, **end)]  # type: ignore[arg-type]
     (found,), (expected,) = bench.generate(PROMPTS[:1], params), plain.generate(PROMPTS[:1], params)
     assert found.tokens == expected.tokens and found.stop == expected.stop
 
 
 def test_the_distribution_is_the_models(
-    tiny: Path, thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Second tokens of 2,000 answers, each guessed to be the likeliest, against the model's probabilities."""
-    bench = Bench(tiny, thread, max_batch=8, draft_rows=32)
+    bench = Bench(tiny, compute, max_batch=8, draft_rows=32)
     with torch.no_grad():
         bench.learner.model.lm_head.weight *= 3  # type: ignore[union-attr]
     prompt = PROMPTS[0]
@@ -147,7 +135,7 @@ def test_guesses_use_spare_rows_and_free_pages_only() -> None:
         r = request(0, 200)
         r.max_tokens, r.prompt = 60, tuple(range(first, first + 15)) * 2
         scheduler.add(r)
-    compute(scheduler.plan())
+    computed(scheduler.plan())
     for _ in range(20):
         plan = scheduler.plan()
         assert sum(1 + len(w.drafts) for w in plan) <= 8
@@ -155,7 +143,7 @@ def test_guesses_use_spare_rows_and_free_pages_only() -> None:
             assert len(work.request) + len(work.drafts) <= len(work.request.pages) * PAGE
             assert len(work.request.pages) <= pages_for(len(work.request) + 8)
         assert scheduler.preempted == 0 or len(plan) == 1
-        compute(plan)
+        computed(plan)
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -1,7 +1,6 @@
 """Invariant 1: what the engine says it sampled is what the learner computes."""
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +30,6 @@ def tiny(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def tiny_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("kernels") / "model")
-
-
-@pytest.fixture(scope="module")
-def compute() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
-        yield executor
 
 
 class Bench:

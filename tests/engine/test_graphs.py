@@ -1,7 +1,7 @@
 """Bursts by captured graphs equal single steps. Capturing is replaced by running eagerly where there is no GPU: sizes,
 padding, look-ahead and the state that moves on by itself are the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +15,6 @@ from birl.models import fused_decoder
 from birl.models.fused_decoder import FusedDecoder
 from birl.types import Completion
 from tests.engine.test_engine import PROMPTS, Bench, seeded
-from tests.tiny import tiny_model_folder
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_folder(tmp_path_factory.mktemp("graphs") / "model", heads=4, kv_heads=2)
-
-
-@pytest.fixture(scope="module")
-def compute() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
-        yield executor
 
 
 @pytest.fixture
