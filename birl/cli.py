@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +26,9 @@ birl {version}: reinforcement-learning post-training for language models
 
 Usage: birl COMMAND [key=value ...] [--help]
 
+  sft          train a model on texts
+  rm           train a reward model on pairs of answers
+  dpo          train a model on pairs of answers
   rl           train a model by reinforcement learning
   eval         measure a model on data
   plan         how much memory a training will take, and what would still fit
@@ -59,7 +63,8 @@ USAGE = {
 
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
-COMMANDS = ("rl", "eval", *USAGE)
+TRAINING = ("sft", "rm", "dpo", "rl")
+COMMANDS = (*TRAINING, "eval", *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +92,7 @@ def _dispatch(argv: list[str]) -> int:
     if command == "--version":
         print(f"birl {__version__}")
         return 0
-    if command in ("rl", "eval"):
+    if command in (*TRAINING, "eval"):
         return _configured(command, words)
     if command not in USAGE:
         from birl.config.check import did_you_mean
@@ -146,11 +151,11 @@ def _plan(words: list[str]) -> int:
 
 
 def _configured(command: str, words: list[str]) -> int:
-    """`rl` and `eval`: words are flags, YAML files and key=value."""
+    """Training and `eval`: words are flags, YAML files and key=value."""
     from birl.config.load import load_with_choices, to_yaml
-    from birl.config.schema import RL, Eval
+    from birl.config.schema import DPO, RL, RM, SFT, Eval
 
-    schema: type[Any] = RL if command == "rl" else Eval
+    schema: type[Any] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval}[command]
     flags, overrides = _split_flags(command, words)
     if "--help" in flags:
         _help(command, schema, overrides)
@@ -162,22 +167,21 @@ def _configured(command: str, words: list[str]) -> int:
     if "--print-config" in flags:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
-    elif command == "rl":
-        from birl.loops import rl
-
-        rl.train(config, choices, dry_run="--dry-run" in flags)
-    else:
+    elif command == "eval":
         from birl.loops import evaluate
 
         evaluate.run(config)
+    else:
+        loop = import_module(f"birl.loops.{command}")
+        loop.train(config, choices, dry_run="--dry-run" in flags)
     return 0
 
 
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     words = [SHORT_FLAGS.get(word, word) for word in words]
     flags = {word for word in words if word in FLAGS}
-    if "--dry-run" in flags and command != "rl":
-        raise BirlError(f"--dry-run belongs to `birl rl`; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
+    if "--dry-run" in flags and command not in TRAINING:
+        raise BirlError(f"--dry-run belongs to training; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
     for word in words:
         if word.startswith("--") and "=" not in word and word not in FLAGS:
             from birl.config.check import did_you_mean
@@ -209,7 +213,7 @@ def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[
     if errors:
         raise BirlError("\n".join(errors))
     names = job_names(jobs, swept)
-    if command == "rl" and "run" not in swept:
+    if command in TRAINING and "run" not in swept:
         folder = run_folder(configs[0][0], configs[0][1], without=swept if len(jobs) > 1 else ())
         jobs = [
             [*job, f"run={folder}/{name}" if name else f"run={folder}"] for job, name in zip(jobs, names, strict=True)

@@ -1,11 +1,13 @@
-"""The policy loss of one micro-batch, put together from its four independent parts: surrogate, KL, denominator,
-figures."""
+"""The policy loss of one micro-batch, put together from independent parts: surrogate, correction, KL, entropy,
+denominator, figures."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from birl.algorithms import kl as estimators
-from birl.algorithms.surrogates import clip
+from birl.algorithms.surrogates import Surrogate
 
 
 def policy_loss(
@@ -14,28 +16,45 @@ def policy_loss(
     *,
     old_logp: Tensor,
     advantages: Tensor,
+    sample: Tensor,
     weights: Tensor,
-    ref_logp: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    kl: str,
-    kl_coef: float,
+    surrogate: Callable[[Tensor, Tensor, Tensor, Tensor], Surrogate],
+    factor: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    kl: str = "k3",
+    kl_coef: float = 0.0,
+    kl_corrected: bool = False,
+    held: Tensor | None = None,
+    held_coef: float = 0.0,
+    entropy_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_t weight_t (L_t + kl_coef KL_t). All [N] float32; the weights hold the global denominator.
+    """sum_t weight_t (factor_t L_t + kl_coef KL_t + held_coef held_t |logp_t - old_logp_t| - entropy_coef H_t).
 
-    Returns the scalar loss and [N] figures: ratio, clip_fraction, entropy, gap (|logp - old_logp|), and kl with a
-    reference.
+    All [N]; the weights hold the global denominator. `surrogate` gives L_t. `factor`: what an off-policy correction or
+    a mask multiplies the surrogate with; None: 1. `held` (bool): tokens that are held back towards the old policy
+    (KL-Cov). `kl_corrected`: KL_t times the importance ratio. Returns the scalar loss and [N] figures: ratio,
+    clip_fraction, entropy, gap (|logp - old_logp|), and kl with a reference.
     """
-    surrogate = clip(logp, old_logp, advantages, low=clip_low, high=clip_high)
-    per_token = surrogate.loss
+    found = surrogate(logp, old_logp, advantages, sample)
+    per_token = found.loss if factor is None else found.loss * factor
     figures = {
-        "ratio": surrogate.ratio,
-        "clip_fraction": surrogate.clipped.float(),
+        "ratio": found.ratio,
+        "clip_fraction": found.clipped.float(),
         "entropy": entropy,
         "gap": (logp - old_logp).abs(),
     }
     if ref_logp is not None:
-        penalty = estimators.ESTIMATORS[kl](logp, ref_logp)
-        per_token = per_token + kl_coef * penalty
+        if kl_coef:
+            penalty = estimators.ESTIMATORS[kl](logp, ref_logp)
+            if kl_corrected:
+                penalty = estimators.corrected(penalty, logp, old_logp)
+            per_token = per_token + kl_coef * penalty
         figures["kl"] = estimators.k3(logp.detach(), ref_logp)
+    if held is not None:
+        per_token = per_token + held_coef * held * (logp - old_logp).abs()
+        figures["held"] = held.float()
+    if factor is not None:
+        figures["factor"] = factor
+    if entropy_coef:
+        per_token = per_token - entropy_coef * entropy
     return torch.sum(per_token * weights), figures

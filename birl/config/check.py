@@ -14,15 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from birl.config.help import documentation, written
-from birl.config.schema import RL, Eval
+from birl.config.schema import DPO, RL, SFT, Config, Eval, Stage
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32"),
     "model.device": ("auto", "cpu", "cuda"),
-    "algorithm.baseline": ("group", "none"),
-    "algorithm.scale_rewards": ("none", "group", "batch"),
-    "algorithm.denominator": ("token", "sequence", "constant"),
-    "algorithm.kl": ("k1", "k2", "k3"),
+    "algorithm.baseline": ("group", "leave_one_out", "batch", "optimal", "greedy", "none"),
+    "algorithm.scale_rewards": ("none", "group", "batch", "mean"),
+    "algorithm.denominator": ("token", "sequence", "group", "constant"),
+    "algorithm.kl": ("k1", "k2", "k3", "abs"),
+    "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.entropy_control": ("none", "top_entropy", "clip_cov", "kl_cov"),
+    "algorithm.proximal": ("behaviour", "recompute", "interpolate"),
+    "algorithm.correction": ("auto", "none", "truncate", "mask"),
+    "algorithm.correction_level": ("token", "geometric", "sequence"),
+    "algorithm.reject": ("none", "divergence", "off_policy"),
+    "data.too_long": ("drop", "truncate"),
+    "denominator": ("token", "sequence"),
+    "preference.loss": ("dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"),
+    "preference.reference": ("live", "precomputed", "none"),
     "rollout.failed": ("drop", "drop_group"),
     "rollout.truncated": ("keep", "drop"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
@@ -31,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "track.wandb": ("off", "offline", "online"),
 }
 
-REWARDS = ("math", "format", "length")
+REWARDS = ("math", "format", "length", "model")
 RESUME = ("auto", "never")
 
 
@@ -68,9 +78,30 @@ RANGES: dict[str, Range] = {
     "data.max_samples": ANY,
     "data.max_validation_samples": ANY,
     "data.max_prompt_tokens": ANY,
-    "algorithm.clip_low": SHARE,
+    "algorithm.clip_low": ANY,
     "algorithm.clip_high": ANY,
     "algorithm.kl_coef": ANY,
+    "algorithm.kl_target": ANY,
+    "algorithm.kl_horizon": COUNT,
+    "algorithm.dual_clip": ANY,
+    "algorithm.pass_k": COUNT,
+    "algorithm.entropy_coef": ANY,
+    "algorithm.entropy_share": SHARE,
+    "algorithm.covariance_low": Range(-math.inf),
+    "algorithm.covariance_high": Range(-math.inf),
+    "algorithm.held_coef": ANY,
+    "algorithm.correction_low": ANY,
+    "algorithm.correction_high": POSITIVE,
+    "algorithm.second_moment": ANY,
+    "algorithm.reject_limit": ANY,
+    "algorithm.teacher_coef": ANY,
+    "algorithm.length_penalty": ANY,
+    "critic.lr": SHARE,
+    "critic.coef": ANY,
+    "critic.clip": ANY,
+    "critic.gamma": SHARE,
+    "critic.lam": SHARE,
+    "critic.freeze_steps": ANY,
     "algorithm.max_refill": ANY,
     "algorithm.overlong_buffer": ANY,
     "algorithm.overlong_penalty": ANY,
@@ -86,6 +117,14 @@ RANGES: dict[str, Range] = {
     "rollout.timeout": POSITIVE,
     "rollout.max_failure_rate": SHARE,
     "rollout.max_staleness": ANY,
+    "preference.beta": POSITIVE,
+    "preference.label_smoothing": Range(0, 0.5, open_high=True),
+    "preference.margin": ANY,
+    "preference.nll_coef": ANY,
+    "preference.desirable_weight": ANY,
+    "preference.undesirable_weight": ANY,
+    "ranking.centering": ANY,
+    "batch_size": COUNT,
     "validation.every": ANY,
     "validation.samples": COUNT,
     "validation.k": COUNT,
@@ -132,15 +171,23 @@ ONLY_TRAINING = (
 )
 
 
+def command(config: Config | type) -> str:
+    """What `birl` calls the command of a configuration."""
+    return (config if isinstance(config, type) else type(config)).__name__.lower()
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """` Did you mean grpo?`, or nothing where no option is close."""
     found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.5)
     return f" Did you mean {found[0]}?" if found else ""
 
 
-def problems(config: RL | Eval) -> list[str]:
+def problems(config: Config) -> list[str]:
     """Every reason why this configuration cannot run; empty when it can."""
-    found = [*_choices(config), *_ranges(config), *_model(config), *_rewards(config), *_validation(config)]
+    found = [*_choices(config), *_ranges(config), *_model(config)]
+    if isinstance(config, Stage):
+        return [*found, *_data(config), *_stage(config), *_optimizer(config, 1), *_run(config)]
+    found += [*_rewards(config), *_validation(config)]
     if isinstance(config, Eval):
         return found + _eval(config)
     return [
@@ -149,7 +196,7 @@ def problems(config: RL | Eval) -> list[str]:
         *_sampling(config),
         *_algorithm(config),
         *_sizes(config),
-        *_optimizer(config),
+        *_optimizer(config, config.algorithm.updates_per_batch),
         *_run(config),
     ]
 
@@ -160,15 +207,15 @@ def _value(config: Any, key: str) -> Any:
     return config
 
 
-def _said(config: RL | Eval, key: str) -> str:
+def _said(config: Config, key: str) -> str:
     return f"{key}={written(_value(config, key))}"
 
 
-def _changed(config: RL | Eval, key: str) -> bool:
+def _changed(config: Config, key: str) -> bool:
     return _value(config, key) != documentation(type(config))[key].default
 
 
-def _choices(config: RL | Eval) -> list[str]:
+def _choices(config: Config) -> list[str]:
     found = []
     for key, allowed in CHOICES.items():
         if key in documentation(type(config)) and (value := _value(config, key)) not in allowed:
@@ -177,7 +224,7 @@ def _choices(config: RL | Eval) -> list[str]:
     return found
 
 
-def _ranges(config: RL | Eval) -> list[str]:
+def _ranges(config: Config) -> list[str]:
     found = []
     for key, allowed in RANGES.items():
         if key not in documentation(type(config)):
@@ -188,12 +235,12 @@ def _ranges(config: RL | Eval) -> list[str]:
     return found
 
 
-def _without_effect(config: RL | Eval, key: str, reason: str) -> list[str]:
+def _without_effect(config: Config, key: str, reason: str) -> list[str]:
     """A key that was set and that nothing would read: the user believes in it, so it is refused."""
     return [f"{_said(config, key)}: has no effect because {reason}."] if _changed(config, key) else []
 
 
-def _model(config: RL | Eval) -> list[str]:
+def _model(config: Config) -> list[str]:
     model, data, found = config.model, config.data, []
     if not model.path.strip():
         found.append("model.path is empty: name a folder, a .gguf file, a hub id, or smollm2.")
@@ -207,9 +254,9 @@ def _model(config: RL | Eval) -> list[str]:
             "no system message; "
             "drop one of the two."
         )
-    if model.max_length and data.max_prompt_tokens >= model.max_length:
+    if isinstance(config, RL | Eval) and model.max_length and config.data.max_prompt_tokens >= model.max_length:
         found.append(
-            f"data.max_prompt_tokens={data.max_prompt_tokens}: leaves no room for an answer in "
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens}: leaves no room for an answer in "
             f"model.max_length={model.max_length}; lower it."
         )
     return found
@@ -232,6 +279,10 @@ def _rewards(config: RL | Eval) -> list[str]:
         found.append(f"{_said(config, 'reward.weights')}: all weights are 0, so every reward would be 0.")
     if "format" not in reward.functions:
         found += _without_effect(config, "reward.format_pattern", "reward.functions does not name format; add it")
+    if "model" not in reward.functions:
+        found += _without_effect(config, "reward.model", "reward.functions does not name model; add it")
+    elif not reward.model:
+        found.append("reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).")
     if "length" not in reward.functions:
         found += _without_effect(config, "reward.length_target", "reward.functions does not name length; add it")
     try:
@@ -299,13 +350,13 @@ def _eval(config: Eval) -> list[str]:
     return found
 
 
-def _data(config: RL) -> list[str]:
+def _data(config: RL | Stage) -> list[str]:
     data, found = config.data, []
     if not data.train:
         found.append(
-            "data.train is empty: say what to train on, as in `birl rl data.train=my.jsonl` (.json .jsonl .csv "
-            ".parquet .arrow, "
-            "a folder or a hub name), or start from a recipe, as in `birl rl recipes/NAME.yaml`."
+            f"data.train is empty: say what to train on, as in `birl {command(config)} data.train=my.jsonl` (.json "
+            ".jsonl .csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
+            f"`birl {command(config)} recipes/NAME.yaml`."
         )
     if data.weights and len(data.weights) != len(data.train):
         found.append(
@@ -324,6 +375,60 @@ def _data(config: RL) -> list[str]:
         if not data.validation_split:
             reason = "there is no held-out data; set data.validation or data.validation_split"
             found += _without_effect(config, "data.max_validation_samples", reason)
+    return found
+
+
+def _stage(config: Stage) -> list[str]:
+    found = []
+    if not (config.data.validation or config.data.validation_split):
+        for key in ("validation.every", "validation.at_start"):
+            reason = "there is no held-out data; set data.validation or data.validation_split"
+            found += _without_effect(config, key, reason)
+    if isinstance(config, SFT):
+        found += _texts(config)
+    if isinstance(config, DPO):
+        found += _preference(config)
+    return found
+
+
+def _texts(config: SFT) -> list[str]:
+    roles = config.data.train_on
+    if not roles:
+        return ["data.train_on is empty: name roles, as in data.train_on=[assistant], or data.train_on=[all]."]
+    if "all" in roles and len(roles) > 1:
+        return [f"{_said(config, 'data.train_on')}: all includes every role; use data.train_on=[all]."]
+    return []
+
+
+# Keys of `preference` that only some losses read.
+READ_BY = {
+    "preference.label_smoothing": ("dpo", "robust"),
+    "preference.margin": ("simpo",),
+    "preference.nll_coef": ("dpo", "ipo", "hinge", "robust", "simpo"),
+    "preference.desirable_weight": ("kto",),
+    "preference.undesirable_weight": ("kto",),
+    "preference.reference": ("dpo", "ipo", "hinge", "robust", "kto"),
+    "data.label_column": ("kto",),
+}
+
+
+def _preference(config: DPO) -> list[str]:
+    loss, found = config.preference.loss, []
+    for key, losses in READ_BY.items():
+        if loss not in losses:
+            found += _without_effect(config, key, f"preference.loss={loss} does not read it")
+    if loss == "robust" and config.preference.label_smoothing == 0:
+        found.append("preference.loss=robust: is dpo while preference.label_smoothing=0; set that, to 0.1 say.")
+    if loss == "kto" and config.batch_size == 1:
+        found.append("batch_size=1: preference.loss=kto compares rows of a batch with one another; set 2 or more.")
+    if loss == "kto" and config.preference.reference == "precomputed":
+        found.append(
+            "preference.reference=precomputed: preference.loss=kto needs the reference on answers that are put "
+            "together anew in every step; set preference.reference=live."
+        )
+    if config.data.label_column:
+        reason = "with data.label_column a row has one answer, in data.chosen_column"
+        found += _without_effect(config, "data.rejected_column", reason)
     return found
 
 
@@ -355,27 +460,56 @@ def _sampling(config: RL) -> list[str]:
     return found
 
 
+def corrects(config: RL) -> bool:
+    """Is there an importance weight of the proximal policy against the one that sampled?"""
+    return config.algorithm.proximal != "behaviour" and config.algorithm.correction != "none"
+
+
+CRITIC = ("gae", "turn_gae")
+PARTS = ("relative", "gdpo", "pass_at_k", "best_and_worst", "zero")
+UNCLIPPED = ("reinforce", "importance")
+
+#: key of `algorithm` that was set -> (key that must have one of these values, or nothing reads it)
+NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "baseline": ("advantage", ("relative",)),
+    "scale_rewards": ("advantage", ("relative",)),
+    "pass_k": ("advantage", ("pass_at_k",)),
+    "entropy_share": ("entropy_control", ("top_entropy", "clip_cov", "kl_cov")),
+    "covariance_low": ("entropy_control", ("clip_cov",)),
+    "covariance_high": ("entropy_control", ("clip_cov",)),
+    "held_coef": ("entropy_control", ("kl_cov",)),
+    "correction": ("proximal", ("recompute", "interpolate")),
+    "correction_level": ("proximal", ("recompute", "interpolate")),
+    "correction_low": ("correction", ("mask",)),
+    "correction_high": ("proximal", ("recompute", "interpolate")),
+    "reject_limit": ("reject", ("divergence", "off_policy")),
+    "dual_clip": ("surrogate", ("clip",)),
+    "kl_corrected": ("kl_in", ("loss",)),
+}
+
+
 def _algorithm(config: RL) -> list[str]:
     algorithm, size, found = config.algorithm, config.rollout.group_size, []
-    if size == 1 and algorithm.baseline == "group":
-        found.append(
-            "rollout.group_size=1: the mean of one reward is that reward, so every advantage would be 0; "
-            "set rollout.group_size=8, or algorithm.baseline=none."
-        )
-    if size == 1 and algorithm.scale_rewards == "group":
-        found.append(
-            "rollout.group_size=1: algorithm.scale_rewards=group divides by the standard deviation of a group "
-            "of one, which does "
-            "not exist; set rollout.group_size=8, or algorithm.scale_rewards=none."
-        )
+    for key, (other, values) in NEEDS.items():
+        custom = ":" in str(getattr(algorithm, other))
+        if getattr(algorithm, other) not in values and not custom:
+            reason = f"algorithm.{other}={getattr(algorithm, other)} does not read it ({' or '.join(values)} does)"
+            found += _without_effect(config, f"algorithm.{key}", reason)
+    found += _group_of_one(config) if size == 1 else []
     if algorithm.dynamic_sampling:
         found += _dynamic_sampling(config)
     else:
         found += _without_effect(config, "algorithm.max_refill", "algorithm.dynamic_sampling is false")
-    if algorithm.kl_coef == 0:
-        found += _without_effect(
-            config, "algorithm.kl", "algorithm.kl_coef=0 leaves the KL term out; set algorithm.kl_coef=0.04"
+    found += _kl(config)
+    if not algorithm.teacher:
+        found += _without_effect(config, "algorithm.teacher_coef", "algorithm.teacher is empty; name a model")
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= size:
+        found.append(
+            f"algorithm.pass_k={algorithm.pass_k}: with rollout.group_size={size} there is one set of answers, so "
+            "nothing to compare; set a smaller algorithm.pass_k or a larger rollout.group_size."
         )
+    if algorithm.advantage == "zero" and not algorithm.teacher:
+        found.append("algorithm.advantage=zero: nothing would be learned without algorithm.teacher; name a model.")
     if algorithm.overlong_buffer == 0:
         found += _without_effect(
             config, "algorithm.overlong_penalty", "algorithm.overlong_buffer=0; set a number of tokens"
@@ -390,12 +524,92 @@ def _algorithm(config: RL) -> list[str]:
         found.append(
             "algorithm.mask_truncated=true: has no effect because rollout.truncated=drop drops those answers; use one."
         )
+    return found + _surrogate(config) + _critic(config)
+
+
+def _group_of_one(config: RL) -> list[str]:
+    algorithm, found = config.algorithm, []
+    if algorithm.advantage == "relative" and algorithm.baseline in ("group", "leave_one_out", "optimal"):
+        found.append(
+            "rollout.group_size=1: the mean of one reward is that reward, so every advantage would be 0; "
+            "set rollout.group_size=8, or algorithm.baseline=none."
+        )
+    if algorithm.advantage == "relative" and algorithm.scale_rewards == "group":
+        found.append(
+            "rollout.group_size=1: algorithm.scale_rewards=group divides by the standard deviation of a group "
+            "of one, which does not exist; set rollout.group_size=8, or algorithm.scale_rewards=none."
+        )
+    if algorithm.advantage in ("gdpo", "best_and_worst"):
+        found.append(
+            f"rollout.group_size=1: algorithm.advantage={algorithm.advantage} compares the answers to a prompt; set "
+            "rollout.group_size=8."
+        )
+    return found
+
+
+def _kl(config: RL) -> list[str]:
+    algorithm, found = config.algorithm, []
+    if algorithm.kl_coef == 0:
+        for key in ("kl", "kl_in", "kl_corrected", "kl_target"):
+            reason = "algorithm.kl_coef=0 leaves the KL term out; set algorithm.kl_coef=0.04"
+            found += _without_effect(config, f"algorithm.{key}", reason)
+    elif algorithm.kl_target > 0 and algorithm.kl_in == "loss":
+        found.append("algorithm.kl_target: steers the KL in the reward; set algorithm.kl_in=reward, or kl_target=0.")
+    if algorithm.kl_target == 0:
+        found += _without_effect(config, "algorithm.kl_horizon", "algorithm.kl_target=0 keeps kl_coef fixed")
+    episodes = config.rollout.prompts * config.rollout.group_size
+    if algorithm.kl_target > 0 and algorithm.kl_horizon <= 0.2 * episodes:
+        found.append(
+            f"algorithm.kl_horizon={algorithm.kl_horizon}: too short for {episodes} episodes a step; set "
+            f"{episodes} or more."
+        )
+    return found
+
+
+def _surrogate(config: RL) -> list[str]:
+    algorithm, found = config.algorithm, []
+    name = algorithm.surrogate
+    if name == "reinforce" and algorithm.updates_per_batch > 1:
+        found.append(
+            "algorithm.surrogate=reinforce: has no importance ratio, so only the first update of a batch would be "
+            "right; set algorithm.updates_per_batch=1, or another surrogate."
+        )
+    if name in UNCLIPPED and config.rollout.max_staleness > 0:
+        found.append(
+            f"algorithm.surrogate={name}: is not bounded, and rollout.max_staleness={config.rollout.max_staleness} "
+            "trains on answers of older weights; set algorithm.surrogate=clip or another bounded one."
+        )
+    if 0 < algorithm.dual_clip <= 1:
+        found.append(f"algorithm.dual_clip={algorithm.dual_clip:g}: must be above 1, as in 3, or 0 for none.")
+    if algorithm.correction_low > algorithm.correction_high:
+        found.append("algorithm.correction_low is above algorithm.correction_high, so nothing would be left.")
+    if (name == "online_dpo") != (algorithm.advantage == "best_and_worst"):
+        found.append(
+            "algorithm.surrogate=online_dpo and algorithm.advantage=best_and_worst belong together: set both, or "
+            "algorithm=online_dpo."
+        )
+    if name == "online_dpo" and algorithm.denominator != "sequence":
+        found.append("algorithm.surrogate=online_dpo: has one loss a pair; set algorithm.denominator=sequence.")
+    return found
+
+
+def _critic(config: RL) -> list[str]:
+    critic, found = config.critic, []
+    if config.algorithm.advantage not in CRITIC:
+        reason = f"algorithm.advantage={config.algorithm.advantage} has no critic; set gae"
+        for key in (k for k in documentation(RL) if k.startswith("critic.")):
+            found += _without_effect(config, key, reason)
+    elif critic.shared:
+        for key in ("critic.path", "critic.lr", "critic.freeze_steps"):
+            found += _without_effect(config, key, "critic.shared=true has no model of its own")
+    else:
+        found += _without_effect(config, "critic.coef", "critic.shared=false; the critic has its own optimizer")
     return found
 
 
 def _dynamic_sampling(config: RL) -> list[str]:
     found = []
-    if config.algorithm.baseline == "none":
+    if config.algorithm.advantage == "relative" and config.algorithm.baseline == "none":
         found.append(
             "algorithm.dynamic_sampling=true: drops groups whose rewards are all the same, but with "
             "algorithm.baseline=none those "
@@ -446,8 +660,8 @@ def _sizes(config: RL) -> list[str]:
     return found
 
 
-def _optimizer(config: RL) -> list[str]:
-    found, updates = [], config.steps * config.algorithm.updates_per_batch
+def _optimizer(config: RL | Stage, updates_per_step: int) -> list[str]:
+    found, updates = [], config.steps * updates_per_step
     if config.optimizer.schedule == "constant":
         reason = "optimizer.schedule=constant stays at the peak; set linear or cosine"
         found += _without_effect(config, "optimizer.min_lr_ratio", reason)
@@ -464,7 +678,7 @@ def _optimizer(config: RL) -> list[str]:
     return found
 
 
-def _run(config: RL) -> list[str]:
+def _run(config: RL | Stage) -> list[str]:
     found = []
     if config.run and Path(config.run).exists() and not Path(config.run).is_dir():
         found.append(f"run={config.run}: is a file; name a folder.")

@@ -21,6 +21,20 @@ birl rl data.train=[a.jsonl,b.parquet] data.weights=[2,1] model=/path/to/model
 birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml seed=1     # a YAML file, then what differs from it
 birl rl data.train=my.jsonl --dry-run                        # load one batch, predict the memory, exit
 birl rl data.train=my.jsonl optimizer.lr=1e-6,1e-5 seed='range(0,3)' --multirun""",
+    "sft": """\
+birl sft data.train=my.jsonl                                 # rows such as {"prompt": ..., "response": ...}
+birl sft data.train=chats.jsonl model=/path/to/model         # rows such as {"messages": [...]}, several turns too
+birl sft data.train=my.jsonl data.validation_split=0.1 optimizer.lr=1e-5 epochs=3
+birl sft data.train=books.jsonl data.train_on=[all]          # rows such as {"text": ...}""",
+    "rm": """\
+birl rm data.train=pairs.jsonl                               # rows: {"prompt": ..., "chosen": ..., "rejected": ...}
+birl rm data.train=pairs.jsonl data.margin_column=margin ranking.centering=0.01
+birl rl data.train=my.jsonl reward=model reward.model=FOLDER # then: an exported reward model as the reward""",
+    "dpo": """\
+birl dpo data.train=pairs.jsonl                              # rows: {"prompt": ..., "chosen": ..., "rejected": ...}
+birl dpo data.train=pairs.jsonl preference.loss=simpo preference.beta=2 preference.margin=0.5
+birl dpo data.train=pairs.jsonl preference.reference=precomputed
+birl dpo data.train=votes.jsonl preference.loss=kto data.chosen_column=answer data.label_column=good""",
     "eval": """\
 birl eval data.validation=test.jsonl                         # SmolLM2-135M, greedy
 birl eval data.validation=test.jsonl model=/path/to/model
@@ -53,7 +67,9 @@ def documentation(schema: type) -> dict[str, Doc]:
 
 
 def _walk(section: Any, prefix: str) -> list[Doc]:
-    texts = _strings_under_fields(type(section))
+    texts = {
+        n: t for c in reversed(type(section).__mro__) if is_dataclass(c) for n, t in _strings_under_fields(c).items()
+    }
     hints = get_type_hints(type(section))
     found = []
     for field in fields(section):
@@ -107,7 +123,7 @@ def render(command: str, schema: type, width: int, only: tuple[str, ...] = (), b
         return keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
     title = " ".join((inspect.getdoc(schema) or "").split())
     usage = f"birl {command} [FILE.yaml] [key=value ...] [--print-config] [--dry-run] [--multirun] [--help [WORD ...]]"
-    if command != "rl":
+    if command == "eval":
         usage = usage.replace("[--dry-run] ", "")
     parts = [
         _wrap(title, width, ""),
@@ -156,7 +172,8 @@ def _presets(schema: type, width: int) -> str:
                 "A folder, a .gguf file or a hub id: short for model.path=ANY.", width, f"  {'model=ANY':<20}", " " * 22
             )
         )
-    lines.append(_wrap("Short for reward.functions=ANY.", width, f"  {'reward=ANY':<20}", " " * 22))
+    if any(doc.key == "reward.functions" for doc in documentation(schema).values()):
+        lines.append(_wrap("Short for reward.functions=ANY.", width, f"  {'reward=ANY':<20}", " " * 22))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`key=value` words and YAML files -> a checked `RL` or `Eval`. Hydra composes the presets; a mistake is one line.
+"""`key=value` words and YAML files -> a checked configuration. Hydra composes the presets; a mistake is one line.
 
 Order: the schema's defaults, then the chosen presets, then files and `key=value` words as they come. Later ones win.
 A text key takes what follows `=` as it is, so that paths, prompts and patterns need no second quoting.
@@ -21,12 +21,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from birl.config.check import did_you_mean
+from birl.config.check import command, did_you_mean
 from birl.config.help import PRESETS, Doc, documentation, presets, written
-from birl.config.schema import RL, Eval, check
+from birl.config.schema import DPO, RL, RM, SFT, Eval, Stage, check
+from birl.config.schema import Config as AnyConfig
 from birl.errors import BirlError
 
-Config = TypeVar("Config", RL, Eval)
+Config = TypeVar("Config", RL, SFT, RM, DPO, Eval)
 
 DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 SHORTHANDS = {"reward": "reward.functions"}
@@ -273,8 +274,8 @@ def _unknown_key(setting: Setting, schema: type) -> str:
     inside = [name for name in documentation(schema) if name.startswith(f"{key}.")]
     if inside:
         return f"{setting.source}: {key} is a section; set one of its keys: {', '.join(inside)}"
-    command = "eval" if schema is Eval else "rl"
-    return f"{setting.source}: there is no key {key}.{_suggest(key, schema)} `birl {command} --help` lists all keys."
+    where = f"`birl {command(schema)} --help` lists all keys."
+    return f"{setting.source}: there is no key {key}.{_suggest(key, schema)} {where}"
 
 
 def _suggest(key: str, schema: type) -> str:
@@ -309,7 +310,7 @@ def _to_object(config: DictConfig) -> Any:
         raise BirlError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
 
 
-def to_yaml(config: RL | Eval) -> str:
+def to_yaml(config: AnyConfig) -> str:
     """The whole configuration. `birl rl FILE.yaml` reads it back to the same values."""
     return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
 
@@ -326,7 +327,7 @@ def _escape(value: Any) -> Any:
             return value
 
 
-def flatten(config: RL | Eval) -> dict[str, Any]:
+def flatten(config: AnyConfig) -> dict[str, Any]:
     """Every dotted key and its value, in the schema's order: {"model.path": "smollm2", ..., "threads": 0}."""
     return dict(_flatten_mapping(asdict(config)))
 
@@ -366,15 +367,16 @@ def _values(argument: str) -> list[str]:
     return [argument]
 
 
-def run_folder(config: RL, choices: Mapping[str, str], without: Iterable[str] = ()) -> str:
-    """`config.run`, or runs/<model>-<data>-<preset>-<seed> without the parts whose key is in `without` (the swept)."""
+def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable[str] = ()) -> str:
+    """`config.run`, or runs/<model>-<data>-<preset, or command>-<seed> without the parts whose key is in `without` (the
+    swept)."""
     if config.run:
         return config.run
     left_out = {key.split(".")[0] for key in without if key != "reward"}
     parts = {
         "model": _short_name(config.model.path),
         "data": _short_name(config.data.train[0]) if config.data.train else "",
-        "algorithm": choices.get("algorithm", ""),
+        "algorithm": choices.get("algorithm", "") if isinstance(config, RL) else command(config),
         "seed": str(config.seed),
     }
     name = "-".join(part for key, part in parts.items() if part and key not in left_out)

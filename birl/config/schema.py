@@ -23,7 +23,9 @@ class Model:
 
 
 @dataclass(kw_only=True)
-class Data:
+class Files:
+    """What all data sections have."""
+
     train: list[str] = field(default_factory=list)
     """Training sets: files (.json .jsonl .csv .parquet .arrow), folders or hub names, each optionally as split@path."""
     weights: list[float] = field(default_factory=list)
@@ -46,39 +48,142 @@ class Data:
     prompt_column: str = ""
     """Column with the prompt (text or a list of messages). Empty: `messages`, `prompt` or `question`, whichever
     exists."""
-    answer_column: str = ""
-    """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever
-    exists."""
     system_prompt: str = ""
     """System message put in front of every prompt that has none."""
     apply_chat_template: bool = True
     """Treat a text prompt as a user message where the tokenizer has a chat template. False: continue the raw text."""
-    max_prompt_tokens: int = 0
-    """Drop training rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context
-    leaves room."""
     shuffle: bool = True
     """Visit the rows in a new random order each epoch (seeded)."""
 
 
 @dataclass(kw_only=True)
+class Data(Files):
+    answer_column: str = ""
+    """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever
+    exists."""
+    max_prompt_tokens: int = 0
+    """Drop training rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context
+    leaves room."""
+
+
+@dataclass(kw_only=True)
+class Texts(Files):
+    answer_column: str = ""
+    """Column with the text to learn. Empty: `response`, `completion`, `answer` or `output`, whichever exists; rows of
+    messages or of raw `text` need none."""
+    train_on: list[str] = field(default_factory=lambda: ["assistant"])
+    """Whose tokens are learned: roles of messages, as in [assistant] or [assistant,tool], or [all]: every token, the
+    prompt's and the template's too."""
+    too_long: str = "drop"
+    """Rows longer than model.max_length: drop (counted and reported) | truncate (their end is cut)."""
+
+
+@dataclass(kw_only=True)
+class Pairs(Files):
+    chosen_column: str = "chosen"
+    """Column with the better answer: text, messages, or a whole conversation."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer, in the same form."""
+    too_long: str = "drop"
+    """Pairs with a side longer than model.max_length: drop (counted and reported) | truncate (the ends are cut)."""
+
+
+@dataclass(kw_only=True)
+class RankedPairs(Pairs):
+    margin_column: str = ""
+    """Column with a number: by how much the chosen answer's score should exceed the other's (Llama 2). Empty: 0."""
+
+
+@dataclass(kw_only=True)
+class LabelledPairs(Pairs):
+    label_column: str = ""
+    """For preference.loss=kto on rows of one answer each: column that says whether the answer in data.chosen_column is
+    good (true or false). Empty: every row is a pair, which gives one good and one bad answer."""
+
+
+@dataclass(kw_only=True)
 class Algorithm:
+    advantage: str = "relative"
+    """How rewards become advantages: relative (to algorithm.baseline, over algorithm.scale_rewards) | gdpo (each reward
+    function normalised by itself) | pass_at_k | gae | turn_gae (a critic, by token or by turn) | best_and_worst (pairs
+    for online_dpo) | zero (the teacher alone) | my_file.py:my_function."""
+    advantage_args: list[str] = field(default_factory=list)
+    """Options of that function, as name=value."""
     baseline: str = "group"
-    """What is subtracted from each reward: group (mean of the prompt's episodes) | none."""
+    """What is subtracted from each reward: group (mean of the prompt's episodes) | leave_one_out (mean of the others,
+    RLOO) | batch (mean of all, REINFORCE++) | optimal (mean weighted by length, OPO) | greedy (reward of the greedy
+    answer, ReMax) | none."""
     scale_rewards: str = "none"
-    """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of the
-    batch)."""
+    """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of the batch) |
+    mean (mean reward of the group, MaxRL)."""
+    pass_k: int = 4
+    """The k that algorithm.advantage=pass_at_k trains for."""
+    surrogate: str = "clip"
+    """The policy's loss of a token: clip (PPO) | gspo | gmpo | cispo | sapo | dppo | reinforce (no ratio) | importance
+    (not bounded) | online_dpo | my_file.py:my_function."""
+    surrogate_args: list[str] = field(default_factory=list)
+    """Options of that function that are no keys here, as name=value: [tau_positive=1.0,tau_negative=1.05] of sapo,
+    [divergence=tv,threshold=0.2] of dppo, [beta=0.1] of online_dpo."""
     clip_low: float = 0.2
     """Importance ratios below 1 - clip_low give no gradient when the advantage is negative (PPO)."""
     clip_high: float = 0.2
     """Importance ratios above 1 + clip_high give no gradient when the advantage is positive; 0.28 in DAPO."""
+    dual_clip: float = 0.0
+    """Bound of the loss of a token with a negative advantage, in units of it; 3 is usual. 0: none."""
     denominator: str = "constant"
     """What the summed loss is divided by: token (all trained tokens) | sequence (mean per answer, then over answers) |
-    constant (answers x rollout.max_tokens, Dr. GRPO)."""
+    group (mean per prompt, then over prompts) | constant (answers x rollout.max_tokens, Dr. GRPO)."""
     kl: str = "k3"
-    """Estimator of KL(policy || reference) that is added to the loss: k1 | k2 | k3 (Schulman). Used when
-    kl_coef > 0."""
+    """Estimator of KL(policy || reference): k1 | k2 | k3 | abs (Schulman). Used when kl_coef > 0."""
     kl_coef: float = 0.0
     """Weight of the KL term. Above 0 a frozen copy of the first weights is kept as the reference."""
+    kl_in: str = "loss"
+    """Where the KL goes: loss | reward (taken from each token's reward with a critic, else from the episode's)."""
+    kl_corrected: bool = False
+    """Multiply the KL in the loss by the importance ratio, which makes its gradient unbiased (DeepSeek-V3.2)."""
+    kl_target: float = 0.0
+    """Steer kl_coef so that the KL of an answer stays near this [nats]. 0: kl_coef is fixed."""
+    kl_horizon: int = 10000
+    """How slowly kl_coef is steered [episodes]."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    entropy_control: str = "none"
+    """Which tokens are left out or held back, to keep the entropy up: none | top_entropy (only those of high entropy
+    are trained) | clip_cov (some with a high covariance of log-prob and advantage are not) | kl_cov (those with the
+    highest are held back towards the old policy)."""
+    entropy_share: float = 0.2
+    """Share of the step's tokens that entropy_control chooses [0 to 1]: 0.2 for top_entropy, 0.0002 for the others."""
+    covariance_low: float = 1.0
+    """clip_cov chooses among tokens with at least this covariance."""
+    covariance_high: float = 5.0
+    """clip_cov chooses among tokens with at most this covariance."""
+    held_coef: float = 1.0
+    """Weight of kl_cov's pull towards the old policy."""
+    proximal: str = "behaviour"
+    """The policy that the importance ratio starts from: behaviour (that which sampled) | recompute (the learner's at
+    the step's start; decoupled PPO) | interpolate (between what sampled and the newest, by age; A-3PO)."""
+    correction: str = "auto"
+    """Importance weight of proximal against behaviour, unless they are the same: truncate (at correction_high) | mask
+    (0 outside of its bounds) | none | auto (truncate where algorithm.proximal is not behaviour)."""
+    correction_level: str = "token"
+    """The weight is of each token | geometric (mean of the sample's) | sequence (product of the sample's)."""
+    correction_low: float = 0.5
+    """Lower bound for correction=mask."""
+    correction_high: float = 2.0
+    """Upper bound of the weight."""
+    second_moment: float = 0.0
+    """Leave out the tokens whose log-ratio moved most, until the mean square of the others is at most this (M2PO; 0.04
+    in the paper). 0: off."""
+    reject: str = "none"
+    """Leave out whole answers: none | divergence (the learner's mean KL to what sampled exceeds reject_limit) |
+    off_policy (bad ones that the policy has left behind already, DeepSeek-V3.2)."""
+    reject_limit: float = 0.1
+    """Bound of reject, per token [nats]."""
+    teacher: str = ""
+    """Model of the same vocabulary to learn from on the policy's own answers (on-policy distillation): each token's
+    advantage gains teacher_coef (teacher's log-prob - ours). Empty: none."""
+    teacher_coef: float = 1.0
+    """Weight of the teacher."""
     dynamic_sampling: bool = False
     """Replace groups in which every reward is the same by new prompts (DAPO)."""
     max_refill: float = 4.0
@@ -89,10 +194,34 @@ class Algorithm:
     [tokens]."""
     overlong_penalty: float = 1.0
     """Reward taken from an answer that uses the whole buffer. Without effect while overlong_buffer is 0."""
+    length_penalty: float = 0.0
+    """Weight of a reward for short right answers and against long ones, within each group (Kimi k1.5). 0: off."""
     mask_truncated: bool = False
     """Answers cut by the length limit count in the baseline but are not trained on."""
     updates_per_batch: int = 1
-    """Optimizer steps per batch of rollouts; the batch is split by groups."""
+    """Optimizer steps per pass over a batch of rollouts; the batch is split by groups."""
+
+
+@dataclass(kw_only=True)
+class Critic:
+    path: str = ""
+    """Model that the critic begins as, in the forms of model.path. Empty: the policy's own first weights."""
+    shared: bool = False
+    """A value head on the policy's own backbone, trained together with it, instead of a model of its own."""
+    lr: float = 1e-5
+    """Learning rate of a critic of its own."""
+    coef: float = 0.5
+    """Weight of the value loss beside the policy's, for a shared critic."""
+    clip: float = 0.2
+    """Values may move at most this far from the old ones in one batch before they lose their gradient. 0: off."""
+    gamma: float = 1.0
+    """Discount of later rewards."""
+    lam: float = 0.95
+    """GAE's lambda: 1 trusts the rewards alone, 0 the critic alone."""
+    whiten: bool = True
+    """Advantages of the step to mean 0 and standard deviation 1."""
+    freeze_steps: int = 0
+    """First steps in which only a critic of its own is trained."""
 
 
 @dataclass(kw_only=True)
@@ -151,7 +280,8 @@ class Validation:
 @dataclass(kw_only=True)
 class Reward:
     functions: list[str] = field(default_factory=lambda: ["math"])
-    """Reward functions: math | format | length, or my_file.py:my_function, or package.module:function."""
+    """Reward functions: math | format | length | model (a reward model, reward.model), or my_file.py:my_function, or
+    package.module:function."""
     weights: list[float] = field(default_factory=list)
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""
@@ -161,6 +291,9 @@ class Reward:
     """Processes that compute rewards."""
     format_pattern: str = r"^<think>.*?</think>\s*<answer>.*?</answer>\s*$"
     """Regular expression that `format` looks for in the whole answer."""
+    model: str = ""
+    """Folder of a reward model (exported from a run of `birl rm`), or the address of a server that has one:
+    http://host:port/pooling."""
     length_target: int = 256
     """`length` gives 1 up to this many characters and falls to 0 at twice as many."""
 
@@ -203,11 +336,17 @@ class Optimizer:
 
 
 @dataclass(kw_only=True)
-class Learner:
+class Compute:
+    """What every learner has."""
+
     tokens_per_microbatch: int = 4096
     """Most tokens in one forward and backward pass; bounds the memory, never changes the result."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(kw_only=True)
+class Learner(Compute):
     max_logprob_gap: float = 0.5
     """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]: the engine samples from
     other weights than it says."""
@@ -224,17 +363,63 @@ class Checkpoint:
 
 
 @dataclass(kw_only=True)
-class Track:
+class Reports:
+    """What every run tells."""
+
     console: str = "auto"
     """live (redrawn panel) | plain (one line a step) | off | auto (live in a terminal, else plain)."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb: str = "off"
     """Weights & Biases: off | offline | online. Needs `pip install birl[wandb]`."""
-    rollouts: bool = True
-    """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
     report: bool = True
     """Write report.html at the end."""
+
+
+@dataclass(kw_only=True)
+class Track(Reports):
+    rollouts: bool = True
+    """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
+
+
+@dataclass(kw_only=True)
+class HeldOut:
+    every: int = 50
+    """Measure the held-out rows every n steps, and at the end; 0: never."""
+    at_start: bool = True
+    """Measure before the first step as well."""
+
+
+@dataclass(kw_only=True)
+class Ranking:
+    centering: float = 0.0
+    """Weight of (score of chosen + score of rejected)^2, which keeps scores around 0 (arXiv:2312.09244); 0.01 is
+    usual."""
+
+
+@dataclass(kw_only=True)
+class Preference:
+    loss: str = "dpo"
+    """dpo | ipo | hinge | robust | simpo | orpo | kto. Conservative DPO is dpo with a label_smoothing."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference (dpo, ipo, hinge, robust, kto), scale of the margin (simpo, about 2)
+    or weight of the odds ratio (orpo)."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose order is believed to be wrong, for dpo (then conservative DPO) and robust [0 to 0.5]."""
+    margin: float = 0.0
+    """SimPO's target margin between the mean log-probs, in units of beta times nats (gamma; 0.5 to 1.5 in the
+    paper)."""
+    nll_coef: float = 0.0
+    """Weight of the mean negative log-likelihood of the chosen answer, added to the loss. ORPO always has it, with
+    weight 1."""
+    desirable_weight: float = 1.0
+    """KTO's weight of good answers."""
+    undesirable_weight: float = 1.0
+    """KTO's weight of bad answers."""
+    reference: str = "live"
+    """Log-probs of the first weights: live (a frozen copy computes them) | precomputed (once, before the first step,
+    then kept in the run folder; no second model in memory) | none (reference-free: as if they were equal). simpo and
+    orpo have none."""
 
 
 @dataclass(kw_only=True)
@@ -244,6 +429,7 @@ class RL:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    critic: Critic = field(default_factory=Critic)
     rollout: Rollout = field(default_factory=Rollout)
     validation: Validation = field(default_factory=Validation)
     reward: Reward = field(default_factory=Reward)
@@ -268,6 +454,62 @@ class RL:
 
 
 @dataclass(kw_only=True)
+class Stage:
+    """What SFT, RM and DPO have in common."""
+
+    model: Model = field(default_factory=Model)
+    data: Files = field(default_factory=Files)
+    validation: HeldOut = field(default_factory=HeldOut)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    learner: Compute = field(default_factory=Compute)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    track: Reports = field(default_factory=Reports)
+    batch_size: int = 32
+    """Rows per optimizer step."""
+    steps: int = 0
+    """Optimizer steps. 0: until data.train was seen `epochs` times."""
+    epochs: int = 1
+    """Passes over the training data when steps is 0."""
+    seed: int = 0
+    """Seed of everything random: data order, initialisation."""
+    run: str = ""
+    """Folder of the run. Empty: runs/<model>-<data>-<command>-<seed>."""
+    resume: str = "auto"
+    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
+    checkpoint folder."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+@dataclass(kw_only=True)
+class SFT(Stage):
+    """Supervised fine-tuning: `birl sft`."""
+
+    data: Texts = field(default_factory=Texts)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=2e-5))
+    denominator: str = "token"
+    """What the summed loss is divided by: token (all learned tokens of the step) | sequence (mean per row, then over
+    rows)."""
+
+
+@dataclass(kw_only=True)
+class RM(Stage):
+    """A reward model from pairs of answers: `birl rm`."""
+
+    data: RankedPairs = field(default_factory=RankedPairs)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
+    ranking: Ranking = field(default_factory=Ranking)
+
+
+@dataclass(kw_only=True)
+class DPO(Stage):
+    """Preference optimisation from pairs of answers: `birl dpo`."""
+
+    data: LabelledPairs = field(default_factory=LabelledPairs)
+    preference: Preference = field(default_factory=Preference)
+
+
+@dataclass(kw_only=True)
 class Eval:
     """Measure a model on data: `birl eval`."""
 
@@ -284,7 +526,10 @@ class Eval:
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
-def check(config: RL | Eval) -> None:
+Config = RL | Stage | Eval
+
+
+def check(config: Config) -> None:
     """Refuse impossible values and combinations, before anything is loaded. Raises `BirlError` naming key and fix."""
     from birl.config.check import problems
     from birl.errors import BirlError

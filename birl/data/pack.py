@@ -34,7 +34,9 @@ class Batch:
 
     tokens, positions [T]; trees: (prefix, branch lengths) of each stretch of the row;
     source [N]: which packed token's hidden state predicts the trained token; targets [N]: its id;
-    logprobs [N]: the engine's; versions [N]; advantages [N]; sample [N]: index of its sample in the step;
+    logprobs [N]: the engine's; versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one;
+    sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
+    tokens within a sample; said [N]: what a critic on the same backbone says now, with its gradient;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
@@ -48,11 +50,16 @@ class Batch:
     logprobs: Tensor
     versions: Tensor
     advantages: Tensor
+    returns: Tensor
+    values: Tensor
     weights: Tensor
     sample: Tensor
+    group: Tensor
+    turn: Tensor
+    said: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
-        tensors = [f.name for f in fields(self) if f.name != "trees"]
+        tensors = [f.name for f in fields(self) if f.name not in ("trees", "said")]
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
@@ -152,7 +159,27 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
         targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),
         logprobs=torch.tensor([s.logprobs[i] for s, _, i in rows]),
         versions=torch.tensor([s.versions[i] for s, _, i in rows], dtype=torch.long),
-        advantages=torch.tensor([s.advantage for s, _, _ in rows]),
+        advantages=torch.tensor(
+            [s.advantage[i] if isinstance(s.advantage, tuple) else s.advantage for s, _, i in rows]
+        ),
+        returns=torch.tensor([s.returns[i] if s.returns else 0.0 for s, _, i in rows]),
+        values=torch.tensor([s.values[i] if s.values else 0.0 for s, _, i in rows]),
         weights=torch.tensor([weights[n] for _, n, _ in rows]),
         sample=torch.tensor([n for _, n, _ in rows], dtype=torch.long),
+        group=torch.tensor([s.group for s, _, _ in rows], dtype=torch.long),
+        turn=torch.tensor(_turns(trained), dtype=torch.long),
     )
+
+
+def _advantage(sample: Sample, place: int) -> float:
+    return sample.advantage[place] if isinstance(sample.advantage, tuple) else sample.advantage
+
+
+def _turns(trained: Sequence[tuple[int, int]]) -> list[int]:
+    """(sample, place) of each trained token -> number of its stretch within the sample."""
+    found: list[int] = []
+    for n, (sample, place) in enumerate(trained):
+        before = trained[n - 1] if n else (-1, -1)
+        same = before[0] == sample
+        found.append((found[-1] + (before[1] + 1 != place)) if same else 0)
+    return found

@@ -1,4 +1,4 @@
-"""The order in which tasks are handed out: shuffled, mixed, and a pure function of (seed, position).
+"""The order in which rows are handed out: shuffled, mixed, and a pure function of (seed, position).
 
 A position is one integer. Nothing else has to be saved, and going on from it reads no row twice.
 """
@@ -7,33 +7,44 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 
 from birl.errors import BirlError
-from birl.types import Task
 
-if TYPE_CHECKING:
-    from birl.data.tasks import Tasks
+T = TypeVar("T")
+S = TypeVar("S", covariant=True)
 
 BLOCK = 4096  # draws between sources that are made at once
 MIX, ORDER = 0, 1  # independent streams of random numbers
 
 
-class TaskStream(Iterator[Task]):
-    """Tasks of several sources.
+class Source(Protocol[S]):
+    """Rows with a name: `Tasks`, `Examples`."""
+
+    @property
+    def name(self) -> str: ...
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int) -> S: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Source[S]": ...
+
+
+class Stream(Iterator[T]):
+    """Rows of several sources.
 
     Without `weights` an epoch is one permutation of all rows together. With them each draw first chooses its source,
     and each source goes through its own permutations; an epoch is then as many draws as there are rows. `epochs` None:
     endless.
 
-    Example: stream = TaskStream(sources, weights=[3, 1], seed=0, shuffle=True, epochs=None, start=128); next(stream)
+    Example: stream = Stream(sources, weights=[3, 1], seed=0, shuffle=True, epochs=None, start=128); next(stream)
     """
 
     def __init__(
         self,
-        sources: Sequence["Tasks"],
+        sources: Sequence[Source[T]],
         *,
         weights: Sequence[float] = (),
         seed: int = 0,
@@ -51,32 +62,32 @@ class TaskStream(Iterator[Task]):
 
     @property
     def position(self) -> int:
-        """How many tasks were handed out since the run's start."""
+        """How many rows were handed out since the run's start."""
         return self._position
 
-    def __iter__(self) -> "TaskStream":
+    def __iter__(self) -> "Stream[T]":
         return self
 
-    def __next__(self) -> Task:
+    def __next__(self) -> T:
         if self._end is not None and self._position >= self._end:
             raise StopIteration
         pool = self._mix.choose(self._position)
-        task = self._pools[pool].get(self._drawn[pool])
+        row = self._pools[pool].get(self._drawn[pool])
         self._drawn[pool] += 1
         self._position += 1
-        return task
+        return row
 
 
-class Pool:
+class Pool(Generic[T]):
     """Rows that are visited each once an epoch. `get(n)` is the n-th draw from it, epochs counted through."""
 
-    def __init__(self, sources: Sequence[Sequence[Task]], *, seed: int, number: int, shuffle: bool) -> None:
+    def __init__(self, sources: Sequence[Source[T]], *, seed: int, number: int, shuffle: bool) -> None:
         self._sources = sources
         self._ends = list(accumulate(map(len, sources)))
         self._seed, self._number, self._shuffle = seed, number, shuffle
         self._epoch, self._order = -1, np.arange(self._ends[-1])
 
-    def get(self, n: int) -> Task:
+    def get(self, n: int) -> T:
         epoch, i = divmod(n, self._ends[-1])
         if self._shuffle and epoch != self._epoch:
             generator = _generator(self._seed, ORDER, self._number, epoch)
@@ -120,7 +131,7 @@ def _generator(seed: int, *path: int) -> np.random.Generator:
     return np.random.default_rng([seed % 2**64, *path])
 
 
-def _check(sources: Sequence["Tasks"], weights: Sequence[float], start: int) -> None:
+def _check(sources: Sequence[Source[Any]], weights: Sequence[float], start: int) -> None:
     if not sources:
         raise BirlError("There is nothing to draw from. Set data.train.")
     for source in sources:

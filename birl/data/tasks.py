@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, overload
 
-from birl.config.schema import Data
+from birl.config.schema import Data, Files
 from birl.data.rows import Rows, given, pick, read
 from birl.errors import BirlError
 from birl.types import Message, Task
@@ -53,7 +53,7 @@ class Reader:
 
     def _prompt(self, value: Any, where: str) -> tuple[Message, ...] | str:
         if isinstance(value, str):
-            text = _text(value, where, self.prompt)
+            text = text_of(value, where, self.prompt)
             if self.raw:
                 self._refuse_system(where)
                 return text
@@ -61,7 +61,7 @@ class Reader:
         elif value is None or value == []:
             raise BirlError(f"{where}: `{self.prompt}` is empty. Remove the row.")
         else:
-            messages = _messages(value, where, self.prompt)
+            messages = messages_of(value, where, self.prompt)
             if not self.chat:
                 raise BirlError(
                     f"{where}: `{self.prompt}` is a list of messages, but the tokenizer has no chat template for them. "
@@ -124,6 +124,11 @@ def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: boo
     `chat`: the tokenizer has a chat template. What is wrong with a source as a whole raises `BirlError` at once, what
     is wrong with a row raises when that row is asked for.
     """
+    return [Tasks(s, _reader(s, config, chat), prefix=p) for s, p in read_sources(config, which, given)]
+
+
+def read_sources(config: Files, which: Literal["train", "validation"], given: Any = None) -> list[tuple[Rows, str]]:
+    """The rows of each source of data.train or data.validation, and what goes before their ids to tell them apart."""
     if given is not None:
         sources = [_given(given, which, config.max_samples if which == "train" else config.max_validation_samples)]
     elif which == "train":
@@ -134,18 +139,19 @@ def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: boo
         splits = (config.validation_data_split,) if config.validation_data_split else VALIDATION_SPLITS
         limit = config.max_validation_samples
         sources = [read(p, subset=config.subset, splits=splits, limit=limit) for p in config.validation]
-    prefixes = _prefixes(sources)
-    return [Tasks(s, _reader(s, config, chat), prefix=p) for s, p in zip(sources, prefixes, strict=True)]
+    return list(zip(sources, _prefixes(sources), strict=True))
 
 
-def split_validation(train: Sequence[Tasks], share: float, seed: int) -> tuple[list[Tasks], list[Tasks]]:
-    """Hold out `share` of each source's rows. Rows with the same prompt stay together, also across sources."""
+def split_validation(
+    train: Sequence[Any], share: float, seed: int, key: Callable[[Any], str] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Hold out `share` of each source's rows. Rows with the same prompt (`key`) stay together, also across sources."""
     held: dict[str, bool] = {}
     kept, out = [], []
     for number, tasks in enumerate(train):
         rows: defaultdict[str, list[int]] = defaultdict(list)
         for i, task in enumerate(tasks):
-            rows[prompt_text(task)].append(i)
+            rows[(key or prompt_text)(task)].append(i)
         missing = round(share * len(tasks)) - sum(len(rows[p]) for p in rows if held.get(p))
         undecided = [p for p in rows if p not in held]
         random.Random(f"{seed}/{number}").shuffle(undecided)
@@ -211,26 +217,26 @@ def _given(rows: Any, which: str, limit: int) -> Rows:
 
 def _reader(rows: Rows, config: Data, chat: bool) -> Reader:
     raw = not (chat and config.apply_chat_template)
-    prompt = _column(rows, config.prompt_column, PROMPTS, "data.prompt_column")
+    prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     if prompt is None:
         raise BirlError(
-            f"{rows.name} has no column {', '.join(PROMPTS)}. {_existing(rows)} Set data.prompt_column to one of them."
+            f"{rows.name} has no column {', '.join(PROMPTS)}. {existing(rows)} Set data.prompt_column to one of them."
         )
-    answer = _column(rows, config.answer_column, ANSWERS, "data.answer_column")
+    answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
     return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt)
 
 
-def _column(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> str | None:
+def column_of(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> str | None:
     if not chosen:
         return next((path for path in candidates if rows.has(path)), None)
     if rows.has(chosen):
         return chosen
     close = difflib.get_close_matches(chosen, rows.columns, n=1)
     hint = f" Did you mean {key}={close[0]}?" if close else ""
-    raise BirlError(f"{key}={chosen}: {rows.name} has no such column. {_existing(rows)}{hint}")
+    raise BirlError(f"{key}={chosen}: {rows.name} has no such column. {existing(rows)}{hint}")
 
 
-def _existing(rows: Rows) -> str:
+def existing(rows: Rows) -> str:
     return f"It has the columns {', '.join(rows.columns)}."
 
 
@@ -243,36 +249,41 @@ def _prefixes(sources: Sequence[Rows]) -> list[str]:
     return [f"{i}:" for i in range(len(sources))] if clash else prefixes
 
 
-def _text(value: Any, where: str, field: str) -> str:
+def text_of(value: Any, where: str, field: str) -> str:
     if not isinstance(value, str):
-        raise BirlError(f"{where}: {field} is {_kind(value)}, it needs to be text.")
+        raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text.")
     if not value.strip():
         raise BirlError(f"{where}: {field} is empty. Remove the row.")
     return value
 
 
-def _messages(value: Any, where: str, field: str) -> tuple[Message, ...]:
+def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tuple[Message, ...]:
+    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer."""
     if not isinstance(value, list):
-        raise BirlError(f"{where}: {field} is {_kind(value)}, it needs to be text or a list of messages.")
-    messages = tuple(_message(m, where, f"{field}[{i}]") for i, m in enumerate(value))
-    if messages[-1].role == "assistant":
+        raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text or a list of messages.")
+    if not value:
+        raise BirlError(f"{where}: `{field}` is empty. Remove the row.")
+    found = tuple(_message(m, where, f"{field}[{i}]") for i, m in enumerate(value))
+    if whole:
+        return found
+    if found[-1].role == "assistant":
         raise BirlError(
             f"{where}: {field} ends with an assistant message, so there is nothing left to answer. "
             "Move that message into a column `answer`."
         )
-    _text(messages[-1].content, where, f"{field}[{len(messages) - 1}].content")
-    return messages
+    text_of(found[-1].content, where, f"{field}[{len(found) - 1}].content")
+    return found
 
 
 def _message(value: Any, where: str, field: str) -> Message:
     if not isinstance(value, Mapping) or value.get("role") is None or "content" not in value:
-        found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {_kind(value)}"
+        found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
         raise BirlError(f'{where}: {field} {found}; a message is {{"role": "user", "content": "..."}}.')
     if not isinstance(value["role"], str) or not isinstance(value["content"], str):
         name = "role" if not isinstance(value["role"], str) else "content"
-        raise BirlError(f"{where}: {field}.{name} is {_kind(value[name])}, it needs to be text.")
+        raise BirlError(f"{where}: {field}.{name} is {kind(value[name])}, it needs to be text.")
     return Message(role=value["role"], content=value["content"])
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     return KINDS.get(type(value), f"a {type(value).__name__}")

@@ -5,7 +5,7 @@ Not here: what is minimised (a loss is a function that is passed in), where the 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,21 @@ from birl.learner.optimizer import Masters, adamw
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, packed
 from birl.models.fused_decoder import fused_for
+from birl.models.heads import score_head, scores
 from birl.models.load import cast
 from birl.models.logprobs import token_logprobs
 
-#: logp [N], entropy [N], batch -> scalar loss, and figures to report: name -> [N]
+#: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(slots=True)
 class Stats:
-    """Figures of one training step, summed over its micro-batches. Means are over trained tokens."""
+    """Figures of one training step, summed over its micro-batches. Means are over what the loss counts: trained
+    tokens, or pairs of answers."""
 
     loss: float = 0.0
-    tokens: int = 0  # trained
+    count: int = 0  # trained tokens, or pairs
     computed: int = 0  # packed tokens that went through the model
     updates: int = 0  # optimizer steps
     skipped: int = 0  # parts of the batch without any gradient
@@ -37,6 +39,7 @@ class Stats:
     staleness: int = 0  # optimizer steps between the oldest sampled token's weights and these
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    other: dict[str, float] = field(default_factory=dict)  # figures that are means already
 
     def add(self, loss: Tensor, figures: dict[str, Tensor], computed: int) -> None:
         """Waits for the device once, not once a figure."""
@@ -48,14 +51,14 @@ class Stats:
         total, *pairs = torch.stack(numbers).tolist()
         self.loss += total
         self.computed += computed
-        self.tokens += count
+        self.count += count
         for i, name in enumerate(figures):
             self.sums[name] = self.sums.get(name, 0.0) + pairs[2 * i]
             self.maxima[name] = max(self.maxima.get(name, float("-inf")), pairs[2 * i + 1])
 
     def mean(self, name: str) -> float:
         """NaN where nothing was trained: 0 would look like a collapse."""
-        return self.sums.get(name, 0.0) / self.tokens if self.tokens else math.nan
+        return self.sums.get(name, 0.0) / self.count if self.count else math.nan
 
 
 class Learner:
@@ -84,6 +87,8 @@ class Learner:
         self.version = 0
         self.gradient_checkpointing = gradient_checkpointing
         model.requires_grad_(trainable)
+        if score_head(model) is not None and head(model).weight is not model.get_input_embeddings().weight:  # pyright: ignore
+            head(model).requires_grad_(False)  # nothing reads it
         model.eval()  # no dropout: the engine and the learner must see one and the same distribution
         if not trainable:
             cast(model, dtype)
@@ -102,16 +107,36 @@ class Learner:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
-        """Log-probs of the trained tokens under the sampling temperature, [N] float32."""
-        return self._logprobs(batch.to(self.device))[0]
+        """[N] float32: log-probs of the trained tokens under the sampling temperature; with a score head, the score of
+        the state that each of them is predicted from."""
+        return self._outputs(batch.to(self.device))[0]
 
     def forward_backward(self, batch: Batch, loss: Loss, stats: Stats) -> None:
         """Add this micro-batch's gradient to what is there, and its figures to `stats`."""
         batch = batch.to(self.device)
-        logp, entropy = self._logprobs(batch)
+        logp, entropy, batch = self._outputs(batch)
         value, figures = loss(logp, entropy, batch)
         value.backward()
         stats.add(value.detach(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
+
+    @torch.no_grad()
+    def look(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the trained tokens, [N] float32 each."""
+        return self._outputs(batch.to(self.device))[:2]
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """[N] float32: what the critic on this backbone says of the state before each trained token."""
+        said = self._outputs(batch.to(self.device))[2].said
+        assert said is not None, "this learner has no critic on its backbone"
+        return said
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, loss: Loss, stats: Stats) -> None:
+        """The figures that `forward_backward` would give, and no gradient."""
+        batch = batch.to(self.device)
+        value, figures = loss(*self._outputs(batch))
+        stats.add(value, figures, len(batch.tokens))
 
     def optim_step(self, lr: float) -> float:
         """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
@@ -155,19 +180,27 @@ class Learner:
         self.masters.publish()
         self.version = version
 
-    def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
+        """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. A critic on the same backbone puts
+        what it says into the batch."""
         if decoder := decoder_for(self.model):
             decoder.checkpointing = self.gradient_checkpointing
         if fused := fused_for(self.model):
             fused.checkpointing = self.gradient_checkpointing
         hidden = hidden_states(self.model, batch.tokens, batch.positions, packed(batch.trees, batch.tokens.device))
-        return token_logprobs(
+        if score := score_head(self.model):
+            values = scores(hidden[batch.source], score)
+            return values, torch.zeros_like(values), batch
+        if value := score_head(self.model, "value"):
+            batch = replace(batch, said=scores(hidden[batch.source], value))
+        logp, entropy = token_logprobs(
             hidden[batch.source],
             head(self.model),
             batch.targets,
             self.temperature,
             decoder=decoder,
         )
+        return logp, entropy, batch
 
     def _make_optimizer_state(self) -> None:
         """AdamW makes its state at the first step; a checkpoint needs the tensors to exist before that."""

@@ -1,40 +1,42 @@
 """Configuration -> objects. The only place that turns names into things; everything below takes values."""
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from birl.config import schema
 from birl.config.load import flatten, run_folder
-from birl.data.stream import TaskStream
+from birl.data.stream import Stream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.loops.credit import CRITIC, Credit
+from birl.loops.custom import part
 from birl.loops.evaluate import Plan, plan
+from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy, longest_prompt
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.models.forward import head
-from birl.models.load import cast
+from birl.models.heads import add_score_head
+from birl.models.load import cast, load_model, load_tokenizer, resolve
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
 from birl.rollout.group import Rollout, derive_seed
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
-from birl.types import SamplingParams, Task
+from birl.types import Sample, SamplingParams, Task
 
-T = TypeVar("T")
 EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
 
 
@@ -56,6 +58,9 @@ class Parts:
     policy: Policy
     learner: Learner
     reference: Learner | None
+    critic: Learner | None
+    objective: Objective
+    credit: Credit
     engine: EmbeddedEngine
     rewards: Rewards
     rollout: Rollout
@@ -65,7 +70,6 @@ class Parts:
     tracker: Tracker
     resume_from: Path | None
     total_steps: int | None
-    started: float = field(default_factory=time.perf_counter)
     counted: Counters = field(default_factory=Counters)
 
     @property
@@ -77,8 +81,31 @@ class Parts:
         return self.policy.chat
 
     @property
-    def checkpoints(self) -> Path:
-        return self.run / "checkpoints"
+    def compute(self) -> Executor:
+        return self.policy.compute
+
+    @property
+    def total_updates(self) -> int | None:
+        return self.total_steps and self.total_steps * self.config.algorithm.updates_per_batch
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = self.learner.tensors()
+        if self.critic is not None:
+            found |= {f"critic.{name}": tensor for name, tensor in self.critic.tensors().items()}
+        return found
+
+    def loaded(self, version: int) -> None:
+        self.learner.loaded(version)
+        if self.critic is not None:
+            self.critic.loaded(version)
+
+    def has_gradient(self, sample: Sample) -> bool:
+        """Samples that have none need not go through the model."""
+        keys = self.config.algorithm
+        ranked = keys.entropy_control != "none"  # all tokens of the step are compared
+        everything = ranked or keys.advantage in CRITIC or keys.entropy_coef > 0 or self.objective.needs_reference()
+        own = sample.advantage
+        return everything or (any(own) if isinstance(own, tuple) else own != 0)
 
     @property
     def validation_rollout(self) -> Rollout:
@@ -88,7 +115,7 @@ class Parts:
     def stream(self, position: int) -> Iterator[Task]:
         config = self.config
         return iter(
-            TaskStream(
+            Stream(
                 self.train,
                 weights=config.data.weights,
                 seed=config.seed,
@@ -97,9 +124,6 @@ class Parts:
                 start=position,
             )
         )
-
-    async def on_compute_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.policy.compute, work)
 
     def take_counters(self) -> Counters:
         """What the engine did since the last call."""
@@ -148,15 +172,7 @@ def assembled(
     dry_run: bool,
 ) -> Parts:
     """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
-    reference = None
-    if config.algorithm.kl_coef > 0:
-        reference = Learner(
-            deepcopy(policy.model),
-            dtype=DTYPES[config.model.dtype],
-            temperature=config.rollout.temperature,
-            trainable=False,
-        )
-    learner = make_learner(config, policy.model)
+    learner, objective, credit, critic = models(config, policy, rewards)
     everything = [t[i] for t in train for i in range(len(t))]
     asked = [(longest_prompt(everything, policy.chat, context), config.rollout.max_tokens)]
     if validation:
@@ -182,7 +198,10 @@ def assembled(
         run=run,
         policy=policy,
         learner=learner,
-        reference=reference,
+        reference=objective.reference,
+        critic=critic,
+        objective=objective,
+        credit=credit,
         engine=engine,
         rewards=rewards,
         rollout=rollout,
@@ -197,7 +216,46 @@ def assembled(
     )
 
 
-def check_device(config: schema.RL, device: torch.device) -> None:
+def models(config: schema.RL, policy: Policy, rewards: Rewards) -> tuple[Learner, Objective, Credit, Learner | None]:
+    """The policy's learner, what it minimises, how its answers are judged; copies of the first weights come first."""
+    keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
+    surrogate = part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
+    frozen = partial(Learner, dtype=DTYPES[config.model.dtype], temperature=config.rollout.temperature, trainable=False)
+    reference = teacher = critic = None
+    if keys.kl_coef > 0 or "ref_logp" in surrogate.tensors:
+        reference = frozen(deepcopy(policy.model))
+    if keys.teacher:
+        teacher = frozen(other_model(config, keys.teacher, policy, "algorithm.teacher"))
+    if own:
+        path = config.critic.path
+        body = other_model(config, path, policy, "critic.path") if path else deepcopy(policy.model)
+        add_score_head(body, config.seed)
+        critic = make_learner(config, body)
+    elif keys.advantage in CRITIC:
+        add_score_head(policy.model, config.seed, "value")
+    learner = make_learner(config, policy.model)
+    objective = Objective(config=config, learner=learner, reference=reference, surrogate=surrogate)
+    says = critic.forward if critic is not None else learner.values if keys.advantage in CRITIC else None
+    usage = Usage(failed=config.rollout.failed, truncated=config.rollout.truncated)
+    credit = Credit(
+        config=config, usage=usage, reference=reference, critic=says, teacher=teacher, weights=rewards.weights
+    )
+    return learner, objective, credit, critic
+
+
+def other_model(config: schema.RL, path: str, policy: Policy, key: str) -> nn.Module:
+    """A model that reads the policy's own tokens."""
+    folder = resolve(path)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise BirlError(
+            f"{key}={path}: has another vocabulary than model.path={config.model.path}, so its tokens mean something "
+            "else. Take a model of the same family."
+        )
+    return load_model(folder).to(head(policy.model).weight.device)
+
+
+def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None:
     if config.optimizer.offload == "cpu" and device.type == "cpu":
         raise BirlError(
             "optimizer.offload=cpu: the weights are in CPU memory already, so there is nothing to gain. Set "
@@ -205,13 +263,14 @@ def check_device(config: schema.RL, device: torch.device) -> None:
         )
 
 
-def make_learner(config: schema.RL, model: nn.Module) -> Learner:
+def make_learner(config: schema.RL | schema.Stage, model: nn.Module) -> Learner:
+    """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did."""
     optimizer = config.optimizer
     check_device(config, head(model).weight.device)
     return Learner(
         model,
         dtype=DTYPES[config.model.dtype],
-        temperature=config.rollout.temperature,
+        temperature=config.rollout.temperature if isinstance(config, schema.RL) else 1.0,
         betas=(optimizer.beta1, optimizer.beta2),
         eps=optimizer.eps,
         weight_decay=optimizer.weight_decay,

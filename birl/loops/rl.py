@@ -9,36 +9,33 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isnan, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from birl.algorithms import advantages as credit
-from birl.algorithms.policy import policy_loss
+from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import run_folder
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
-from birl.learner import checkpoint
 from birl.learner.learner import Stats
-from birl.learner.optimizer import learning_rate
 from birl.loops import build
 from birl.loops import plan as planning
+from birl.loops.credit import Credited
 from birl.loops.evaluate import answers, evaluate
 from birl.loops.machine import compute_thread, peak_memory
 from birl.loops.metrics import outcome_metrics, reward_metrics
-from birl.loops.run_folder import held, next_commands
+from birl.loops.objective import critic_loss
+from birl.loops.run import Run
+from birl.loops.run_folder import held
 from birl.loops.signals import saving_signals
 from birl.rollout import assemble, pipeline
-from birl.types import Group, Outcome, Sample, Task
-
-NONFINITE_LIMIT = 3  # optimizer steps in a row without a finite gradient that are skipped before the run stops
+from birl.rollout.group import derive_seed
+from birl.types import Group, Sample, Task
 
 
 def train(
@@ -74,30 +71,23 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
 
 
 @dataclass(slots=True)
-class _Run:
-    """What changes while a run goes on. Everything here is in the checkpoint, or follows from it."""
+class _Run(Run):
+    """The algorithm, over what every run has."""
 
     config: schema.RL
     parts: "build.Parts"
-    stop: asyncio.Event
-    step: int = 0  # finished steps
-    position: int = 0  # groups consumed since the run's start
-    best: float | None = None
-    best_step: int | None = None
-    totals: Counter[str] = field(default_factory=Counter)
-    nonfinite: int = 0
-    saving: float = 0.0  # seconds spent on a checkpoint since the last step ended
-    rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
-    saved: int | None = None  # step of the newest checkpoint
-    first_validation: dict[str, Any] | None = None
-    last_validation: dict[str, Any] | None = None
-    clock: float = field(default_factory=time.perf_counter)  # when the last step ended
-    spent: float = 0.0  # seconds in earlier processes of this run
+    greedy: dict[int, float] = field(default_factory=dict)  # reward of the greedy answer, by group, until it is used
+    kl: FixedKL | AdaptiveKL = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys = self.config.algorithm
+        target = keys.kl_target
+        self.kl = AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef)
 
     async def to_the_end(self) -> dict[str, Any]:
         self.resume()
+        self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
         config, parts = self.config, self.parts
-        started = time.perf_counter()
         if self.validation_due() and (self.step > 0 or config.validation.at_start):
             await self.validate()
         self.clock = time.perf_counter()
@@ -117,62 +107,53 @@ class _Run:
         finished = not self.stop.is_set()
         if finished and config.validation.every and parts.plan_validation and self.last_validation_step() != self.step:
             await self.validate()
-        self.spent += time.perf_counter() - started
         if self.saved != self.step and self.step:
             await self.save()
         return self.summary(finished)
 
     async def rollout(self, index: int, task: Task) -> Group:
-        return await self.parts.rollout.group(index, task, self.config.rollout.group_size, self.parts.params)
+        config, parts = self.config, self.parts
+        if config.algorithm.baseline != "greedy":
+            return await parts.rollout.group(index, task, config.rollout.group_size, parts.params)
+        greedy = replace(parts.params, temperature=0.0)
+        group, alone = await asyncio.gather(
+            parts.rollout.group(index, task, config.rollout.group_size, parts.params),
+            parts.rollout.group(index, task, 1, greedy),
+        )
+        if parts.usage.usable(alone):
+            self.greedy[index] = alone.trajectories[0].reward
+        return group
 
     def keep(self, group: Group) -> bool:
         """Dynamic sampling (DAPO): a group without signal is replaced by another prompt."""
         return not self.config.algorithm.dynamic_sampling or assemble.has_signal(group, self.parts.usage)
 
     async def train(self, step: pipeline.Step) -> None:
-        """One step: rewards to advantages, advantages to samples, samples to updates, then reports."""
+        """One step: rewards to advantages, advantages to updates, then reports."""
         rolled_out = time.perf_counter()
         self.parts.tracker.phase("training")
         self.check_failures(step)
         self.report_refill(step)
-        samples, by_episode = self.credit(step.groups)
-        stats = await self.parts.on_compute_thread(partial(self.update, samples))
+        credited, stats = await self.on_compute_thread(partial(self.learn, step.groups))
         self.step, self.position = step.number, step.position
         trained = time.perf_counter()
-        metrics = self.metrics(step, samples, stats, rolled_out - self.clock, trained - rolled_out)
+        metrics = self.metrics(step, credited, stats, rolled_out - self.clock, trained - rolled_out)
         if self.config.track.rollouts:
-            self.parts.tracker.rollouts(self.step, self.records(step, by_episode))
+            self.parts.tracker.rollouts(self.step, self.records(step, credited.by_episode))
         await self.finish_step(metrics, trained)
 
-    def credit(self, groups: Sequence[Group]) -> tuple[list[Sample], dict[tuple[int, int], float]]:
-        """Samples with their advantages, and the advantage of each (group, episode) that counted."""
-        algorithm, usage = self.config.algorithm, self.parts.usage
-        kept = [(g, i) for g in groups for i in usage.usable(g)]
-        if not kept:
-            return [], {}
-        places = {index: n for n, index in enumerate(dict.fromkeys(g.index for g, _ in kept))}
-        group = torch.tensor([places[g.index] for g, _ in kept])
-        rewards = torch.tensor([g.trajectories[i].reward for g, i in kept])
-        lengths = torch.tensor([float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept])
-        rewards = rewards + credit.overlong_penalty(
-            lengths,
-            limit=self.config.rollout.max_tokens,
-            buffer=algorithm.overlong_buffer,
-            penalty=algorithm.overlong_penalty,
-        )
-        centred = credit.centre(rewards, group, algorithm.baseline)
-        scaled = credit.scale(centred, group, algorithm.scale_rewards).tolist()
-        by_episode = {(g.index, i): a for (g, i), a in zip(kept, scaled, strict=True)}
-        samples = [
-            sample
-            for g, i in kept
-            if not (algorithm.mask_truncated and g.trajectories[i].outcome is Outcome.TRUNCATED)
-            for sample in assemble.samples(g.trajectories[i], by_episode[g.index, i], g.index, i)
-        ]
-        return samples, by_episode
+    def learn(self, groups: Sequence[Group]) -> tuple[Credited, Stats]:
+        """Rewards to advantages, advantages to optimizer steps (compute thread)."""
+        greedy = {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}
+        credited = self.parts.credit.of(groups, greedy, self.kl.coef)
+        stats = self.update(credited.samples)
+        if credited.kl == credited.kl:
+            self.kl.update(credited.kl, credited.episodes)
+            self.extra["kl_coef"] = self.kl.coef
+        return credited, stats
 
     def update(self, samples: list[Sample]) -> Stats:
-        """Optimizer steps on one batch of rollouts (compute thread)."""
+        """Optimizer steps on one batch of rollouts."""
         stats = Stats()
         oldest = min((v for s in samples for v in s.versions if v >= 0), default=self.parts.learner.version)
         stats.staleness = self.parts.learner.version - oldest
@@ -182,55 +163,43 @@ class _Run:
         return stats
 
     def update_once(self, samples: list[Sample], stats: Stats) -> None:
-        """One optimizer step. Samples whose advantage is 0 count in the denominator, but have no gradient, so they are
-        not computed (with a KL term they have one). A batch without any gradient moves nothing, the optimizer's
-        momentum included."""
-        config, learner, reference = self.config.algorithm, self.parts.learner, self.parts.reference
-        weights = DENOMINATORS[config.denominator](assemble.trained_lengths(samples), self.config.rollout.max_tokens)
-        useful = [(s, w) for s, w in zip(samples, weights, strict=True) if reference is not None or s.advantage != 0]
+        """One optimizer step. Samples whose advantages are 0 count in the denominator, but have no gradient, so they
+        are not computed (with a KL term, an entropy bonus or a critic they have one). A batch without any gradient
+        moves nothing, the optimizer's momentum included."""
+        config, parts = self.config, self.parts
+        lengths = assemble.trained_lengths(samples)
+        denominator = DENOMINATORS[config.algorithm.denominator]
+        weights = denominator(lengths, [s.group for s in samples], config.rollout.max_tokens)
+        useful = [(s, w) for s, w in zip(samples, weights, strict=True) if parts.has_gradient(s)]
         if not useful:
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        batches = pack([s for s, _ in useful], [w for _, w in useful], self.config.learner.tokens_per_microbatch)
+        batches = pack([s for s, _ in useful], [w for _, w in useful], config.learner.tokens_per_microbatch)
+        value_weight = 1 / max(sum(lengths), 1)
+        if parts.critic is not None:
+            self.update_critic(batches, value_weight, stats)
+        if parts.critic is None or self.step >= config.critic.freeze_steps:
+            known = parts.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
+            for batch, of in zip(batches, known, strict=True):
+                parts.learner.forward_backward(batch, parts.objective.loss(of, self.kl.coef, value_weight), stats)
+            if stats.updates == 0:
+                stats.first_gap = stats.mean("gap")
+                self.check_gap(stats)
+            stats.grad_norm = parts.learner.optim_step(self.rate)
+            stats.updates += 1
+            self.check_finite(stats)
+
+    def update_critic(self, batches: Sequence[Batch], weight: float, stats: Stats) -> None:
+        """The same for a critic with a model of its own. Its figures are means over the same tokens."""
+        critic, own = self.parts.critic, Stats()
+        assert critic is not None
         for batch in batches:
-            ref_logp = None if reference is None else reference.forward(batch)
-            learner.forward_backward(batch, partial(self.loss, ref_logp=ref_logp), stats)
-        if stats.updates == 0:
-            stats.first_gap = stats.mean("gap")
-            self.check_gap(stats)
-        stats.grad_norm = learner.optim_step(self.rate)
-        stats.updates += 1
-        self.check_finite(stats)
-
-    def loss(
-        self, logp: torch.Tensor, entropy: torch.Tensor, batch: Batch, *, ref_logp: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The old log-probs are the engine's own: those of the policy that sampled."""
-        algorithm = self.config.algorithm
-        return policy_loss(
-            logp,
-            entropy,
-            old_logp=batch.logprobs,
-            advantages=batch.advantages,
-            weights=batch.weights,
-            ref_logp=ref_logp,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            kl=algorithm.kl,
-            kl_coef=algorithm.kl_coef,
-        )
-
-    def learning_rate(self) -> float:
-        optimizer, total = self.config.optimizer, self.parts.total_steps
-        return learning_rate(
-            self.parts.learner.version,
-            peak=optimizer.lr,
-            schedule=optimizer.schedule,
-            warmup=optimizer.warmup_steps,
-            total=total * self.config.algorithm.updates_per_batch if total else None,
-            min_ratio=optimizer.min_lr_ratio,
-        )
+            critic.forward_backward(batch, critic_loss(self.config.critic.clip, weight), own)
+        own.grad_norm = critic.optim_step(self.config.critic.lr)
+        self.check_finite(own)
+        stats.nonfinite += own.nonfinite
+        stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": own.grad_norm}
 
     def check_failures(self, step: pipeline.Step) -> None:
         episodes = [t for g in (*step.groups, *step.refused) for t in g.trajectories]
@@ -263,31 +232,13 @@ class _Run:
                 "trained."
             )
 
-    def check_finite(self, stats: Stats) -> None:
-        self.nonfinite = 0 if torch.tensor(stats.grad_norm).isfinite() else self.nonfinite + 1
-        stats.nonfinite += self.nonfinite > 0
-        if self.nonfinite >= NONFINITE_LIMIT:
-            raise BirlError(
-                f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights were left as "
-                "they are. Try a lower optimizer.lr, or model.dtype=float32."
-            )
-
     async def finish_step(self, metrics: dict[str, float], trained: float) -> None:
-        """Validate and save where it is time, then report."""
-        config = self.config
-        improved = False
-        if self.validation_due():
-            improved = await self.validate()
+        """Validate where it is time, then report."""
+        improved = await self.validate() if self.validation_due() else False
         validated = time.perf_counter()
-        self.totals.update({k: int(metrics[k]) for k in ("tokens/generated", "tokens/trained", "outcome/asked")})
         metrics["time/validate"] = validated - trained
         metrics["time/step"] = validated - self.clock
-        self.parts.tracker.step(self.step, metrics)
-        self.clock, self.saving = time.perf_counter(), 0.0
-        if (config.checkpoint.every and self.step % config.checkpoint.every == 0) or (
-            improved and config.checkpoint.keep_best
-        ):
-            await self.save()
+        await self.report(metrics, ("tokens/generated", "tokens/trained", "outcome/asked"), improved)
 
     def validation_due(self) -> bool:
         """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
@@ -309,30 +260,20 @@ class _Run:
             return False
         metrics, groups = work.result()
         self.parts.take_counters()  # the next step counts its own tokens only
-        record = {"step": self.step, "metrics": metrics, "samples": answers(groups, self.parts.rollout, 32)}
-        self.first_validation = self.first_validation or record
-        self.last_validation = record
-        self.parts.tracker.validation(self.step, metrics, record["samples"])
         failed = Counter(t.detail for g in groups for t in g.trajectories if not t.outcome.scored)
         if failed:
             (why, n), asked = failed.most_common(1)[0], sum(len(g.trajectories) for g in groups)
             self.parts.tracker.message(f"Validation: {failed.total()} of {asked} answers failed, {n} of them: {why}")
-        score = metrics["validation/all/score"]
-        if not isnan(score) and (self.best is None or score > self.best):
-            self.best, self.best_step = score, self.step
-            return self.step > 0
-        return False
-
-    def last_validation_step(self) -> int | None:
-        return None if self.last_validation is None else self.last_validation["step"]
+        samples = answers(groups, self.parts.rollout, 32)
+        return self.validated(metrics, samples, metrics["validation/all/score"])
 
     def metrics(
-        self, step: pipeline.Step, samples: Sequence[Sample], stats: Stats, rolling: float, training: float
+        self, step: pipeline.Step, credited: Credited, stats: Stats, rolling: float, training: float
     ) -> dict[str, float]:
         everything = (*step.groups, *step.refused)
         metrics = outcome_metrics(everything) | reward_metrics(everything)
         counters = self.parts.take_counters()
-        trained = sum(len(s.tokens) for s in samples if self.parts.reference is not None or s.advantage != 0)
+        trained = sum(len(s.tokens) for s in credited.samples if self.parts.has_gradient(s))
         metrics |= {
             "groups/kept": float(len(step.groups)),
             "groups/refilled": float(len(step.refused)),
@@ -360,8 +301,10 @@ class _Run:
             "time/checkpoint": self.saving,
             "memory/peak": peak_memory(),
         }
-        if "kl" in stats.sums:
-            metrics["kl"] = stats.mean("kl")
+        told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
+        metrics |= {name: stats.mean(name) for name in told} | stats.other
+        if credited.kl == credited.kl:
+            metrics |= {"kl/episode": credited.kl, "kl/coef": self.kl.coef}
         return metrics
 
     def records(self, step: pipeline.Step, by_episode: dict[tuple[int, int], float]) -> list[dict[str, Any]]:
@@ -392,72 +335,6 @@ class _Run:
             for g in (*step.groups, *step.refused)
             for i, t in enumerate(g.trajectories)
         ]
-
-    async def save(self) -> None:
-        config, parts = self.config, self.parts
-        parts.tracker.phase("saving a checkpoint")
-        began = time.perf_counter()
-        state = {
-            "position": self.position,
-            "version": parts.learner.version,
-            "best": self.best,
-            "best_step": self.best_step,
-            "totals": dict(self.totals),
-            "nonfinite": self.nonfinite,
-            "spent": self.spent + time.perf_counter() - parts.started,
-            "first_validation": self.first_validation,
-            "last_validation": self.last_validation,
-            "logs": parts.tracker.offsets(),
-        }
-        await parts.on_compute_thread(
-            lambda: checkpoint.save(parts.checkpoints, self.step, parts.learner.tensors(), state)
-        )
-        self.saved, self.saving = self.step, time.perf_counter() - began
-        best = {self.best_step} if config.checkpoint.keep_best and self.best_step else set()
-        checkpoint.prune(parts.checkpoints, config.checkpoint.keep_last, best - {None})  # pyright: ignore
-
-    def resume(self) -> None:
-        """Go on from the checkpoint that `build` chose, if any: tensors, counters, place in the data, ends of the
-        logs."""
-        path = self.parts.resume_from
-        if path is None:
-            self.parts.tracker.rewind(None, 0)
-            return
-        state = checkpoint.load(path, self.parts.learner.tensors())
-        self.parts.learner.loaded(state["version"])
-        for name in (
-            "step",
-            "position",
-            "best",
-            "best_step",
-            "nonfinite",
-            "spent",
-            "first_validation",
-            "last_validation",
-        ):
-            setattr(self, name, state[name])
-        self.totals.update(state["totals"])
-        own = path.resolve().parent == self.parts.checkpoints.resolve()
-        self.saved = self.step if own else None
-        self.parts.tracker.rewind(state["logs"] if own else None, self.step)
-        self.parts.tracker.message(f"Resumed from {path} at step {self.step}.")
-
-    def summary(self, finished: bool) -> dict[str, Any]:
-        parts = self.parts
-        summary = {
-            "finished": finished,
-            "run": str(parts.run),
-            "step": self.step,
-            "seconds": self.spent,
-            "before": self.first_validation,
-            "after": self.last_validation,
-            "best": self.best,
-            "best_step": self.best_step,
-            "totals": dict(self.totals),
-            "next": next_commands(parts.run, finished),
-        }
-        parts.tracker.finish(summary)
-        return summary
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

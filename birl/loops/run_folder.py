@@ -30,7 +30,7 @@ FREE = (
 FREE_SECTIONS = ("track.", "checkpoint.", "engine.")
 
 
-def find_checkpoint(config: schema.RL, run: Path) -> Path | None:
+def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
     newest = checkpoint.latest(run / "checkpoints")
     if config.resume not in ("auto", "never"):
@@ -82,7 +82,7 @@ def read_config(run: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def claim(run: Path, config: schema.RL, policy: Policy) -> None:
+def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
     """Write the resolved configuration and the model's files but its weights into the run folder: all of a file or
     nothing, as an earlier try may have left good ones."""
     part, model = run / "model.part", run / "model"
@@ -164,7 +164,7 @@ def _unwritable(run: Path, error: Exception) -> BirlError:
     return BirlError(f"Cannot write into the run folder {run}: {reason}. Choose another with run=..., or make room.")
 
 
-def _plain(config: schema.RL) -> dict[str, Any]:
+def _plain(config: schema.RL | schema.Stage) -> dict[str, Any]:
     return json.loads(json.dumps(flatten(config)))
 
 

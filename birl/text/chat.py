@@ -3,6 +3,7 @@
     render   messages -> ids of a first prompt
     extend   ids so far + the ids of a reply + new messages -> ids of the next prompt; earlier ids never change
     parse    ids of a reply -> message
+    conversation   messages -> ids of all of it, and which of them are to be learned
 
 Text becomes ids once. A reply is never encoded again from its text, as encode(decode(ids)) may differ from ids; what
 the template puts behind a reply is taken from the template itself, by comparing renderings of a made-up conversation.
@@ -35,6 +36,13 @@ class Chat:
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
+    @property
+    def end(self) -> int:
+        """The token that ends an answer without a template."""
+        if self.tokenizer.eos_token_id is None:
+            raise BirlError("The tokenizer has no end token (eos_token), so a model cannot learn to stop.")
+        return int(self.tokenizer.eos_token_id)  # pyright: ignore
+
     def render(self, prompt: tuple[Message, ...] | str) -> tuple[int, ...]:
         """Ids of a prompt: messages through the template, up to where the assistant's answer starts; text as it is,
         with the tokens that the tokenizer itself puts in front, unless the text holds them already."""
@@ -56,6 +64,38 @@ class Chat:
             if not self.decode(glue[:end]).strip():  # some templates put a space before the end token
                 glue = glue[end + 1 :]
         return (*ids, *reply_tokens, *glue)
+
+    def conversation(
+        self, messages: Sequence[Message], roles: Sequence[str] = ("assistant",)
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Ids of a finished conversation, and for each whether a message of one of `roles` has it. What comes behind
+        the last such message is left out.
+
+        An assistant's tokens are those that an engine would have sampled: its text up to the token that ends it,
+        without the header before and the line break behind. For another role the whole message counts, its header
+        included. Each piece is encoded alone, as when the conversation happens. Roles ("all",): everything counts.
+        """
+        if "all" in roles:
+            whole = self.encode(self._text(messages, answer=False))
+            return whole, (True,) * len(whole)
+        ids: list[int] = []
+        mask: list[bool] = []
+        done = ""
+        for n, message in enumerate(messages):
+            if message.role not in roles:
+                continue
+            opened = self._text(messages[:n], answer=message.role == "assistant") if n else ""
+            closed = self._text(messages[: n + 1], answer=False)
+            if not (opened.startswith(done) and closed.startswith(opened)):
+                raise BirlError(REWRITES)
+            before, own = self.encode(opened[len(done) :]), self.encode(closed[len(opened) :])
+            cut = len(own)
+            if message.role == "assistant":
+                cut = max((i + 1 for i, t in enumerate(own) if t in self.end_ids), default=len(own))
+            ids += (*before, *own)
+            mask += [False] * len(before) + [True] * cut + [False] * (len(own) - cut)
+            done = closed
+        return tuple(ids), tuple(mask)
 
     def parse(self, tokens: Sequence[int]) -> Message:
         """What the model said, without the end token."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from birl.config.schema import Track
+from birl.config.schema import Reports
 from birl.track.console import Terminal, open_view
 from birl.track.log import JsonLog, encode, replace, writing
 from birl.track.progress import Progress, numbers, stored
@@ -31,7 +31,7 @@ class Tracker:
     """
 
     def __init__(
-        self, run: Path, track: Track, *, title: str, total_steps: int | None, config: dict[str, object]
+        self, run: Path, track: Reports, *, title: str, total_steps: int | None, config: dict[str, object]
     ) -> None:
         self.run, self.track, self.title, self.config = Path(run), track, title, config
         if track.wandb != "off":
@@ -42,6 +42,10 @@ class Tracker:
         self._logs: dict[str, JsonLog] = {}
         self._events: EventFile | None = None
         self._wandb: WandbRun | None = None
+
+    def total_steps(self, steps: int | None) -> None:
+        """How long the run will be, where that is known only now."""
+        self._progress.total = steps
 
     def rewind(self, offsets: dict[str, int] | None, step: int) -> None:
         """Open everything, once, at the start. `offsets` are those stored in the checkpoint of `step`: what was written
@@ -99,8 +103,7 @@ class Tracker:
 
     def rollouts(self, step: int, records: Iterable[dict[str, Any]]) -> None:
         """One line per episode. Floats in lists (log-probs) are kept to six significant digits."""
-        if self.track.rollouts:
-            self._logs["rollouts.jsonl"].append({"step": step, **record} for record in records)
+        self._logs["rollouts.jsonl"].append({"step": step, **record} for record in records)
 
     def phase(self, text: str) -> None:
         """What happens now ("generating 37/64"); only the live panel shows it, and calling it costs nothing."""

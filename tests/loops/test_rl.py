@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from birl.config import schema
+from birl.config.help import presets
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint
@@ -52,11 +53,46 @@ def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("preset", ["dr_grpo", "grpo", "dapo"])
+def any_a(completions: list[str], **_: Any) -> list[float]:
+    return [float("a" in text) for text in completions]
+
+
+PRESETS = sorted(presets(schema.RL)["algorithm"].keys() - {"distill"})
+SETTINGS = {  # what a toy needs: its KL is large from the first steps on
+    "ppo": ("algorithm.kl_coef=0", "algorithm.kl=k3", "algorithm.kl_in=loss", "critic.lr=3e-3", "critic.lam=1"),
+    "rloo": ("algorithm.kl_coef=0.002",),
+    "reinforce_pp": ("algorithm.kl_coef=0.002",),
+    "top_entropy": ("steps=60",),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_reward_rises(tiny: Path, tmp_path: Path, preset: str) -> None:
-    run(tiny, tmp_path, f"algorithm={preset}", "algorithm.overlong_buffer=0", "steps=25", "rollout.group_size=8")
+    words = (f"algorithm={preset}", "algorithm.overlong_buffer=0", "steps=25", "rollout.group_size=8")
+    run(tiny, tmp_path, *words, *SETTINGS.get(preset, ()), reward=any_a if preset == "pass_at_k" else many_a)
     rewards = [m["reward/mean"] for m in log(tmp_path)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "shared critic"])
+def test_micro_batches_change_nothing(tiny: Path, tmp_path: Path, preset: str) -> None:
+    """Masks, ranks and means are those of the whole step, whatever it is cut into."""
+    words = [f"algorithm={preset}", "algorithm.overlong_buffer=0"]
+    if preset == "shared critic":
+        words = ["algorithm=ppo", "critic.shared=true"]
+    if preset not in ("distill", "reinforce", "rloo", "remax", "opo", "maxrl"):
+        words.append("algorithm.updates_per_batch=2")
+    if preset in ("clip_cov", "kl_cov"):
+        words.append("algorithm.entropy_share=0.1")
+    if preset == "pass_at_k":
+        words.append("rollout.group_size=8")
+    reward = any_a if preset == "pass_at_k" else many_a
+    for name, size in (("one", 4096), ("many", 120)):
+        more = (f"learner.tokens_per_microbatch={size}", "steps=1", "track.report=false", "track.tensorboard=false")
+        run(tiny, tmp_path / name, *words, *more, reward=reward)
+    one, many = log(tmp_path / "one")[0], log(tmp_path / "many")[0]
+    for figure in ("loss", "grad_norm", "entropy", "reward/mean"):
+        assert one[figure] == pytest.approx(many[figure], rel=2e-4, abs=1e-6), figure
 
 
 def test_counts_close_at_every_step(tiny: Path, tmp_path: Path) -> None:

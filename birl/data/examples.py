@@ -1,0 +1,330 @@
+"""Rows -> `Example`s: the sequences that SFT, reward models and preference losses learn from.
+
+    SFT     messages | prompt + response | text                     one sequence
+    pairs   prompt | messages, + chosen + rejected                  two that share a prompt
+            chosen + rejected, each a whole conversation            two that share their first messages
+
+All rows are made into tokens once, before the first step, so that a broken one is told with its file and row now.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
+
+from birl.config import schema
+from birl.data.rows import Rows, pick
+from birl.data.tasks import ANSWERS, PROMPTS, column_of, existing, kind, messages_of, read_sources, text_of
+from birl.errors import BirlError
+from birl.text.chat import Chat
+from birl.types import Message, Sample
+
+RESPONSES = ("response", "completion", "answer", "output", *ANSWERS)
+TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """One sequence in little memory: ids, and for each whether it is learned."""
+
+    ids: array
+    mask: bytes
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def sample(self, group: int, advantage: float = 1.0) -> Sample:
+        n = len(self.ids)
+        return Sample(
+            tokens=tuple(self.ids),
+            mask=tuple(map(bool, self.mask)),
+            logprobs=(0.0,) * n,
+            versions=(-1,) * n,
+            advantage=advantage,
+            group=group,
+            episode=0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """What one row becomes. `sequences`: one, or the chosen and the rejected one. `margin`: by how much the chosen one
+    is better; `good`: whether a single answer is. `key`: what makes two rows ask the same."""
+
+    id: str
+    key: str
+    sequences: tuple[Tokens, ...]
+    margin: float = 0.0
+    good: bool = True
+
+
+class Examples(Sequence[Example]):
+    """All examples of one source.
+
+    Example: load_texts(schema.Texts(train=["train.jsonl"]), "train", chat, 2048)[0][0].sequences[0].ids
+    """
+
+    def __init__(self, name: str, items: Sequence[Example]) -> None:
+        self.name, self.items = name, items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Examples": ...
+    def __getitem__(self, index: int | slice) -> "Example | Examples":
+        return Examples(self.name, self.items[index]) if isinstance(index, slice) else self.items[index]
+
+    def select(self, positions: Iterable[int]) -> "Examples":
+        return Examples(self.name, [self.items[p] for p in positions])
+
+
+Which = Literal["train", "validation"]
+
+
+def load_texts(config: schema.Texts, which: Which, chat: Chat, limit: int, given: Any = None) -> list[Examples]:
+    """The sources of data.train or data.validation for SFT; sequences of at most `limit` tokens. Raises `BirlError`."""
+
+    def reader(rows: Rows) -> Texts:
+        prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
+        response = column_of(rows, config.answer_column, RESPONSES, "data.answer_column")
+        if prompt is None and not rows.has("text"):
+            raise BirlError(
+                f"{rows.name} has no column {', '.join(PROMPTS)} and no `text`. {existing(rows)} Set "
+                "data.prompt_column, and data.answer_column, to two of them."
+            )
+        return Texts(config, chat, prompt, response)
+
+    return _load(config, which, limit, given, reader)
+
+
+def load_pairs(config: schema.Pairs, which: Which, chat: Chat, limit: int, given: Any = None) -> list[Examples]:
+    """The sources of data.train or data.validation for reward models and preference losses."""
+
+    def reader(rows: Rows) -> Pairs:
+        label = getattr(config, "label_column", "")
+        wanted = {"data.chosen_column": config.chosen_column, "data.label_column": label}
+        wanted["data.rejected_column"] = "" if label else config.rejected_column
+        wanted["data.margin_column"] = getattr(config, "margin_column", "")
+        for key, name in wanted.items():
+            column_of(rows, name, (), key)
+        return Pairs(config, chat, column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column"))
+
+    return _load(config, which, limit, given, reader)
+
+
+def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[Rows], Any]) -> list[Examples]:
+    found = []
+    for rows, prefix in read_sources(config, which, given):
+        build, kept, long = reader(rows), [], 0
+        for i in range(len(rows)):
+            example = build.example(prefix + rows.id(i), rows[i], rows.where(i))
+            if max(map(len, example.sequences)) > limit:
+                long += 1
+                example = _cut(example, limit) if config.too_long == "truncate" else None
+            if example is not None:
+                kept.append(example)
+        if long:
+            done = "cut" if config.too_long == "truncate" else "dropped"
+            print(f"{rows.name}: {done} {long} of {len(rows)} rows, they have more than {limit} tokens.")
+        if not kept:
+            raise BirlError(
+                f"{rows.name}: every row has more than {limit} tokens, or nothing to learn within them. Raise "
+                "model.max_length as far as the model allows, or set data.too_long=truncate."
+            )
+        found.append(Examples(rows.name, kept))
+    return found
+
+
+def _cut(example: Example, limit: int) -> Example | None:
+    """None where a side has nothing to learn any more, or both have become the same."""
+    sides = tuple(Tokens(ids=s.ids[:limit], mask=s.mask[:limit]) for s in example.sequences)
+    if not all(any(s.mask) for s in sides) or (len(sides) == 2 and sides[0].ids == sides[1].ids):
+        return None
+    return replace(example, sequences=sides)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """One row of SFT -> Example."""
+
+    config: schema.Texts
+    chat: Chat
+    prompt: str | None
+    response: str | None
+
+    def example(self, name: str, row: dict[str, Any], where: str) -> Example:
+        value = pick(row, self.prompt) if self.prompt else None
+        answer = pick(row, self.response) if self.response else None
+        if value is None:
+            ids, mask = self._raw(text_of(row.get("text"), where, "text"))
+            key = self.chat.decode(ids)
+        elif isinstance(value, str) or self._is_prompt(value, answer):
+            read = text_of if isinstance(value, str) else messages_of
+            prompt = read(value, where, str(self.prompt))
+            if self.response is None:
+                raise BirlError(
+                    f"{where}: `{self.prompt}` is there, but nothing to answer it. Set data.answer_column, or put the "
+                    "answer into `messages`."
+                )
+            answers = text_of(answer, where, self.response)
+            ids, mask = answered(self.chat, self.config, prompt, answers, self.config.train_on)
+            key = _key(prompt)
+        else:
+            talk = _system(messages_of(value, where, str(self.prompt), whole=True), self.config.system_prompt)
+            ids, mask = spoken(self.chat, talk, self.config.train_on, where)
+            key = _key(talk[:-1])
+        return Example(id=name, key=key, sequences=(_tokens(ids, mask, where, self.config.train_on),))
+
+    def _is_prompt(self, value: Any, answer: Any) -> bool:
+        """Messages that end with something to answer, and an answer in a column of its own."""
+        last = value[-1] if isinstance(value, list) and value else None
+        return answer is not None and not (isinstance(last, dict) and last.get("role") == "assistant")
+
+    def _raw(self, whole: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """All of a text, and the token that ends it."""
+        ids = (*self.chat.render(whole), self.chat.end)
+        return ids, (False, *(True,) * (len(ids) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """One row with a chosen and a rejected answer (or one answer and a label) -> Example."""
+
+    config: schema.Pairs
+    chat: Chat
+    prompt: str | None
+
+    def example(self, name: str, row: dict[str, Any], where: str) -> Example:
+        config = self.config
+        label = config.label_column if isinstance(config, schema.LabelledPairs) else ""
+        columns = [config.chosen_column] if label else [config.chosen_column, config.rejected_column]
+        prompt = self._prompt(row, where)
+        sides = [self._side(prompt, pick(row, c), where, c) for c in columns]
+        if len(sides) == 2:
+            if sides[0][0] == sides[1][0]:
+                raise BirlError(f"{where}: `{columns[0]}` and `{columns[1]}` are the same. Remove the row.")
+            sides = _only_what_differs(sides)
+        return Example(
+            id=name,
+            key=_key(prompt) if prompt else self.chat.decode(sides[0][0][: sides[0][1].index(True)]),
+            sequences=tuple(_tokens(i, m, where, ["assistant"]) for i, m in sides),
+            margin=self._margin(row, where),
+            good=_truth(pick(row, label), where, label) if label else True,
+        )
+
+    def _prompt(self, row: dict[str, Any], where: str) -> str | tuple[Message, ...] | None:
+        value = pick(row, self.prompt) if self.prompt else None
+        if value is None:
+            return None
+        read = text_of if isinstance(value, str) else messages_of
+        return read(value, where, str(self.prompt))
+
+    def _side(
+        self, prompt: str | tuple[Message, ...] | None, value: Any, where: str, name: str
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        if isinstance(value, str):
+            if prompt is None:
+                raise BirlError(
+                    f"{where}: `{name}` is an answer, but there is nothing that it answers: add a column `prompt` or "
+                    "`messages`, or give whole conversations."
+                )
+            return answered(self.chat, self.config, prompt, text_of(value, where, name), ["assistant"])
+        talk = messages_of(value, where, name, whole=True)
+        if talk[-1].role != "assistant":
+            raise BirlError(
+                f"{where}: `{name}` ends with a message of {talk[-1].role}; the answer to judge is missing."
+            )
+        if prompt is not None:
+            first = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+            talk = talk if talk[: len(first)] == first else (*first, *talk)
+        return spoken(self.chat, _system(talk, self.config.system_prompt), ["assistant"], where)
+
+    def _margin(self, row: dict[str, Any], where: str) -> float:
+        name = self.config.margin_column if isinstance(self.config, schema.RankedPairs) else ""
+        if not name:
+            return 0.0
+        value = pick(row, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise BirlError(f"{where}: `{name}` is {kind(value)}, it needs to be a number.")
+        return float(value)
+
+
+Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
+
+
+def answered(
+    chat: Chat, config: schema.Files, prompt: str | tuple[Message, ...], answer: str, roles: Sequence[str]
+) -> Encoded:
+    """A prompt and its answer, which is learned together with the token that ends it."""
+    if isinstance(prompt, str) and not (chat.has_template and config.apply_chat_template):
+        if config.system_prompt:
+            raise BirlError("data.system_prompt is set, but raw text has no place for it.")
+        before, own = chat.render(prompt), (*chat.encode(answer), chat.end)
+        return (*before, *own), (*(_all(roles),) * len(before), *(True,) * len(own))
+    asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    talk = (*_system(asked, config.system_prompt), Message(role="assistant", content=answer))
+    return spoken(chat, talk, roles if _all(roles) else [*roles, "assistant"], "", last=not _all(roles))
+
+
+def spoken(chat: Chat, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
+    """A conversation; `last`: only what its last message says is learned."""
+    if talk[0].role == "assistant" and "assistant" in roles:
+        raise BirlError(f"{where}: the conversation begins with the assistant, so nothing comes before what it says.")
+    ids, mask = chat.conversation(talk, roles)
+    return (ids, _last_stretch(mask)) if last else (ids, mask)
+
+
+def _all(roles: Sequence[str]) -> bool:
+    return "all" in roles
+
+
+def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:
+    end = max(i for i, m in enumerate(mask) if m)
+    start = end
+    while start > 0 and mask[start - 1]:
+        start -= 1
+    return tuple(start <= i <= end for i in range(len(mask)))
+
+
+def _only_what_differs(sides: list[Encoded]) -> list[Encoded]:
+    """Answers that both conversations begin with are their prompt: they are the same, so nothing is preferred."""
+    (a, _), (b, _) = sides
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    found = []
+    for ids, mask in sides:
+        start = same
+        while start > 0 and mask[start - 1] and start <= len(mask):  # to the beginning of the answer that differs
+            start -= 1
+        found.append((ids, tuple(m and i >= start for i, m in enumerate(mask))))
+    return found
+
+
+def _system(talk: Sequence[Message], prompt: str) -> tuple[Message, ...]:
+    if prompt and talk[0].role != "system":
+        return (Message(role="system", content=prompt), *talk)
+    return tuple(talk)
+
+
+def _key(prompt: str | Sequence[Message]) -> str:
+    if isinstance(prompt, str):
+        return " ".join(prompt.split())
+    return "\n".join(" ".join(m.content.split()) for m in prompt)
+
+
+def _tokens(ids: Sequence[int], mask: Sequence[bool], where: str, roles: Sequence[str]) -> Tokens:
+    mask = (False, *mask[1:])  # nothing comes before the first token that it could be predicted from
+    if not any(mask):
+        raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to learn. Remove the row.")
+    return Tokens(ids=array("i", ids), mask=bytes(mask))
+
+
+def _truth(value: Any, where: str, name: str) -> bool:
+    plain = value.strip().lower() if isinstance(value, str) else value
+    if plain is not None and plain in TRUE:
+        return True
+    if plain is not None and plain in FALSE:
+        return False
+    raise BirlError(f"{where}: `{name}` is {value!r}, it needs to be true or false.")

@@ -1,0 +1,276 @@
+"""Groups -> samples with advantages: who is to be thanked for the reward.
+
+    episodes   rewards + length penalties - KL in the reward -> one advantage each (algorithms/advantages.py)
+    tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours
+
+What needs a model (reference, critic, teacher) is computed here for the whole batch of rollouts, before any update.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from birl.algorithms import advantages as estimate
+from birl.algorithms import kl as estimators
+from birl.algorithms import values as critics
+from birl.config import schema
+from birl.data.pack import Batch, pack
+from birl.errors import BirlError
+from birl.learner.learner import Learner
+from birl.loops.custom import Part, part
+from birl.rollout import assemble
+from birl.types import Group, Outcome, Sample
+
+Episode = tuple[Group, int]
+
+
+def relative(rewards: Tensor, group: Tensor, *, lengths: Tensor, greedy: Tensor, baseline: str, scale_rewards: str):
+    """(r - baseline) / scale: algorithm.baseline and algorithm.scale_rewards."""
+    centred = estimate.centre(rewards, group, baseline, lengths=lengths, greedy=greedy)
+    return estimate.scale(centred, group, scale_rewards, rewards=rewards)
+
+
+def gdpo(rewards: Tensor, group: Tensor, *, parts: Tensor, weights: Tensor) -> Tensor:
+    return estimate.gdpo(parts, group, weights)
+
+
+def pass_at_k(rewards: Tensor, group: Tensor, *, pass_k: int) -> Tensor:
+    return estimate.pass_at_k(rewards, group, pass_k)
+
+
+def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
+    """+1 for the first of the best, -1 for the first of the worst of a group, 0 for the others: the pairs of online DPO
+    (arXiv:2402.04792). A group of equal rewards has none."""
+    found = torch.zeros_like(rewards)
+    for g in group.unique():
+        where = (group == g).nonzero()[:, 0]
+        if rewards[where].max() > rewards[where].min():
+            found[where[rewards[where].argmax()]] = 1.0
+            found[where[rewards[where].argmin()]] = -1.0
+    return found
+
+
+def zero(rewards: Tensor, group: Tensor) -> Tensor:
+    """Nothing: the rewards are only watched (distillation)."""
+    return torch.zeros_like(rewards)
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "relative": relative,
+    "gdpo": gdpo,
+    "pass_at_k": pass_at_k,
+    "best_and_worst": best_and_worst,
+    "zero": zero,
+}
+CRITIC = ("gae", "turn_gae")
+TENSORS = ("lengths", "greedy", "parts", "weights", "right")  # what an advantage may ask for by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credited:
+    """`by_episode`: the advantage of each (group index, episode) that counted; with one a token, their mean. `kl`: mean
+    over episodes of the KL to the reference, summed over their tokens; NaN where none is taken from the reward."""
+
+    samples: list[Sample]
+    by_episode: dict[tuple[int, int], float]
+    kl: float = float("nan")
+    episodes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Credit:
+    """How advantages are made, as the configuration says."""
+
+    config: schema.RL
+    usage: assemble.Usage
+    reference: Learner | None = None
+    critic: Callable[[Batch], Tensor] | None = None
+    teacher: Learner | None = None
+    weights: Sequence[float] = ()  # of the reward functions
+    estimator: Part | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys = self.config.algorithm
+        self.estimator = None
+        if keys.advantage not in CRITIC:
+            name = "algorithm.advantage"
+            self.estimator = part(name, keys.advantage, ADVANTAGES, keys, keys.advantage_args, TENSORS)
+
+    def of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
+        """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy."""
+        keys = self.config.algorithm
+        kept = [(g, i) for g in groups for i in self.usage.usable(g)]
+        if keys.baseline == "greedy":
+            kept = [(g, i) for g, i in kept if greedy.get(g.index) is not None]
+        if not kept:
+            return Credited(samples=[], by_episode={})
+        rewards = torch.tensor([g.trajectories[i].reward for g, i in kept]) + self.penalties(kept)
+        plain = [assemble.samples(g.trajectories[i], 0.0, g.index, i) for g, i in kept]
+        samples = [s for own in plain for s in own]
+        owner = torch.tensor([e for e, own in enumerate(plain) for _ in own])
+        batches = self._packed(samples) if self._needs_models() else []
+        kl, episode_kl = self._kl(batches, samples), torch.zeros(len(kept))
+        if kl is not None:
+            episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))
+        if self.estimator is None:
+            found = self._gae(batches, samples, owner, rewards, kl, kl_coef)
+        else:
+            if kl is not None:
+                rewards = rewards - kl_coef * episode_kl
+            each = self._estimate(rewards, kept, greedy)
+            found = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
+        if self.teacher is not None:
+            found = self._taught(batches, found)
+        return Credited(
+            samples=self._trained(found, owner, kept),
+            by_episode=_by_episode(found, owner, kept),
+            kl=episode_kl.mean().item() if kl is not None else float("nan"),
+            episodes=len(kept),
+        )
+
+    def penalties(self, kept: Sequence[Episode]) -> Tensor:
+        """What length adds to or takes from each reward."""
+        keys = self.config.algorithm
+        lengths = _lengths(kept)
+        found = estimate.overlong_penalty(
+            lengths, limit=self.config.rollout.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
+        )
+        if keys.length_penalty:
+            right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept])
+            found = found + keys.length_penalty * estimate.length_penalty(lengths, right, _places(kept))
+        return found
+
+    def _estimate(self, rewards: Tensor, kept: Sequence[Episode], greedy: dict[int, float]) -> Tensor:
+        assert self.estimator is not None
+        order = dict.fromkeys(g.index for g, _ in kept)
+        names = list(dict.fromkeys(n for g, i in kept for n in g.trajectories[i].parts))
+        tensors = {
+            "lengths": _lengths(kept),
+            "greedy": torch.tensor([greedy.get(g, 0.0) for g in order]),
+            "parts": torch.tensor([[g.trajectories[i].parts.get(n, 0.0) for n in names] for g, i in kept]),
+            "weights": torch.tensor([*self.weights] or [1.0] * len(names)),
+            "right": torch.tensor([g.trajectories[i].score >= 1 for g, i in kept]),
+        }
+        try:
+            found = self.estimator.bound(tensors)(rewards, _places(kept))
+        except ValueError as error:
+            raise BirlError(f"algorithm.advantage={self.config.algorithm.advantage}: {error}.") from error
+        if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.isfinite().all():
+            raise BirlError(
+                f"algorithm.advantage={self.config.algorithm.advantage}: must give one finite number for each of "
+                f"{len(rewards)} rewards as a tensor, not {found if not isinstance(found, Tensor) else found.tolist()}."
+            )
+        return found
+
+    def _needs_models(self) -> bool:
+        return self._kl_in_reward() or self.critic is not None or self.teacher is not None
+
+    def _kl_in_reward(self) -> bool:
+        return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
+
+    def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
+        return pack(samples, [0.0] * len(samples), self.config.learner.tokens_per_microbatch)
+
+    def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
+        """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""
+        if not self._kl_in_reward():
+            return None
+        assert self.reference is not None
+        ref = by_sample(batches, [self.reference.forward(b) for b in batches], len(samples))
+        estimator = estimators.ESTIMATORS[self.config.algorithm.kl]
+        return [estimator(b, r) for b, r in zip(map(behaviour, samples), ref, strict=True)]
+
+    def _gae(
+        self,
+        batches: Sequence[Batch],
+        samples: Sequence[Sample],
+        owner: Tensor,
+        rewards: Tensor,
+        kl: list[Tensor] | None,
+        kl_coef: float,
+    ) -> list[Sample]:
+        """PPO: the score at a sample's last token, the KL at each; advantages and returns by the critic's values."""
+        assert self.critic is not None
+        keys = self.config.critic
+        values = by_sample(batches, [self.critic(b) for b in batches], len(samples))
+        turns = by_sample(batches, [b.turn for b in batches], len(samples))
+        sizes = [len(v) for v in values]
+        sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
+        flat = torch.cat(values)
+        penalty = torch.zeros_like(flat) if kl is None else torch.cat(kl)
+        earned = critics.token_rewards(rewards[owner], penalty, sample, kl_coef)
+        if self.config.algorithm.advantage == "turn_gae":
+            found = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
+        else:
+            found = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam)
+        advantage, returns = found
+        if keys.whiten:
+            advantage = critics.whiten(advantage)
+        columns = zip(samples, advantage.split(sizes), returns.split(sizes), values, strict=True)
+        return [replace(s, advantage=spread(s, a), returns=spread(s, r), values=spread(s, v)) for s, a, r, v in columns]
+
+    def _taught(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
+        """On-policy distillation: each token's advantage gains teacher_coef (teacher - ours), the negative of the
+        sampled reverse KL."""
+        assert self.teacher is not None
+        coef = self.config.algorithm.teacher_coef
+        says = by_sample(batches, [self.teacher.forward(b) for b in batches], len(samples))
+        found = []
+        for sample, theirs in zip(samples, says, strict=True):
+            own = torch.tensor([a for a, m in zip(per_token(sample), sample.mask, strict=True) if m])
+            found.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
+        return found
+
+    def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:
+        keys = self.config.algorithm
+        outcomes = [kept[e][0].trajectories[kept[e][1]].outcome for e in owner.tolist()]
+        found = [
+            s for s, o in zip(samples, outcomes, strict=True) if not (keys.mask_truncated and o is Outcome.TRUNCATED)
+        ]
+        return [s for s in found if s.advantage != 0] if keys.advantage == "best_and_worst" else found
+
+
+def by_sample(batches: Sequence[Batch], outputs: Sequence[Tensor], count: int) -> list[Tensor]:
+    """[N] of each micro-batch -> for each sample of the step the values of its trained tokens, on the CPU."""
+    found: list[Tensor] = [torch.empty(0)] * count
+    for batch, output in zip(batches, outputs, strict=True):
+        number, size = torch.unique_consecutive(batch.sample, return_counts=True)
+        for n, values in zip(number.tolist(), output.cpu().split(size.tolist()), strict=True):
+            found[n] = values
+    return found
+
+
+def behaviour(sample: Sample) -> Tensor:
+    """Log-probs of the trained tokens under the weights that sampled them."""
+    return torch.tensor([p for p, m in zip(sample.logprobs, sample.mask, strict=True) if m])
+
+
+def per_token(sample: Sample) -> tuple[float, ...]:
+    return sample.advantage if isinstance(sample.advantage, tuple) else (sample.advantage,) * len(sample.tokens)
+
+
+def spread(sample: Sample, values: Tensor) -> tuple[float, ...]:
+    """One value for each trained token -> one for each token, 0 where nothing is trained."""
+    each = iter(values.tolist())
+    return tuple(next(each) if m else 0.0 for m in sample.mask)
+
+
+def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:
+    found: dict[tuple[int, int], list[float]] = {}
+    for sample, e in zip(samples, owner.tolist(), strict=True):
+        group, i = kept[e]
+        own = [a for a, m in zip(per_token(sample), sample.mask, strict=True) if m]
+        found.setdefault((group.index, i), []).extend(own)
+    return {place: own[0] if len(set(own)) == 1 else sum(own) / len(own) for place, own in found.items()}
+
+
+def _places(kept: Sequence[Episode]) -> Tensor:
+    """Which group each episode belongs to, counted from 0."""
+    order = {index: n for n, index in enumerate(dict.fromkeys(g.index for g, _ in kept))}
+    return torch.tensor([order[g.index] for g, _ in kept])
+
+
+def _lengths(kept: Sequence[Episode]) -> Tensor:
+    return torch.tensor([float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept])

@@ -1,0 +1,236 @@
+"""Preference optimisation: pairs of answers -> log-probs of each, against a reference -> the chosen one must gain.
+
+One loss of `algorithms/preference.py`, chosen by preference.loss. KTO judges every answer alone; the others compare.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.algorithms import preference
+from birl.config import schema
+from birl.data.examples import Example, Tokens, load_pairs
+from birl.data.pack import Batch, pack
+from birl.learner.learner import Learner, Loss, Stats
+from birl.loops import build, offline
+from birl.loops.policy import DTYPES, Policy
+from birl.track.log import replace as write_whole
+from birl.types import Sample
+
+FREE = ("simpo", "orpo")  # losses without a reference
+MEANS = ("simpo", "orpo")  # losses of the mean log-prob of a token, not of the sum
+
+
+def train(
+    config: schema.DPO, choices: dict[str, str] | None = None, dry_run: bool = False, given: Any = None
+) -> dict[str, Any]:
+    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
+    can mend."""
+    return offline.train(config, choices, dry_run, given, pairs, Preferences)
+
+
+def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
+    return load_pairs(data, which, policy.chat, limit, given)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers in a micro-batch, in order: which of the step it is, its sum of log-probs, its tokens."""
+
+    number: Tensor  # [A]
+    total: Tensor  # [A] float32
+    length: Tensor  # [A]
+    weight: Tensor  # [A]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.length
+
+
+def answers(logp: Tensor, batch: Batch) -> Answers:
+    """Log-probs of trained tokens [N] -> of answers [A]."""
+    number, place, length = torch.unique_consecutive(batch.sample, return_inverse=True, return_counts=True)
+    total = torch.zeros(len(number), dtype=logp.dtype, device=logp.device).index_add(0, place, logp)
+    first = length.cumsum(0) - length
+    return Answers(number, total, length, batch.weights[first])
+
+
+@dataclass
+class Preferences:
+    """Each row is a pair, or (KTO) one or two answers that are judged alone."""
+
+    config: schema.DPO
+    policy: Policy
+    longest: int
+    reference: Learner | None = None
+    trained: Learner = field(init=False)
+    known: dict[str, list[float]] = field(default_factory=dict)  # reference=precomputed: row -> sum of each answer
+
+    def __post_init__(self) -> None:
+        self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
+        self.loss = self.config.preference.loss
+
+    @property
+    def kind(self) -> str:
+        return "none" if self.loss in FREE else self.config.preference.reference
+
+    def learner(self, policy: Policy) -> Learner:
+        if self.kind == "live":
+            dtype = DTYPES[self.config.model.dtype]
+            self.reference = Learner(deepcopy(policy.model), dtype=dtype, trainable=False)
+        self.trained = build.make_learner(self.config, policy.model)
+        return self.trained
+
+    def before(self, run: Path, examples: Sequence[Example]) -> None:
+        """reference=precomputed: the sums of all answers under the first weights, once for the run."""
+        if self.kind != "precomputed":
+            return
+        file = run / "reference.json"
+        if file.is_file():
+            self.known = json.loads(file.read_text())
+        if any(e.id not in self.known for e in examples):
+            self.known = {}
+            for start in range(0, len(examples), self.config.batch_size):
+                part = examples[start : start + self.config.batch_size]
+                samples, owners = self._samples(part), [e for e in part for _ in e.sequences]
+                sums = self._sums(self.trained, samples)
+                for owner, total in zip(owners, sums.tolist(), strict=True):
+                    self.known.setdefault(owner.id, []).append(total)
+            if run.is_dir():
+                write_whole(file, json.dumps(self.known).encode())
+
+    def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
+        samples = self._samples(examples)
+        weight = 1 / len(samples) if self.loss == "kto" else 1 / len(examples)
+        batches = pack(samples, [weight] * len(samples), self.capacity)
+        if self.loss == "kto":
+            make = partial(self._kto, self._good(examples), self._divergence(examples))
+        else:
+            make = partial(self._paired)
+        return [(batch, make(self._reference(batch, examples))) for batch in batches]
+
+    def _samples(self, examples: Sequence[Example]) -> list[Sample]:
+        return [s.sample(group=i) for i, e in enumerate(examples) for s in e.sequences]
+
+    def _sums(self, learner: Learner, samples: Sequence[Sample]) -> Tensor:
+        """Sum of each sample's log-probs, [samples] float32, no gradient."""
+        found = torch.empty(len(samples))
+        for batch in pack(samples, [0.0] * len(samples), self.capacity):
+            a = answers(learner.forward(batch), batch.to(learner.device))
+            found[a.number.cpu()] = a.total.cpu()
+        return found
+
+    def _reference(self, batch: Batch, examples: Sequence[Example]) -> Tensor:
+        """[A]: the reference's sum for each answer of the micro-batch; zeros without a reference."""
+        a = answers(batch.logprobs, batch)
+        if self.reference is not None:
+            return answers(self.reference.forward(batch).cpu(), batch).total
+        if self.kind == "precomputed":
+            sums = [x for e in examples for x in self.known[e.id]]
+            return torch.tensor(sums)[a.number]
+        return torch.zeros_like(a.total)
+
+    def _paired(self, reference: Tensor) -> Loss:
+        keys = self.config.preference
+
+        def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            """Answers 2i and 2i + 1 are the chosen and the rejected one of row i."""
+            a = answers(logp, batch)
+            gained = (a.mean if self.loss in MEANS else a.total) - reference.to(logp.device)
+            chosen, rejected = gained[0::2], gained[1::2]
+            match self.loss:
+                case "dpo":
+                    each = preference.dpo(chosen, rejected, beta=keys.beta, label_smoothing=keys.label_smoothing)
+                case "robust":
+                    each = preference.robust(chosen, rejected, beta=keys.beta, label_smoothing=keys.label_smoothing)
+                case "simpo":
+                    each = preference.simpo(chosen, rejected, beta=keys.beta, margin=keys.margin)
+                case "ipo":
+                    each = preference.ipo(chosen, rejected, beta=keys.beta)
+                case "hinge":
+                    each = preference.hinge(chosen, rejected, beta=keys.beta)
+                case _:
+                    each = preference.orpo(chosen, rejected, beta=keys.beta)
+            nll = -a.mean[0::2]
+            coefficient = 1.0 if self.loss == "orpo" else keys.nll_coef
+            if coefficient:
+                each = each + coefficient * nll
+            figures = {"loss": each, "nll": nll, "accuracy": (chosen > rejected).float()}
+            figures |= {"chosen": keys.beta * chosen, "rejected": keys.beta * rejected}
+            return (each * a.weight[0::2]).sum(), {n: v.detach() for n, v in figures.items()}
+
+        return loss
+
+    def _good(self, examples: Sequence[Example]) -> Tensor:
+        """[answers of the step]: a pair has a good and a bad one."""
+        pairs = [(True, False) if len(e.sequences) == 2 else (e.good,) for e in examples]
+        return torch.tensor([good for pair in pairs for good in pair])
+
+    def _divergence(self, examples: Sequence[Example]) -> float:
+        """KTO's reference point: KL(policy || reference), estimated on prompts with the answers of the next row."""
+        others = [*examples[1:], *examples[:1]]
+        mixed = [
+            _joined(e.sequences[i], o.sequences[min(i, len(o.sequences) - 1)]).sample(group=n)
+            for n, (e, o) in enumerate(zip(examples, others, strict=True))
+            for i in range(len(e.sequences))
+        ]
+        mixed = [s for s in mixed if len(s.tokens) <= self.capacity]
+        gained = self._sums(self.trained, mixed)
+        if self.reference is not None:
+            gained = gained - self._sums(self.reference, mixed)
+        return max(gained.mean().item(), 0.0) if mixed else 0.0
+
+    def _kto(self, good: Tensor, divergence: float, reference: Tensor) -> Loss:
+        keys = self.config.preference
+
+        def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            a = answers(logp, batch)
+            gained = a.total - reference.to(logp.device)
+            mine = good.to(logp.device)[a.number]
+            each = preference.kto(
+                gained,
+                mine,
+                torch.tensor(divergence),
+                beta=keys.beta,
+                desirable_weight=keys.desirable_weight,
+                undesirable_weight=keys.undesirable_weight,
+            )
+            reward = keys.beta * gained.detach()
+            right = torch.where(mine, gained > divergence, gained < divergence).float()
+            figures = {"loss": each.detach(), "accuracy": right, "kl": torch.full_like(reward, divergence)}
+            figures |= {
+                "nll": -a.mean.detach(),
+                "chosen": reward * mine,
+                "rejected": reward * ~mine,
+                "good": mine.float(),
+            }
+            return (each * a.weight).sum(), figures
+
+        return loss
+
+    def figures(self, stats: Stats) -> dict[str, float]:
+        """`reward/...`: beta times the gain in log-prob over the reference, of the chosen and of the rejected answers;
+        `accuracy`: how often the chosen one has the higher (KTO: a good one gains, a bad one loses)."""
+        found = {n: stats.mean(n) for n in ("loss", "accuracy", "nll", "kl") if n in stats.sums}
+        chosen, rejected = stats.mean("chosen"), stats.mean("rejected")
+        if "good" in stats.sums:
+            share = stats.mean("good")
+            chosen = chosen / share if share else 0.0
+            rejected = rejected / (1 - share) if share < 1 else 0.0
+        return found | {"reward/chosen": chosen, "reward/rejected": rejected, "reward/margin": chosen - rejected}
+
+    def score(self, figures: Mapping[str, float]) -> float:
+        return figures["accuracy"]
+
+
+def _joined(prompt: Tokens, answer: Tokens) -> Tokens:
+    """The prompt of one sequence with the answer of another."""
+    before, after = prompt.mask.index(1), answer.mask.index(1)
+    return Tokens(ids=prompt.ids[:before] + answer.ids[after:], mask=bytes(before) + answer.mask[after:])

@@ -1,0 +1,174 @@
+"""The policy's loss on the micro-batches of one optimizer step: what must be known of all of them before the first
+gradient, and the loss itself.
+
+    look    micro-batches -> for each what the ratio starts from, a factor for each token, the reference
+    loss    one micro-batch and what is known of it -> a number, and figures
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.algorithms import corrections, selection
+from birl.algorithms.online import online_dpo
+from birl.algorithms.policy import policy_loss
+from birl.algorithms.surrogates import SURROGATES
+from birl.algorithms.values import value_loss
+from birl.config import schema
+from birl.config.check import corrects
+from birl.data.pack import Batch
+from birl.learner.learner import Learner, Loss
+from birl.loops.custom import Part
+
+TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # what a surrogate may ask for by name
+ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Of one micro-batch, [N] each. `old_logp` None: it is interpolated inside the loss. `factor` None: 1."""
+
+    ref_logp: Tensor | None = None
+    old_logp: Tensor | None = None
+    factor: Tensor | None = None
+    held: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Objective:
+    """What the policy minimises, as the configuration says."""
+
+    config: schema.RL
+    learner: Learner
+    reference: Learner | None
+    surrogate: Part
+
+    def look(self, batches: Sequence[Batch], seed: int) -> list[Known]:
+        """Masks that rank or average tokens do so over the whole step, so that micro-batches change nothing."""
+        keys, reference = self.config.algorithm, self.reference
+        refs = [None if reference is None or not self.needs_reference() else reference.forward(b) for b in batches]
+        if not self.needs_look():
+            start = None if keys.proximal == "interpolate" else True
+            return [Known(ref_logp=r, old_logp=start and b.logprobs) for r, b in zip(refs, batches, strict=True)]
+        sizes = [len(b.source) for b in batches]
+        fresh = [self.learner.look(b) for b in batches]
+        logp, entropy = (torch.cat([f[i] for f in fresh]).cpu() for i in (0, 1))
+        behaviour, advantages, sample = (
+            torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")
+        )
+        order = sample.argsort(stable=True)  # ties and draws must not depend on how the samples were packed
+        logp, entropy, behaviour, advantages, sample = (
+            x[order] for x in (logp, entropy, behaviour, advantages, sample)
+        )
+        moved = logp - behaviour
+        factor = torch.ones_like(logp)
+        if corrects(self.config) and keys.proximal == "recompute":
+            factor *= self.correction(moved, sample)
+        if keys.second_moment > 0:
+            factor *= corrections.second_moment_mask(moved, advantages, keys.second_moment)
+        if keys.reject != "none":
+            factor *= ~corrections.REJECTIONS[keys.reject](moved, sample, advantages, limit=keys.reject_limit)
+        held = None
+        match keys.entropy_control:
+            case "top_entropy":
+                factor *= selection.top_entropy(entropy, keys.entropy_share)
+            case "clip_cov":
+                generator = torch.Generator().manual_seed(seed % 2**63)
+                cov = selection.covariance(logp, advantages)
+                limits = {"low": keys.covariance_low, "high": keys.covariance_high}
+                factor *= ~selection.clip_cov(cov, share=keys.entropy_share, generator=generator, **limits)
+            case "kl_cov":
+                held = selection.kl_cov(selection.covariance(logp, advantages), share=keys.entropy_share)
+        start = {"recompute": logp, "behaviour": behaviour}.get(keys.proximal)
+
+        def pieces(x: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(batches) if x is None else torch.empty_like(x).scatter_(0, order, x).split(sizes)
+
+        columns = zip(refs, pieces(start), pieces(factor), pieces(held), strict=True)
+        return [Known(ref_logp=r, old_logp=o, factor=f, held=h) for r, o, f, h in columns]
+
+    def loss(self, known: Known, kl_coef: float, value_weight: float) -> Loss:
+        return partial(self._loss, known=known, kl_coef=kl_coef, value_weight=value_weight)
+
+    def _loss(
+        self, logp: Tensor, entropy: Tensor, batch: Batch, *, known: Known, kl_coef: float, value_weight: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys = self.config.algorithm
+        on = {n: None if t is None else t.to(logp.device) for n, t in (("f", known.factor), ("h", known.held))}
+        factor, old_logp = on["f"], known.old_logp
+        if old_logp is None:
+            now = max(self.learner.version, int(batch.versions.max())) if len(batch.versions) else 0
+            old_logp = corrections.proximal(batch.logprobs, logp.detach(), batch.versions, now)
+            if corrects(self.config):
+                weight = self.correction(old_logp - batch.logprobs, batch.sample)
+                factor = weight if factor is None else factor * weight
+        old_logp = old_logp.to(logp.device)
+        tensors = {"entropy": entropy, "group": batch.group, "turn": batch.turn, "versions": batch.versions}
+        tensors["ref_logp"] = known.ref_logp  # pyright: ignore[reportArgumentType]
+        loss, figures = policy_loss(
+            logp,
+            entropy,
+            old_logp=old_logp,
+            advantages=batch.advantages,
+            sample=batch.sample,
+            weights=batch.weights,
+            surrogate=self.surrogate.bound(tensors),
+            factor=factor,
+            ref_logp=known.ref_logp,
+            kl=keys.kl,
+            kl_coef=kl_coef if keys.kl_in == "loss" else 0.0,
+            kl_corrected=keys.kl_corrected,
+            held=on["h"],
+            held_coef=keys.held_coef,
+            entropy_coef=keys.entropy_coef,
+        )
+        figures["gap"] = (logp - batch.logprobs).abs()
+        if batch.said is not None:
+            each, clipped = value_loss(batch.said, batch.values, batch.returns, clip=self.config.critic.clip)
+            loss = loss + self.config.critic.coef * value_weight * each.sum()
+            figures |= critic_figures(batch.said, batch.returns, each, clipped)
+        return loss, figures
+
+    def correction(self, log_ratio: Tensor, sample: Tensor) -> Tensor:
+        keys = self.config.algorithm
+        return corrections.importance(
+            log_ratio,
+            sample,
+            level=keys.correction_level,
+            mode="truncate" if keys.correction == "auto" else keys.correction,
+            low=keys.correction_low,
+            high=keys.correction_high,
+        )
+
+    def needs_reference(self) -> bool:
+        """In the loss, not only in the reward."""
+        keys = self.config.algorithm
+        return (keys.kl_coef > 0 and keys.kl_in == "loss") or "ref_logp" in self.surrogate.tensors
+
+    def needs_look(self) -> bool:
+        keys = self.config.algorithm
+        masks = keys.second_moment > 0 or keys.reject != "none" or keys.entropy_control != "none"
+        return masks or keys.proximal == "recompute"
+
+
+def critic_figures(said: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    return {
+        "critic/loss": each,
+        "critic/clip_fraction": clipped.float(),
+        "critic/value": said,
+        "critic/error": (said - returns).abs(),
+    }
+
+
+def critic_loss(clip: float, weight: float) -> Loss:
+    """The loss of a critic with a backbone of its own: a mean over all tokens of the step, 1 / weight of them."""
+
+    def loss(values: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        each, clipped = value_loss(values, batch.values, batch.returns, clip=clip)
+        return weight * each.sum(), critic_figures(values, batch.returns, each, clipped)
+
+    return loss

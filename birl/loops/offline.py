@@ -1,0 +1,311 @@
+"""The loop of SFT, reward models and preference losses: rows -> micro-batches with a loss -> update.
+
+What is learned from the rows is an `Objective`: `sft.py`, `rm.py` and `dpo.py` have one each.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from birl.allocator import keep_memory
+from birl.config import schema
+from birl.config.load import flatten, run_folder
+from birl.data.examples import Example, Examples
+from birl.data.pack import Batch
+from birl.data.stream import Stream
+from birl.data.tasks import split_validation
+from birl.errors import BirlError
+from birl.learner.learner import Learner, Loss, Stats
+from birl.loops import build
+from birl.loops.machine import compute_thread, peak_memory
+from birl.loops.policy import Policy, load_policy
+from birl.loops.run import Run
+from birl.loops.run_folder import claim, find_checkpoint, held
+from birl.loops.signals import saving_signals
+from birl.track.tracker import Tracker
+
+
+class Objective(Protocol):
+    """What is minimised, and what is told about it."""
+
+    def learner(self, policy: Policy) -> Learner:
+        """The model as it is trained."""
+        ...
+
+    def before(self, run: Path, examples: Sequence[Example]) -> None:
+        """Called once on all rows, training and held-out, before anything is trained or resumed."""
+        ...
+
+    def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
+        """The micro-batches of one optimizer step, each with its loss; the weights hold the step's denominator."""
+        ...
+
+    def figures(self, stats: Stats) -> dict[str, float]:
+        """What the step says about itself, by metric name."""
+        ...
+
+    def score(self, figures: dict[str, float]) -> float:
+        """How good a validation is; higher is better."""
+        ...
+
+
+#: policy, data section, which, context -> the sources' examples
+Load = Callable[[Policy, Any, str, int, Any], list[Examples]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """All objects of one run."""
+
+    config: schema.Stage
+    run: Path
+    policy: Policy
+    learner: Learner
+    objective: Objective
+    train: list[Examples]
+    held_out: list[Example]
+    tracker: Tracker
+    resume_from: Path | None
+
+    @property
+    def compute(self) -> Executor:
+        return self.policy.compute
+
+    @property
+    def total_updates(self) -> int | None:
+        return self.total_steps
+
+    @property
+    def total_steps(self) -> int:
+        config = self.config
+        return config.steps or -(-config.epochs * sum(map(len, self.train)) // config.batch_size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.learner.tensors()
+
+    def loaded(self, version: int) -> None:
+        self.learner.loaded(version)
+
+    def rows(self, position: int) -> Iterator[Example]:
+        config = self.config
+        return Stream(
+            self.train,
+            weights=config.data.weights,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            epochs=None if config.steps else config.epochs,
+            start=position,
+        )
+
+
+def train(
+    config: schema.Stage,
+    choices: dict[str, str] | None,
+    dry_run: bool,
+    given: "build.Given | None",
+    load: Load,
+    objective: Callable[[Any, Policy, int], Objective],
+) -> dict[str, Any]:
+    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary that is also in the run folder."""
+    keep_memory()
+    return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given(), load, objective))
+
+
+async def _main(
+    config: schema.Stage,
+    choices: dict[str, str],
+    dry_run: bool,
+    given: "build.Given",
+    load: Load,
+    objective: Callable[[Any, Policy, int], Objective],
+) -> dict[str, Any]:
+    stop = asyncio.Event()
+    folder = Path(run_folder(config, choices))
+    with saving_signals(stop), nullcontext() if dry_run else held(folder), compute_thread(config.threads) as compute:
+        ready = partial(assembled, config, folder, given, load, objective, compute, dry_run)
+        parts = await asyncio.get_running_loop().run_in_executor(compute, ready)
+        try:
+            if dry_run:
+                return _tell(parts)
+            return await _Run(config=config, parts=parts, stop=stop).to_the_end()
+        finally:
+            parts.tracker.close()
+
+
+def assembled(
+    config: schema.Stage,
+    run: Path,
+    given: "build.Given",
+    load: Load,
+    make: Callable[[Any, Policy, int], Objective],
+    compute: Executor,
+    dry_run: bool,
+) -> Parts:
+    """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
+    resume_from = find_checkpoint(config, run)
+    policy = load_policy(config.model, compute)
+    limit = min(config.model.max_length or policy.context, policy.context)
+    train = load(policy, config.data, "train", limit, given.train)
+    held_out = load(policy, config.data, "validation", limit, given.validation)
+    if config.data.validation_split > 0 and not held_out:
+        train, held_out = split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
+    objective = make(config, policy, max(_size(e) for s in (*train, *held_out) for e in s))
+    learner = objective.learner(policy)
+    parts = Parts(
+        config=config,
+        run=run,
+        policy=policy,
+        learner=learner,
+        objective=objective,
+        train=train,
+        held_out=[e for s in held_out for e in s],
+        tracker=Tracker(run, config.track, title=run.name, total_steps=None, config=flatten(config)),
+        resume_from=resume_from,
+    )
+    parts.tracker.total_steps(parts.total_steps)
+    if not dry_run:
+        claim(run, config, policy)
+        objective.before(run, [e for s in (*train, *held_out) for e in s])
+    return parts
+
+
+def _size(example: Example) -> int:
+    """Tokens that an example takes in a micro-batch, at most: its prompt once, both answers, and a place for the score
+    of each."""
+    sides = example.sequences
+    together = sum(map(len, sides)) + len(sides)
+    if len(sides) == 1:
+        return together
+    start = min(s.mask.index(1) for s in sides)
+    shared = next((i for i, (a, b) in enumerate(zip(*(s.ids for s in sides), strict=False)) if a != b), start)
+    return together - min(shared, start)
+
+
+def fitting(config: schema.Stage, longest: int, what: str) -> int:
+    """learner.tokens_per_microbatch, which must hold the longest example; what is compared stays in one micro-batch."""
+    have = config.learner.tokens_per_microbatch
+    if longest > have:
+        raise BirlError(
+            f"learner.tokens_per_microbatch={have} cannot hold the longest {what}, {longest} tokens. Set "
+            f"learner.tokens_per_microbatch={longest}, or a smaller model.max_length, beyond which rows are dropped."
+        )
+    return have
+
+
+def _tell(parts: Parts) -> dict[str, Any]:
+    """--dry-run: the first batch goes through the model, nothing is written."""
+    config, stats = parts.config, Stats()
+    rows = list(islice(parts.rows(0), config.batch_size))
+    sizes = [len(s) for t in parts.train for e in t for s in e.sequences]
+    before = time.perf_counter()
+    found = {
+        "rows": sum(map(len, parts.train)),
+        "held_out": len(parts.held_out),
+        "tokens": sum(sizes),
+        "longest": max(sizes),
+        "steps": parts.total_steps,
+    }
+    parts.objective.before(parts.run, rows)
+    for batch, loss in parts.objective.work(rows):
+        parts.learner.forward_backward(batch, loss, stats)
+    found |= {**parts.objective.figures(stats), "seconds": time.perf_counter() - before, "memory": peak_memory()}
+    for name, value in found.items():
+        print(f"{name:<24} {value:,.4g}" if isinstance(value, float) else f"{name:<24} {value:,}")
+    return found
+
+
+@dataclass(slots=True)
+class _Run(Run):
+    """The algorithm, over what every run has."""
+
+    config: schema.Stage
+    parts: Parts
+    stats: Stats = field(default_factory=Stats)
+
+    async def to_the_end(self) -> dict[str, Any]:
+        self.resume()
+        if self.validation_due() and (self.step > 0 or self.config.validation.at_start):
+            await self.validate()
+        self.clock = time.perf_counter()
+        rows = self.parts.rows(self.position)
+        while self.step < self.parts.total_steps and not self.stop.is_set():
+            await self.train(list(islice(rows, self.config.batch_size)))
+        finished = not self.stop.is_set()
+        if finished and self.plans_validation() and self.last_validation_step() != self.step:
+            await self.validate()
+        if self.saved != self.step and self.step:
+            await self.save()
+        return self.summary(finished)
+
+    async def train(self, rows: list[Example]) -> None:
+        """One optimizer step on some rows, then its report."""
+        began = time.perf_counter()
+        self.parts.tracker.phase("training")
+        stats = await self.on_compute_thread(partial(self.update, rows))
+        self.step, self.position = self.step + 1, self.position + len(rows)
+        trained = time.perf_counter()
+        improved = await self.validate() if self.validation_due() else False
+        validated = time.perf_counter()
+        tokens = sum(len(s) for e in rows for s in e.sequences)
+        metrics = self.parts.objective.figures(stats) | {
+            "grad_norm": stats.grad_norm,
+            "lr": self.rate,
+            "rows": float(len(rows)),
+            "updates/nonfinite": float(stats.nonfinite),
+            "tokens/trained": float(tokens),
+            "speed/train": tokens / max(trained - began, 1e-9),
+            "time/train": trained - began,
+            "time/checkpoint": self.saving,
+            "time/validate": validated - trained,
+            "time/step": validated - self.clock,
+            "memory/peak": peak_memory(),
+        }
+        await self.report(metrics, ("tokens/trained",), improved)
+
+    def update(self, rows: Sequence[Example]) -> Stats:
+        """(compute thread)"""
+        stats, learner = Stats(), self.parts.learner
+        self.rate = self.learning_rate()
+        for batch, loss in self.parts.objective.work(rows):
+            learner.forward_backward(batch, loss, stats)
+        stats.grad_norm = learner.optim_step(self.rate)
+        self.check_finite(stats)
+        return stats
+
+    def plans_validation(self) -> bool:
+        return self.config.validation.every > 0 and bool(self.parts.held_out)
+
+    def validation_due(self) -> bool:
+        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
+        due = self.plans_validation() and self.step % self.config.validation.every == 0
+        return due and self.last_validation_step() != self.step
+
+    async def validate(self) -> bool:
+        """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""
+        self.parts.tracker.phase("validating")
+        parts, stats, size = self.parts, Stats(), self.config.batch_size
+        pieces = [parts.held_out[i : i + size] for i in range(0, len(parts.held_out), size)]
+        for piece in pieces:
+            if self.stop.is_set():
+                return False
+            await self.on_compute_thread(partial(self.measure, piece, stats))
+        stats.loss /= len(pieces)
+        figures = parts.objective.figures(stats)
+        metrics = {f"validation/{name}": value for name, value in figures.items()}
+        score = parts.objective.score(figures)
+        return self.validated(metrics, [], score if math.isfinite(score) else math.nan)
+
+    def measure(self, rows: Sequence[Example], stats: Stats) -> None:
+        """(compute thread)"""
+        for batch, loss in self.parts.objective.work(rows):
+            self.parts.learner.measure(batch, loss, stats)

@@ -1,0 +1,99 @@
+"""A reward model: pairs of answers -> one score for each -> the chosen one's must be higher (Bradley-Terry)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.algorithms.preference import bradley_terry
+from birl.config import schema
+from birl.data.examples import Example, Tokens, load_pairs
+from birl.data.pack import Batch, pack
+from birl.learner.learner import Learner, Loss, Stats
+from birl.loops import build, offline
+from birl.loops.policy import Policy
+from birl.models.heads import add_score_head
+from birl.types import Sample
+
+
+def train(
+    config: schema.RM, choices: dict[str, str] | None = None, dry_run: bool = False, given: Any = None
+) -> dict[str, Any]:
+    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
+    can mend."""
+    return offline.train(config, choices, dry_run, given, pairs, Ranking)
+
+
+def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
+    return load_pairs(data, which, policy.chat, limit, given)
+
+
+def scored(tokens: Tokens, group: int) -> Sample:
+    """A sequence whose score is asked for: it is read where the token behind the last one would be predicted. That
+    token only marks the place; nothing attends to it."""
+    sample = tokens.sample(group)
+    n = len(sample.tokens)
+    return replace(
+        sample,
+        tokens=(*sample.tokens, sample.tokens[-1]),
+        mask=(False,) * n + (True,),
+        logprobs=(0.0,) * (n + 1),
+        versions=(-1,) * (n + 1),
+    )
+
+
+@dataclass
+class Ranking:
+    """Each row is a pair; both sides are in one micro-batch, their prompt is computed once."""
+
+    config: schema.RM
+    policy: Policy
+    longest: int
+
+    def __post_init__(self) -> None:
+        self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
+
+    def learner(self, policy: Policy) -> Learner:
+        add_score_head(policy.model, self.config.seed)
+        return build.make_learner(self.config, policy.model)
+
+    def before(self, run: Path, examples: Sequence[Example]) -> None:
+        pass
+
+    def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
+        samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
+        margins = torch.tensor([e.margin for e in examples])
+        batches = pack(samples, [1 / len(examples)] * len(samples), self.capacity)
+        return [(batch, self._loss(margins)) for batch in batches]
+
+    def _loss(self, margins: Tensor) -> Loss:
+        def loss(scores: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            """One score a sample; samples 2i and 2i + 1 are the chosen and the rejected answer of row i."""
+            chosen, rejected = scores[0::2], scores[1::2]
+            margin = margins.to(scores.device)[batch.sample[0::2] // 2]
+            each = bradley_terry(chosen, rejected, margin=margin, centering=self.config.ranking.centering)
+            figures = {
+                "bt": each.detach(),
+                "accuracy": (chosen > rejected).float() + 0.5 * (chosen == rejected).float(),
+                "margin": (chosen - rejected).detach(),
+                "chosen": chosen.detach(),
+                "rejected": rejected.detach(),
+            }
+            return (each * batch.weights[0::2]).sum(), figures
+
+        return loss
+
+    def figures(self, stats: Stats) -> dict[str, float]:
+        return {
+            "loss": stats.mean("bt"),
+            "accuracy": stats.mean("accuracy"),
+            "score/chosen": stats.mean("chosen"),
+            "score/rejected": stats.mean("rejected"),
+            "score/margin": stats.mean("margin"),
+        }
+
+    def score(self, figures: dict[str, float]) -> float:
+        return figures["accuracy"]

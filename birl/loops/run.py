@@ -1,0 +1,174 @@
+"""How far a training run is, what it was like, and how that survives: the part that every loop shares.
+
+The loops themselves (`rl.py`, `offline.py`) say what a step is.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from birl.config import schema
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.learner.learner import Learner, Stats
+from birl.learner.optimizer import learning_rate
+from birl.loops.run_folder import next_commands
+from birl.track.tracker import Tracker
+
+T = TypeVar("T")
+NONFINITE_LIMIT = 3  # optimizer steps in a row without a finite gradient that are skipped before the run stops
+REMEMBERED = (
+    *("step", "position", "best", "best_step", "nonfinite", "spent"),
+    *("first_validation", "last_validation", "extra"),
+)
+
+
+class Parts(Protocol):
+    """What a run needs of its objects."""
+
+    run: Path
+    learner: Learner
+    tracker: Tracker
+    resume_from: Path | None
+
+    @property
+    def compute(self) -> Executor: ...
+    @property
+    def total_updates(self) -> int | None: ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that is trained, as a checkpoint holds it."""
+        ...
+
+    def loaded(self, version: int) -> None:
+        """New values were written into `tensors()`."""
+        ...
+
+
+@dataclass(slots=True)
+class Run:
+    """What changes while a run goes on. Everything here is in the checkpoint, or follows from it."""
+
+    config: Any  # schema.RL or schema.Stage
+    parts: Parts
+    stop: asyncio.Event
+    step: int = 0  # finished steps
+    position: int = 0  # groups or rows consumed since the run's start
+    best: float | None = None
+    best_step: int | None = None
+    totals: Counter[str] = field(default_factory=Counter)
+    nonfinite: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)  # small things that only one algorithm remembers
+    saving: float = 0.0  # seconds spent on a checkpoint since the last step ended
+    rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
+    saved: int | None = None  # step of the newest checkpoint
+    first_validation: dict[str, Any] | None = None
+    last_validation: dict[str, Any] | None = None
+    clock: float = field(default_factory=time.perf_counter)  # when the last step ended
+    started: float = field(default_factory=time.perf_counter)
+    spent: float = 0.0  # seconds in earlier processes of this run
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.parts.run / "checkpoints"
+
+    async def on_compute_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.parts.compute, work)
+
+    def learning_rate(self) -> float:
+        optimizer: schema.Optimizer = self.config.optimizer
+        return learning_rate(
+            self.parts.learner.version,
+            peak=optimizer.lr,
+            schedule=optimizer.schedule,
+            warmup=optimizer.warmup_steps,
+            total=self.parts.total_updates,
+            min_ratio=optimizer.min_lr_ratio,
+        )
+
+    def check_finite(self, stats: Stats) -> None:
+        self.nonfinite = 0 if torch.tensor(stats.grad_norm).isfinite() else self.nonfinite + 1
+        stats.nonfinite += self.nonfinite > 0
+        if self.nonfinite >= NONFINITE_LIMIT:
+            raise BirlError(
+                f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights were left as "
+                "they are. Try a lower optimizer.lr, or model.dtype=float32."
+            )
+
+    def last_validation_step(self) -> int | None:
+        return None if self.last_validation is None else self.last_validation["step"]
+
+    def validated(self, metrics: dict[str, float], samples: list[dict[str, Any]], score: float) -> bool:
+        """Report a validation; True when it is the best so far. `score`: higher is better, NaN is not comparable."""
+        record = {"step": self.step, "metrics": metrics, "samples": samples}
+        self.first_validation = self.first_validation or record
+        self.last_validation = record
+        self.parts.tracker.validation(self.step, metrics, samples)
+        if score == score and (self.best is None or score > self.best):
+            self.best, self.best_step = score, self.step
+            return self.step > 0
+        return False
+
+    async def report(self, metrics: dict[str, float], counted: tuple[str, ...], improved: bool) -> None:
+        """The end of a step: its figures, and a checkpoint where it is time for one."""
+        keys: schema.Checkpoint = self.config.checkpoint
+        self.totals.update({k: int(metrics[k]) for k in counted})
+        self.parts.tracker.step(self.step, metrics)
+        self.clock, self.saving = time.perf_counter(), 0.0
+        if (keys.every and self.step % keys.every == 0) or (improved and keys.keep_best):
+            await self.save()
+
+    async def save(self) -> None:
+        parts, keys = self.parts, self.config.checkpoint
+        parts.tracker.phase("saving a checkpoint")
+        began = time.perf_counter()
+        state = {name: getattr(self, name) for name in REMEMBERED} | {
+            "version": parts.learner.version,
+            "totals": dict(self.totals),
+            "spent": self.spent + began - self.started,
+            "logs": parts.tracker.offsets(),
+        }
+        await self.on_compute_thread(lambda: checkpoint.save(self.checkpoints, self.step, parts.tensors(), state))
+        self.saved, self.saving = self.step, time.perf_counter() - began
+        best = {self.best_step} if keys.keep_best and self.best_step else set()
+        checkpoint.prune(self.checkpoints, keys.keep_last, best - {None})  # pyright: ignore
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""
+        path = self.parts.resume_from
+        if path is None:
+            self.parts.tracker.rewind(None, 0)
+            return
+        state = checkpoint.load(path, self.parts.tensors())
+        self.parts.loaded(state["version"])
+        for name in REMEMBERED:
+            setattr(self, name, state[name])
+        self.totals.update(state["totals"])
+        own = path.resolve().parent == self.checkpoints.resolve()
+        self.saved = self.step if own else None
+        self.parts.tracker.rewind(state["logs"] if own else None, self.step)
+        self.parts.tracker.message(f"Resumed from {path} at step {self.step}.")
+
+    def summary(self, finished: bool) -> dict[str, Any]:
+        self.spent += time.perf_counter() - self.started
+        summary = {
+            "finished": finished,
+            "run": str(self.parts.run),
+            "step": self.step,
+            "seconds": self.spent,
+            "before": self.first_validation,
+            "after": self.last_validation,
+            "best": self.best,
+            "best_step": self.best_step,
+            "totals": dict(self.totals),
+            "next": next_commands(self.parts.run, finished),
+        }
+        self.parts.tracker.finish(summary)
+        return summary

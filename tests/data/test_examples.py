@@ -1,0 +1,181 @@
+"""Rows -> sequences: what is learned is what was said by whom it should be, the end token included, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+from birl.config import schema
+from birl.data.examples import Example, load_pairs, load_texts
+from birl.errors import BirlError
+from birl.text.chat import Chat
+from birl.types import Message
+from tests.tiny import tiny_tokenizer
+
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "What is 3 + 4?"},
+    {"role": "assistant", "content": "The answer is 7."},
+]
+
+
+def chat(template: bool = True) -> Chat:
+    return Chat(tiny_tokenizer() if template else tiny_tokenizer(template=None))
+
+
+def texts(rows: list[dict[str, Any]], limit: int = 512, **config: Any) -> list[Example]:
+    template = config.pop("template", True)
+    return list(load_texts(schema.Texts(**config), "train", chat(template), limit, given=rows)[0])
+
+
+def pairs(rows: list[dict[str, Any]], limit: int = 512, kind: Any = schema.RankedPairs, **config: Any) -> list[Example]:
+    return list(load_pairs(kind(**config), "train", chat(), limit, given=rows)[0])
+
+
+def learned(example: Example, side: int = 0) -> list[str]:
+    """The stretches that are learned, as text."""
+    tokens, found, last = example.sequences[side], [], -2
+    for i in [i for i, m in enumerate(tokens.mask) if m]:
+        if i != last + 1:
+            found.append([])
+        found[-1].append(tokens.ids[i])
+        last = i
+    return [chat().decode(part) for part in found]
+
+
+def whole(example: Example, side: int = 0) -> str:
+    return chat().decode(list(example.sequences[side].ids))
+
+
+def test_every_answer_of_a_conversation_is_learned_with_its_end() -> None:
+    example = texts([{"messages": TALK}])[0]
+    assert learned(example) == ["Hello.<|im_end|>", "The answer is 7.<|im_end|>"]
+    rendered = str(chat().tokenizer.apply_chat_template(TALK, tokenize=False))
+    assert whole(example) == rendered
+
+
+def test_other_roles_and_everything() -> None:
+    row = {"messages": TALK}
+    both = learned(texts([row], train_on=["user", "assistant"])[0])
+    assert both[0] == "<|im_start|>user\nHi<|im_end|>\n" and both[1] == "Hello.<|im_end|>" and len(both) == 4
+    everything = texts([row], train_on=["all"])[0].sequences[0]
+    assert list(everything.mask) == [0] + [1] * (len(everything) - 1)
+
+
+def test_prompt_and_response_are_what_a_rollout_would_have_been() -> None:
+    example = texts([{"prompt": "What is 3 + 4?", "response": "7"}])[0]
+    prompt = chat().render((Message(role="user", content="What is 3 + 4?"),))
+    assert tuple(example.sequences[0].ids[: len(prompt)]) == prompt
+    assert learned(example) == ["7<|im_end|>"]
+    after = texts([{"messages": TALK[:4], "answer": "7"}])[0]
+    assert learned(after) == ["7<|im_end|>"]  # earlier answers are part of the prompt
+
+
+def test_raw_text() -> None:
+    example = texts([{"text": "The sum of two."}])[0]
+    assert whole(example) == "The sum of two.<|im_end|>" and sum(example.sequences[0].mask) == len(
+        example.sequences[0]
+    ) - 1
+    plain = texts([{"prompt": "The sum", "response": " of two."}], apply_chat_template=False)[0]
+    assert whole(plain) == "The sum of two.<|im_end|>" and learned(plain) == [" of two.<|im_end|>"]
+    untemplated = texts([{"prompt": "The sum", "response": " of two."}], template=False)[0]
+    assert untemplated.sequences == plain.sequences
+
+
+def test_system_prompt() -> None:
+    assert "Be brief." in whole(texts([{"prompt": "Hi", "response": "Hello"}], system_prompt="Be brief.")[0])
+    assert "Be brief." not in whole(texts([{"messages": TALK}], system_prompt="Be brief.")[0])
+
+
+def test_long_rows_are_dropped_or_cut_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "Hi", "response": "Hello"}, {"prompt": "Hi", "response": "word " * 60}]
+    assert len(texts(rows, limit=100)) == 1
+    assert "dropped 1 of 2 rows, they have more than 100 tokens" in capsys.readouterr().out
+    cut = texts(rows, limit=100, too_long="truncate")
+    assert len(cut) == 2 and len(cut[1].sequences[0]) == 100
+    assert "cut 1 of 2" in capsys.readouterr().out
+    with pytest.raises(BirlError, match=r"every row has more than 5 tokens.*model\.max_length"):
+        texts(rows, limit=5)
+
+
+PAIR_FORMS = {
+    "prompt": {"prompt": "Capital of China?", "chosen": "Beijing.", "rejected": "Shanghai."},
+    "messages": {
+        "messages": [{"role": "user", "content": "Capital of China?"}],
+        "chosen": "Beijing.",
+        "rejected": "Shanghai.",
+    },
+    "conversations": {
+        side: [{"role": "user", "content": "Capital of China?"}, {"role": "assistant", "content": answer}]
+        for side, answer in (("chosen", "Beijing."), ("rejected", "Shanghai."))
+    },
+    "prompt and messages": {
+        "prompt": [{"role": "user", "content": "Capital of China?"}],
+        "chosen": [{"role": "assistant", "content": "Beijing."}],
+        "rejected": [{"role": "assistant", "content": "Shanghai."}],
+    },
+}
+
+
+@pytest.mark.parametrize("form", PAIR_FORMS)
+def test_every_form_of_a_pair_is_the_same_pair(form: str) -> None:
+    example, first = pairs([PAIR_FORMS[form]])[0], pairs([PAIR_FORMS["prompt"]])[0]
+    assert learned(example) == ["Beijing.<|im_end|>"] and learned(example, 1) == ["Shanghai.<|im_end|>"]
+    assert example.sequences == first.sequences
+
+
+def test_of_two_conversations_only_what_differs_is_judged() -> None:
+    chosen = [*TALK[1:4], {"role": "assistant", "content": "It is 7."}]
+    rejected = [*TALK[1:4], {"role": "assistant", "content": "It is 8."}]
+    example = pairs([{"chosen": chosen, "rejected": rejected}])[0]
+    assert learned(example) == ["It is 7.<|im_end|>"] and learned(example, 1) == ["It is 8.<|im_end|>"]
+
+
+def test_margins_and_labels() -> None:
+    row = PAIR_FORMS["prompt"]
+    assert pairs([row | {"gap": 2}], margin_column="gap")[0].margin == 2.0
+    votes = [{"prompt": "Hi", "answer": "Hello", "good": good} for good in (True, "no", 1)]
+    found = pairs(votes, kind=schema.LabelledPairs, chosen_column="answer", label_column="good")
+    assert [e.good for e in found] == [True, False, True] and all(len(e.sequences) == 1 for e in found)
+
+
+BROKEN = {
+    "no answer": ({"prompt": "Hi", "other": "x"}, "nothing to answer it"),
+    "empty": ({"prompt": "Hi", "response": " "}, "response is empty"),
+    "number": ({"prompt": 3, "response": "x"}, "prompt is a number"),
+    "silent": ({"messages": TALK[:2]}, "no message of assistant"),
+    "first": ({"messages": TALK[2:]}, "begins with the assistant"),
+    "columns": ({"a": "b"}, "no column messages"),
+    "content": ({"messages": [{"role": "user", "content": 3}]}, "content is a number"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_row_is_named(case: str) -> None:
+    row, message = BROKEN[case]
+    with pytest.raises(BirlError, match=message) as error:
+        texts([row])
+    assert case == "columns" or "row 1" in str(error.value)
+
+
+BROKEN_PAIRS = {
+    "same": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "are the same"),
+    "missing": ({"prompt": "Hi", "chosen": "a"}, r"data\.rejected_column=rejected: .* has no such column"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "nothing that it answers"),
+    "question": ({"chosen": TALK[1:2], "rejected": TALK[1:3]}, "the answer to judge is missing"),
+    "margin": ({**PAIR_FORMS["prompt"], "margin": "big"}, "needs to be a number"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_PAIRS)
+def test_a_broken_pair_is_named(case: str) -> None:
+    row, message = BROKEN_PAIRS[case]
+    with pytest.raises(BirlError, match=message):
+        pairs([row], margin_column="margin" if case == "margin" else "")
+
+
+def test_an_end_token_inside_an_answer_does_not_hide_the_rest() -> None:
+    """What a user pastes may hold the text of a special token; the answer ends where the template ends it."""
+    talk = [TALK[1], {"role": "assistant", "content": "It is <|im_end|> they say."}]
+    assert learned(texts([{"messages": talk}])[0]) == ["It is <|im_end|> they say.<|im_end|>"]
