@@ -1,7 +1,8 @@
 """Rewards -> advantages, one number an episode. Pure functions on 1-D float tensors [E]; the dtype follows the input.
 
-`group` says which prompt an episode belongs to (int64, 0..G-1); a failed episode is not in the input at all, so it is in no
-baseline. Standard deviations are the population's (divided by n), so a group of one has 0 and not NaN. Every function takes E = 0.
+`group` says which prompt an episode belongs to (int64, 0..G-1); a failed episode is not in the input at all, so it is
+in no baseline. Standard deviations are the population's (divided by n), so a group of one has 0 and not NaN. Every
+function takes E = 0.
 """
 
 from math import comb, sqrt
@@ -21,15 +22,15 @@ def centre(
     """A_i = r_i - b_i with the baseline b_i
 
     - "group": mean of i's group (GRPO arXiv:2402.03300 section 4.1)
-    - "leave_one_out": mean of the others of i's group; a group of one has A = 0 (RLOO arXiv:2402.14740 section 2.2)
+    - "leave_one_out": mean of the others of i's group; a group of one has A = 0 (RLOO arXiv:2402.14740)
     - "batch": mean of all (REINFORCE++ arXiv:2501.03262, which then divides by the batch's deviation: `scale` "batch")
-    - "optimal": sum_j n_j r_j / sum_j n_j over i's group, n_j its tokens (OPO arXiv:2505.23585: the baseline of least variance,
-      if the squared gradient of an answer grows with its length); a group without tokens has the plain mean
+    - "optimal": sum_j n_j r_j / sum_j n_j over i's group, n_j its tokens (OPO arXiv:2505.23585: the baseline of least
+      variance, if the squared gradient of an answer grows with its length); a group without tokens has the plain mean
     - "greedy": reward of the greedy answer to i's prompt (ReMax arXiv:2310.10505)
     - "none": 0
 
-    rewards [E], group [E], lengths [E] for "optimal", greedy [G] for "greedy" -> [E]. Equal rewards give exactly 0 under the first four.
-    Raises ValueError for an unknown baseline, or when lengths or greedy are needed and absent.
+    rewards [E], group [E], lengths [E] for "optimal", greedy [G] for "greedy" -> [E]. Equal rewards give exactly 0
+    under the first four. Raises ValueError for an unknown baseline, or when lengths or greedy are needed and absent.
     """
     if baseline == "none":
         return rewards.clone()
@@ -61,9 +62,11 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
     - "none": 1 (Dr. GRPO arXiv:2503.20783)
     - "group": standard deviation of A in i's group + EPS (GRPO arXiv:2402.03300 section 4.1)
     - "batch": standard deviation of all A + EPS (Lite PPO arXiv:2508.08221)
-    - "mean": mean reward of i's group; where it is not above 0, the result is 0 (MaxRL arXiv:2602.02710, which has rewards of 0 and 1)
+    - "mean": mean reward of i's group; where it is not above 0, the result is 0 (MaxRL arXiv:2602.02710, which has
+      rewards of 0 and 1)
 
-    advantages [E], group [E], rewards [E] for "mean" -> [E]. Raises ValueError for an unknown divisor, or without rewards under "mean".
+    advantages [E], group [E], rewards [E] for "mean" -> [E]. Raises ValueError for an unknown divisor, or without
+    rewards under "mean".
     """
     if by == "none":
         return advantages
@@ -82,8 +85,8 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
 
 
 def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
-    """A_i = (S_i - mean S) / (std S + EPS), S_i = sum_k w_k (r_ik - mean_k) / (std_k + EPS) with the mean and deviation of reward k in i's
-    group (GDPO arXiv:2601.05242: each reward is normalised by itself, then the sum over the batch).
+    """A_i = (S_i - mean S) / (std S + EPS), S_i = sum_k w_k (r_ik - mean_k) / (std_k + EPS) with the mean and deviation
+    of reward k in i's group (GDPO arXiv:2601.05242: each reward is normalised by itself, then the sum over the batch).
 
     parts [E, K]: the K rewards of each episode; group [E]; weights [K] -> [E].
     """
@@ -94,12 +97,13 @@ def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
 
 
 def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
-    """A+ = (1 - R) / s and A- = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s with R = 1 - C(m, k) / C(n, k), s = sqrt(R (1 - R)); n answers in
-    the group, m of them wrong (Pass@k training arXiv:2508.10751, the analytic version: the mean, over all sets of k answers an answer
-    is in, of the set's normalised reward). Where s = 0 all advantages of the group are 0.
+    """A+ = (1 - R) / s and A- = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s with R = 1 - C(m, k) / C(n, k), s =
+    sqrt(R (1 - R)); n answers in the group, m of them wrong (Pass@k training arXiv:2508.10751, the analytic version:
+    the mean, over all sets of k answers an answer is in, of the set's normalised reward). Where s = 0 all advantages of
+    the group are 0.
 
-    rewards [E] of 0 and 1, group [E] -> [E]. Nothing is added to s. Raises ValueError where k is above a group's size or below 1, and
-    for other rewards.
+    rewards [E] of 0 and 1, group [E] -> [E]. Nothing is added to s. Raises ValueError where k is above a group's size
+    or below 1, and for other rewards.
     """
     if not bool(((rewards == 0) | (rewards == 1)).all()):
         raise ValueError("pass@k training needs rewards of 0 and 1")
@@ -119,8 +123,8 @@ def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
 
 
 def length_penalty(lengths: Tensor, correct: Tensor, group: Tensor) -> Tensor:
-    """l_i = 0.5 - (n_i - min n) / (max n - min n) over i's group; a right answer gets l_i, a wrong one min(0, l_i); 0 where all lengths are equal
-    (Kimi k1.5 arXiv:2501.12599 section 2.3.3). To be added to the reward.
+    """l_i = 0.5 - (n_i - min n) / (max n - min n) over i's group; a right answer gets l_i, a wrong one min(0, l_i); 0
+    where all lengths are equal (Kimi k1.5 arXiv:2501.12599 section 2.3.3). To be added to the reward.
 
     lengths [E], correct [E] bool, group [E] -> [E], float32 where the lengths are integers.
     """
@@ -146,8 +150,8 @@ def group_mean(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _from_mean(values: Tensor, group: Tensor) -> Tensor:
-    """values_i - mean of i's group. Distances from the group's smallest value are averaged, so equal values give exactly 0: a remainder of
-    rounding would be blown up when it is divided by the deviation."""
+    """values_i - mean of i's group. Distances from the group's smallest value are averaged, so equal values give
+    exactly 0: a remainder of rounding would be blown up when it is divided by the deviation."""
     above = values - _group_min(values, group)
     return above - group_mean(above, group)[group]
 

@@ -1,7 +1,8 @@
-"""Losses on pairs of answers, and the reward model's. Pure functions on 1-D float tensors [P], one number a pair; the caller takes the mean.
+"""Losses on pairs of answers, and the reward model's. Pure functions on 1-D float tensors [P], one number a pair; the
+caller takes the mean.
 
-c = logp_chosen - ref_logp_chosen and r = logp_rejected - ref_logp_rejected: log-ratios of whole answers, sums over the answer's tokens unless the
-docstring says mean. s is the sigmoid. The dtype follows the input, and P = 0 is fine.
+c = logp_chosen - ref_logp_chosen and r = logp_rejected - ref_logp_rejected: log-ratios of whole answers, sums over the
+answer's tokens unless the docstring says mean. s is the sigmoid. The dtype follows the input, and P = 0 is fine.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from torch.nn.functional import logsigmoid, relu
 
 
 def dpo(c: Tensor, r: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """-(1 - e) log s(beta (c - r)) - e log s(-beta (c - r)),  e = label_smoothing   (DPO arXiv:2305.18290 eq. 7; with e > 0 conservative DPO,
-    https://ericmitchell.ai/cdpo.pdf eq. 3: labels are wrong with chance e). [P], [P] -> [P]. Raises ValueError for e outside [0, 0.5).
+    """-(1 - e) log s(beta (c - r)) - e log s(-beta (c - r)), e = label_smoothing (DPO arXiv:2305.18290 eq. 7; with e >
+    0 conservative DPO, https://ericmitchell.ai/cdpo.pdf: labels are wrong with chance e). [P], [P] -> [P]. Raises
+    ValueError for e outside [0, 0.5).
     """
     _check_smoothing(label_smoothing)
     margin = beta * (c - r)
@@ -23,21 +25,24 @@ def dpo(c: Tensor, r: Tensor, *, beta: float, label_smoothing: float = 0.0) -> T
 def ipo(c: Tensor, r: Tensor, *, beta: float) -> Tensor:
     """((c - r) - 1 / (2 beta))^2   (IPO arXiv:2310.12036 eq. 17, tau there is beta here). [P], [P] -> [P].
 
-    The paper's log-ratios are those of whole answers, sums. TRL's `loss_type="ipo"` gives means over tokens to the same formula; for that, give means.
+    The paper's log-ratios are those of whole answers, sums. TRL's `loss_type="ipo"` gives means over tokens to the same
+    formula; for that, give means.
     """
     return ((c - r) - 1 / (2 * beta)).square()
 
 
 def hinge(c: Tensor, r: Tensor, *, beta: float) -> Tensor:
-    """max(0, 1 - beta (c - r))   (SLiC-HF arXiv:2305.10425 eq. 1 with a margin of 1 / beta, times beta; the reference in c and r is RSO's arXiv:2309.06657,
-    "hinge-norm", as in TRL: SLiC has plain log-probs, which are c and r with a reference of 0). [P], [P] -> [P].
+    """max(0, 1 - beta (c - r)) (SLiC-HF arXiv:2305.10425 with a margin of 1 / beta, times beta, and without its
+    regulariser; the reference in c and r is RSO's arXiv:2309.06657, "hinge-norm", as in TRL: SLiC has plain log-probs,
+    which are c and r with a reference of 0). [P], [P] -> [P].
     """
     return relu(1 - beta * (c - r))
 
 
 def robust(c: Tensor, r: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """(-(1 - e) log s(beta (c - r)) + e log s(-beta (c - r))) / (1 - 2 e),  e = label_smoothing   (robust DPO arXiv:2403.00409): unbiased for DPO's loss when
-    labels are wrong with chance e. May be negative. [P], [P] -> [P]. Raises ValueError for e outside [0, 0.5).
+    """(-(1 - e) log s(beta (c - r)) + e log s(-beta (c - r))) / (1 - 2 e), e = label_smoothing (robust DPO
+    arXiv:2403.00409): unbiased for DPO's loss when labels are wrong with chance e. May be negative. [P], [P] -> [P].
+    Raises ValueError for e outside [0, 0.5).
     """
     _check_smoothing(label_smoothing)
     margin = beta * (c - r)
@@ -54,13 +59,15 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """w_d (1 - s(beta (ratio - z))) for desirable answers, w_u (1 - s(beta (z - ratio))) for others,  z = max(0, kl)   (KTO arXiv:2402.01306 eq. 8).
+    """w_d (1 - s(beta (ratio - z))) for desirable answers, w_u (1 - s(beta (z - ratio))) for others, z = max(0, kl)
+    (KTO arXiv:2402.01306 eq. 8).
 
-    ratio [B]: log-ratio of each answer; desirable [B] bool; kl: one number, the mean log-ratio of answers paired with other prompts. z has no gradient. -> [B].
+    ratio [B]: log-ratio of each answer; desirable [B] bool; kl: one number, the mean log-ratio of answers paired with
+    other prompts. z has no gradient. -> [B].
     """
     point = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device).detach().clamp(min=0)
-    sign = torch.where(desirable, 1.0, -1.0).to(ratio.dtype)
-    weight = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio.dtype)
+    sign = torch.where(desirable, torch.ones_like(ratio), -torch.ones_like(ratio))
+    weight = torch.full_like(ratio, undesirable_weight).masked_fill(desirable, desirable_weight)
     return weight * torch.sigmoid(-sign * beta * (ratio - point))
 
 
@@ -73,19 +80,19 @@ def simpo(mean_c: Tensor, mean_r: Tensor, *, beta: float, margin: float) -> Tens
 
 
 def orpo(mean_c: Tensor, mean_r: Tensor, *, beta: float) -> Tensor:
-    """-beta log s(log odds_c - log odds_r),  odds = p / (1 - p), p = exp(mean log-prob)   (ORPO arXiv:2403.07691 eq. 7; beta is the paper's lambda in eq. 6).
+    """-beta log s(log odds_c - log odds_r), odds = p / (1 - p), p = exp(mean log-prob) (ORPO arXiv:2403.07691 eq. 7;
+    beta is the paper's lambda in eq. 6).
 
-    The odds-ratio part only: eq. 6 adds the NLL of the chosen answer, which is the caller's. mean_c, mean_r [P]: MEAN log-prob of an answer's tokens, below 0;
-    at 0 the odds are infinite, so it is taken as the number next to 0 that the dtype can tell apart. -> [P].
+    The odds-ratio part only: eq. 6 adds the NLL of the chosen answer, which is the caller's. mean_c, mean_r [P]: MEAN
+    log-prob of an answer's tokens, below 0; at 0 the odds are infinite, so it is taken as the number next to 0 that the
+    dtype can tell apart. -> [P].
     """
     return -beta * logsigmoid(_log_odds(mean_c) - _log_odds(mean_r))
 
 
-def bradley_terry(
-    chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centering: float = 0.0
-) -> Tensor:
-    """-log s(chosen - rejected - margin) + centering (chosen + rejected)^2   (margin: Llama 2 arXiv:2307.09288 eq. 2; centering: arXiv:2312.09244
-    eq. 2, rewards around 0). chosen, rejected [P]: scores; margin a number or [P] -> [P].
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centering: float = 0.0) -> Tensor:
+    """-log s(chosen - rejected - margin) + centering (chosen + rejected)^2 (margin: Llama 2 arXiv:2307.09288 eq. 2;
+    centering: arXiv:2312.09244 eq. 2, rewards around 0). chosen, rejected [P]: scores; margin a number or [P] -> [P].
     """
     return -logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected).square()
 

@@ -1,6 +1,6 @@
 """What the summed loss is divided by: one number for a whole optimizer step, so that micro-batches, packing and ranks
-cannot change it. Each function maps the trained lengths of all samples of the step, the group of each (any ids) and the longest allowed
-answer to the weight of each sample's tokens."""
+cannot change it. Each function maps the trained lengths of all samples of the step, the group of each (any ids) and the
+longest allowed answer to the weight of each sample's tokens."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,13 @@ def by_sequence(lengths: Sequence[int], groups: Sequence[int], limit: int) -> li
 
 def by_constant(lengths: Sequence[int], groups: Sequence[int], limit: int) -> list[float]:
     """1 / (samples x longest allowed answer): no length bias (Dr. GRPO arXiv:2503.20783)."""
-    return [1 / (len(lengths) * limit)] * len(lengths)
+    return [1 / (len(lengths) * limit) for _ in lengths]
 
 
 def by_group(lengths: Sequence[int], groups: Sequence[int], limit: int) -> list[float]:
-    """1 / (groups x tokens of the own group): every prompt counts the same, and every token of its answers (DAPO arXiv:2503.14476 eq. 8
-    as it is written, with the expectation over prompts outside). A group without tokens counts as a group."""
+    """1 / (groups x tokens of the own group): every prompt counts the same, and every token of its answers (DAPO
+    arXiv:2503.14476 eq. 8 as it is written, with the expectation over prompts outside). A group without tokens counts
+    as a group."""
     tokens: dict[int, int] = {}
     for n, group in zip(lengths, groups, strict=True):
         tokens[group] = tokens.get(group, 0) + n

@@ -1,7 +1,8 @@
-"""Sums and means over a sample's trained tokens, spread back over them: the one place where a token learns of its sample.
+"""Sums and means over a sample's trained tokens, spread back over them: the one place where a token learns of its
+sample.
 
-`sample` [N] int64 says which sample each token belongs to. A sample's tokens lie together; its number may be anything, as a
-micro-batch holds some of the samples. Every function takes N = 0.
+`sample` [N] int64 says which sample each token belongs to. A sample's tokens lie together; its number may be anything,
+as a micro-batch holds some of the samples. Every function takes N = 0.
 """
 
 import torch

@@ -1,7 +1,8 @@
-"""The critic's side of PPO: rewards and values of tokens -> advantages, returns, and the critic's loss. [N] tensors as in surrogates.py; the
-dtype follows the input. Advantages and returns are targets: they carry no gradient.
+"""The critic's side of PPO: rewards and values of tokens -> advantages, returns, and the critic's loss. [N] tensors as
+in surrogates.py; the dtype follows the input. Advantages and returns are targets: they carry no gradient.
 
-A sample's next token is its next TRAINED token: what a tool or a user wrote in between is no step. All of a sample must be in one call.
+A sample's next token is its next TRAINED token: what a tool or a user wrote in between is no step. All of a sample must
+be in one call.
 """
 
 import torch
@@ -12,16 +13,16 @@ from birl.algorithms.segments import ends, positions, starts, totals
 
 
 def token_rewards(score: Tensor, kl: Tensor, sample: Tensor, coef: float) -> Tensor:
-    """r_t = -coef kl_t, plus the sample's score at its last token   (arXiv:1909.08593 eq. 2, arXiv:2203.02155 appendix C).
+    """r_t = -coef kl_t, plus the sample's score at its last token   (arXiv:1909.08593 eq. 2, arXiv:2203.02155).
 
-    score [S] in order of the samples' appearance, kl [N] (k1 for the papers' penalty), sample [N] -> [N]. Raises ValueError when there are
-    not as many scores as samples.
+    score [S] in order of the samples' appearance, kl [N] (k1 for the papers' penalty), sample [N] -> [N]. Raises
+    ValueError when there are not as many scores as samples.
     """
     last = ends(sample)
     if int(last.sum()) != len(score):
         raise ValueError(f"{len(score)} scores for {int(last.sum())} samples")
     rewards = kl_rewards(kl, coef)
-    rewards[last] = rewards[last] + score.to(rewards.dtype)
+    rewards[last] = rewards[last] + score.detach().to(rewards.dtype)
     return rewards
 
 
@@ -31,17 +32,16 @@ def kl_rewards(kl: Tensor, coef: float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t = d_t + gamma lam A_{t+1},  d_t = r_t + gamma V_{t+1} - V_t,  return_t = A_t + V_t   (GAE arXiv:1506.02438 eq. 16).
+    """A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t, return_t = A_t + V_t (GAE arXiv:1506.02438 eq.
+    16).
 
-    After a sample's last token V and A are 0: an episode ends there, or is taken to. [N], [N], [N] -> advantages [N], returns [N]. Computed in
-    Python floats.
+    After a sample's last token V and A are 0: an episode ends there, or is taken to. [N], [N], [N] -> advantages [N],
+    returns [N]. Computed in Python floats.
     """
     advantages: list[float] = []
     following, value_after = 0.0, 0.0
     last = ends(sample).tolist()
-    for reward, value, end in zip(
-        reversed(rewards.tolist()), reversed(values.tolist()), reversed(last), strict=True
-    ):
+    for reward, value, end in zip(reversed(rewards.tolist()), reversed(values.tolist()), reversed(last), strict=True):
         if end:
             following, value_after = 0.0, 0.0
         following = reward + gamma * value_after - value + gamma * lam * following
@@ -54,10 +54,11 @@ def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: f
 def turn_gae(
     rewards: Tensor, values: Tensor, sample: Tensor, turn: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """GAE with one step a turn: r_k = sum of turn k's token rewards, V_k = value of its first token; every token of the turn has A_k and the
-    return A_k + V_k   (arXiv:1506.02438 eq. 16, the time step being a turn).
+    """GAE with one step a turn: r_k = sum of turn k's token rewards, V_k = value of its first token; every token of the
+    turn has A_k and the return A_k + V_k (arXiv:1506.02438 eq. 16, the time step being a turn).
 
-    turn [N] int64: contiguous runs within a sample, any numbers. gamma and lam apply once a turn, not once a token. [N] x 4 -> [N], [N].
+    turn [N] int64: contiguous runs within a sample, any numbers. gamma and lam apply once a turn, not once a token. [N]
+    x 4 -> [N], [N].
     """
     first = starts(sample)
     first[1:] |= turn[1:] != turn[:-1]
@@ -68,10 +69,11 @@ def turn_gae(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
-    """L_t = 0.5 max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2)   (PPO's code, openai/baselines; not in arXiv:1707.06347, whose eq. 9 has
-    (v - R)^2). clip 0: 0.5 (v - R)^2.
+    """L_t = 0.5 max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) (PPO's code, openai/baselines; not in
+    arXiv:1707.06347, whose eq. 9 has (v - R)^2). clip 0: 0.5 (v - R)^2.
 
-    values [N] with gradient, old_values [N], returns [N] -> loss [N], clipped [N] bool: the token has no gradient. The 0.5 is verl's and TRL's.
+    values [N] with gradient, old_values [N], returns [N] -> loss [N], clipped [N] bool: the token has no gradient. The
+    0.5 is verl's and TRL's.
     """
     plain = (values - returns).square()
     if not clip:
@@ -84,8 +86,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
     """(x - mean) / (std + EPS), plus mean without shift_mean.
 
-    The statistics are the population's over all that is given: give all tokens of the step, before it is cut into micro-batches. verl divides by
-    sqrt(var + 1e-8) with the sample variance, TRL with the population's. Equal values give 0 (or the mean), as does one value. [N] -> [N].
+    The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
+    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance, TRL with the population's. Equal values
+    give 0 (or the mean), as does one value. [N] -> [N].
     """
     if not len(x):
         return x
