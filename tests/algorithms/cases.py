@@ -1,4 +1,5 @@
-"""Random inputs for the tests of this folder, as plain Python lists, and the comparison of losses with references in floats."""
+"""Random inputs for the tests of this folder, as plain Python lists, and the comparison of losses with references in
+floats."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ STEP = 1e-5  # of finite differences: error of order STEP^2
 
 @dataclass
 class Tokens:
-    """Trained tokens of some samples. `sample` starts anywhere and skips numbers; advantages are one number a sample."""
+    """Trained tokens of some samples. `sample` starts anywhere and skips numbers; advantages are one number a
+    sample."""
 
     lengths: list[int]
     sample: list[int]

@@ -1,4 +1,5 @@
-"""Each surrogate against plain Python floats: values, gradients by finite differences, and what must not change them."""
+"""Each surrogate against plain Python floats: values, gradients by finite differences, and what must not change
+them."""
 
 import math
 from collections.abc import Callable

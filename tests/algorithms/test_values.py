@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -41,7 +43,7 @@ def test_turn_gae_is_gae_over_turns(case: Tokens, gamma: float, lam: float) -> N
     for run in case.runs():
         inside, cuts = list(run), sorted(t for t in run[1:] if case.random.random() < 0.4)
         edges = [inside[0], *cuts, inside[-1] + 1]
-        turns = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        turns = [range(a, b) for a, b in pairwise(edges)]
         sums = [sum(rewards[t] for t in part) for part in turns]
         firsts = [values[part[0]] for part in turns]
         for k, (part, a) in enumerate(zip(turns, gae_reference(sums, firsts, gamma, lam), strict=True)):
