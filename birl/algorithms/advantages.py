@@ -98,9 +98,9 @@ def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
 
 def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
     """A+ = (1 - R) / s and A- = (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s with R = 1 - C(m, k) / C(n, k), s =
-    sqrt(R (1 - R)); n answers in the group, m of them wrong (Pass@k training arXiv:2508.10751, the analytic version:
-    the mean, over all sets of k answers an answer is in, of the set's normalised reward). Where s = 0 all advantages of
-    the group are 0.
+    sqrt(R (1 - R)); n answers in the group, m of them wrong (Pass@k training arXiv:2508.10751 eq. 11-15, the analytic
+    version: the mean, over all sets of k answers an answer is in, of the set's normalised reward). Where s = 0 all
+    advantages of the group are 0.
 
     rewards [E] of 0 and 1, group [E] -> [E]. Nothing is added to s. Raises ValueError where k is above a group's size
     or below 1, and for other rewards.

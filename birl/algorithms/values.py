@@ -87,7 +87,7 @@ def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
     """(x - mean) / (std + EPS), plus mean without shift_mean.
 
     The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
-    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance, TRL with the population's. Equal values
+    micro-batches. TRL and verl divide by sqrt(var + 1e-8) with the sample variance. Equal values
     give 0 (or the mean), as does one value. [N] -> [N].
     """
     if not len(x):

@@ -104,4 +104,4 @@ def differences(total: Callable[[list[float]], float], at: Sequence[float]) -> l
 def gradient_of(loss: Tensor, at: Tensor) -> Tensor:
     if not loss.requires_grad:
         return torch.zeros_like(at)
-    return torch.autograd.grad(loss.sum(), at)[0]
+    return torch.autograd.grad(loss.sum(), at, retain_graph=True)[0]
