@@ -91,7 +91,7 @@ def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
     parts [E, K]: the K rewards of each episode; group [E]; weights [K] -> [E].
     """
     total = torch.zeros_like(group, dtype=parts.dtype)
-    for reward, weight in zip(parts.unbind(1), weights.to(parts.dtype), strict=True):
+    for reward, weight in zip(parts.unbind(1), weights.to(parts.dtype).unbind(0), strict=True):
         total = total + weight * scale(centre(reward, group, "group"), group, "group")
     return scale(centre(total, group, "batch"), group, "batch")
 
@@ -107,8 +107,8 @@ def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
     """
     if not bool(((rewards == 0) | (rewards == 1)).all()):
         raise ValueError("pass@k training needs rewards of 0 and 1")
-    sizes = _sizes(group).tolist()
-    wrong = _group_sum(1 - rewards, group).tolist()
+    sizes: list[int] = _sizes(group).tolist()  # pyright: ignore[reportUnknownMemberType]
+    wrong: list[float] = _group_sum(1 - rewards, group).tolist()  # pyright: ignore[reportUnknownMemberType]
     table: list[tuple[float, float]] = []
     for n, m in zip(sizes, (round(m) for m in wrong), strict=True):
         if n and not 1 <= k <= n:

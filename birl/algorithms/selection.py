@@ -8,7 +8,7 @@ from math import ceil, floor
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-9  # share * N is not exact: 0.1 * 30 is 3.0000000000000004
+ROUNDING = 1e-9  # share * N is not exact: 0.07 * 100 is 7.000000000000001
 
 
 def top_entropy(entropy: Tensor, share: float) -> Tensor:

@@ -36,12 +36,15 @@ def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: f
     16).
 
     After a sample's last token V and A are 0: an episode ends there, or is taken to. [N], [N], [N] -> advantages [N],
-    returns [N]. Computed in Python floats.
+    returns [N]. Computed in
+    Python floats.
     """
     advantages: list[float] = []
     following, value_after = 0.0, 0.0
-    last = ends(sample).tolist()
-    for reward, value, end in zip(reversed(rewards.tolist()), reversed(values.tolist()), reversed(last), strict=True):
+    backwards: list[list[float]] = (
+        torch.stack([rewards.detach().double(), values.detach().double(), ends(sample).double()]).flip(1).T.tolist()
+    )  # pyright: ignore[reportUnknownMemberType]
+    for reward, value, end in backwards:
         if end:
             following, value_after = 0.0, 0.0
         following = reward + gamma * value_after - value + gamma * lam * following

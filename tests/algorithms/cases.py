@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-EXACT = 1e-6
+EXACT = 1e-6  # of gradients, against finite differences
+VALUE = 1e-11  # of values in float64
 STEP = 1e-5  # of finite differences: error of order STEP^2
 
 
@@ -86,7 +87,7 @@ def ids(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def close(found: Tensor, expected: Sequence[float], tolerance: float = EXACT) -> None:
+def close(found: Tensor, expected: Sequence[float], tolerance: float = VALUE) -> None:
     assert found.tolist() == pytest.approx(list(expected), rel=tolerance, abs=tolerance)
 
 

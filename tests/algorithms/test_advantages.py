@@ -92,7 +92,7 @@ def test_the_table_of_one_batch(by: str) -> None:
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch", "optimal"])
 @pytest.mark.parametrize("by", SCALES)
 @pytest.mark.parametrize("reward", [0.1, 100.1, -3.3])
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", [1, 5, 7, 13])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_give_zero_not_noise(
     baseline: str, by: str, reward: float, count: int, dtype: torch.dtype
@@ -212,3 +212,18 @@ def test_overlong_penalty_is_dapos_equation_13() -> None:
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.5, -1.0, -1.0])
     assert overlong_penalty(lengths, limit=80, buffer=0, penalty=1.0).tolist() == [0.0] * 5
     assert overlong_penalty(torch.tensor([70]), limit=80, buffer=20, penalty=1.0).dtype == torch.float32
+
+
+@given(case=episodes(binary=True))
+def test_float32_agrees(case: Episodes) -> None:
+    group, lengths = ids(case.group), ids([case.random.randint(1, 50) for _ in case.group])
+    rewards = double(case.rewards)
+    for baseline in ("group", "leave_one_out", "batch", "optimal", "none"):
+        for by in SCALES:
+            found = []
+            for r in (rewards.float(), rewards):
+                found.append(scale(centre(r, group, baseline, lengths=lengths), group, by, rewards=r))
+            assert found[0].dtype == torch.float32
+            close(found[0].double(), found[1].tolist(), 1e-3)
+    for r in (rewards.float(), rewards):
+        assert pass_at_k(r, group, 1).dtype == gdpo(r[:, None], group, torch.ones(1)).dtype == r.dtype

@@ -134,3 +134,9 @@ def test_proximal_is_its_definition(case: Tokens, now: int) -> None:
 def test_a_token_of_the_future_is_refused() -> None:
     with pytest.raises(ValueError, match="version 4"):
         proximal(torch.zeros(1), torch.zeros(1), torch.tensor([4]), 3)
+
+
+def test_a_second_moment_at_the_limit_is_kept() -> None:
+    found = second_moment_mask(torch.tensor([0.5, -0.5, 0.5, 9.0]), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.25)
+    assert found.all()  # the last one moves the way no clip binds
+    assert second_moment_mask(torch.tensor([0.5, 1.0]), torch.ones(2), 0.25).tolist() == [True, False]

@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor
 
 from birl.algorithms.surrogates import LOG_LIMIT, SEQUENCE, SURROGATES, UNCLIPPED, Surrogate, clip
-from tests.algorithms.cases import Tokens, close, differences, double, gradient_of, ids, tokens
+from tests.algorithms.cases import EXACT, Tokens, close, differences, double, gradient_of, ids, tokens
 
 # Reference: (logp, stopped, case, options) -> losses, where `stopped` is what the papers put under a stop-gradient.
 Reference = Callable[[list[float], list[float], Tokens, dict[str, Any]], list[float]]
@@ -137,7 +137,7 @@ def test_value_and_gradient_are_the_definition(
     def total(at: list[float]) -> float:
         return sum(w * v for w, v in zip(weights, reference(at, case.logp, case, options), strict=True))
 
-    close(gradient_of(found.loss * double(weights), logp), differences(total, case.logp))
+    close(gradient_of(found.loss * double(weights), logp), differences(total, case.logp), EXACT)
 
 
 @EACH
@@ -218,7 +218,7 @@ def test_token_form_has_the_gradient_of_the_sequence_form(name: str, case: Token
         return out
 
     assert (found.loss.detach() * double(weights)).sum().item() == pytest.approx(total(case.logp), abs=1e-9)
-    close(gradient_of(found.loss * double(weights), logp), differences(total, case.logp))
+    close(gradient_of(found.loss * double(weights), logp), differences(total, case.logp), EXACT)
 
 
 @EACH
@@ -248,3 +248,13 @@ def test_another_divergence_is_refused() -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="js"):
         SURROGATES["dppo"](one, one, one, torch.tensor([0]), divergence="js", threshold=0.1)
+
+
+@EACH
+@given(case=tokens())
+def test_float32_agrees(name: str, options: dict[str, Any], reference: Reference, case: Tokens) -> None:
+    single, single_logp = run(name, case, options, torch.float32)
+    whole, logp = run(name, case, options)
+    assert single.loss.dtype == single.ratio.dtype == torch.float32
+    close(single.loss.double(), whole.loss.tolist(), 1e-4)
+    close(gradient_of(single.loss, single_logp).double(), gradient_of(whole.loss, logp).tolist(), 1e-4)
