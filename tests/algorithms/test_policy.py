@@ -11,6 +11,7 @@ from birl.algorithms.policy import policy_loss
 from birl.algorithms.reduce import DENOMINATORS
 
 LENGTHS = [3, 1, 4]
+GROUPS = [0, 0, 1]
 PRESETS = {  # clip_low, clip_high, denominator
     "grpo": (0.2, 0.2, "sequence"),
     "dr_grpo": (0.2, 0.2, "constant"),
@@ -37,7 +38,7 @@ def reference(low: float, high: float, denominator: str, kl: str, coef: float, s
         ratio = math.exp(p - o)
         loss = -min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
         d = r - p
-        loss += coef * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[kl]
+        loss += coef * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1, "abs": abs(d)}[kl]
         count = {"token": sum(LENGTHS), "sequence": len(LENGTHS) * LENGTHS[s], "constant": len(LENGTHS) * LIMIT}
         total += loss / count[denominator]
     return total
@@ -45,7 +46,7 @@ def reference(low: float, high: float, denominator: str, kl: str, coef: float, s
 
 def loss_of(preset: str, logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, sample: list[int], **kl):
     low, high, denominator = PRESETS[preset]
-    per_sample = DENOMINATORS[denominator](LENGTHS, LIMIT)
+    per_sample = DENOMINATORS[denominator](LENGTHS, GROUPS, LIMIT)
     weights = torch.tensor([per_sample[s] for s in sample])
     options = {"ref_logp": None, "kl": "k3", "kl_coef": 0.0} | kl
     return policy_loss(
@@ -84,7 +85,7 @@ def test_on_policy_gradient_is_reinforce(preset: str) -> None:
     logp = torch.tensor(values, requires_grad=True)
     loss, figures = loss_of(preset, logp, logp.detach(), torch.tensor(advantage), sample)
     loss.backward()
-    per_sample = DENOMINATORS[PRESETS[preset][2]](LENGTHS, LIMIT)
+    per_sample = DENOMINATORS[PRESETS[preset][2]](LENGTHS, GROUPS, LIMIT)
     expected = [-a * per_sample[s] for a, s in zip(advantage, sample, strict=True)]
     assert logp.grad is not None and logp.grad.tolist() == pytest.approx(expected, rel=1e-6)
     assert figures["clip_fraction"].sum() == 0
@@ -113,6 +114,6 @@ def test_clipped_tokens_have_no_gradient_and_are_the_ones_counted() -> None:
 
 @pytest.mark.parametrize("name", DENOMINATORS)
 def test_denominators_add_up(name: str) -> None:
-    weights = DENOMINATORS[name](LENGTHS, LIMIT)
+    weights = DENOMINATORS[name](LENGTHS, GROUPS, LIMIT)
     total = sum(w * n for w, n in zip(weights, LENGTHS, strict=True))
     assert total == pytest.approx(1.0 if name != "constant" else sum(LENGTHS) / (len(LENGTHS) * LIMIT))

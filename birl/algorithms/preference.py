@@ -1,0 +1,118 @@
+"""Losses on pairs of answers, and the reward model's. Pure functions on 1-D float tensors [P], one number a pair; the
+caller takes the mean.
+
+c = logp_chosen - ref_logp_chosen and r = logp_rejected - ref_logp_rejected: log-ratios of whole answers, sums over the
+answer's tokens unless the docstring says mean. s is the sigmoid. The dtype follows the input, and P = 0 is fine.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+
+def dpo(c: Tensor, r: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - e) log s(beta (c - r)) - e log s(-beta (c - r)), e = label_smoothing (DPO arXiv:2305.18290 eq. 7; with e >
+    0 conservative DPO, https://ericmitchell.ai/cdpo.pdf: labels are wrong with chance e). [P], [P] -> [P]. Raises
+    ValueError for e outside [0, 0.5).
+    """
+    _check_smoothing(label_smoothing)
+    margin = beta * (c - r)
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def ipo(c: Tensor, r: Tensor, *, beta: float) -> Tensor:
+    """((c - r) - 1 / (2 beta))^2   (IPO arXiv:2310.12036 eq. 17, tau there is beta here). [P], [P] -> [P].
+
+    The paper's log-ratios are those of whole answers, sums. TRL's `loss_type="ipo"` gives means over tokens to the same
+    formula; for that, give means.
+    """
+    return ((c - r) - 1 / (2 * beta)).square()
+
+
+def hinge(c: Tensor, r: Tensor, *, beta: float) -> Tensor:
+    """max(0, 1 - beta (c - r)) (SLiC-HF arXiv:2305.10425 with a margin of 1 / beta, times beta, and without its
+    regulariser; the reference in c and r is RSO's arXiv:2309.06657, "hinge-norm", as in TRL: SLiC has plain log-probs,
+    which are c and r with a reference of 0). [P], [P] -> [P].
+    """
+    return relu(1 - beta * (c - r))
+
+
+def robust(c: Tensor, r: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """(-(1 - e) log s(beta (c - r)) + e log s(-beta (c - r))) / (1 - 2 e), e = label_smoothing (robust DPO
+    arXiv:2403.00409): unbiased for DPO's loss when labels are wrong with chance e. May be negative. [P], [P] -> [P].
+    Raises ValueError for e outside [0, 0.5).
+    """
+    _check_smoothing(label_smoothing)
+    margin = beta * (c - r)
+    loss = -(1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)
+    return loss / (1 - 2 * label_smoothing)
+
+
+def kto(
+    ratio: Tensor,
+    desirable: Tensor,
+    kl: Tensor | float,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """w_d (1 - s(beta (ratio - z))) for desirable answers, w_u (1 - s(beta (z - ratio))) for others, z = max(0, kl)
+    (KTO arXiv:2402.01306 eq. 8).
+
+    ratio [B]: log-ratio of each answer; desirable [B] bool; kl: one number, the mean log-ratio of answers paired with
+    other prompts. z has no gradient. -> [B].
+    """
+    point = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device).detach().clamp(min=0)
+    sign = torch.where(desirable, torch.ones_like(ratio), -torch.ones_like(ratio))
+    weight = torch.full_like(ratio, undesirable_weight).masked_fill(desirable, desirable_weight)
+    return weight * torch.sigmoid(-sign * beta * (ratio - point))
+
+
+def simpo(mean_c: Tensor, mean_r: Tensor, *, beta: float, margin: float) -> Tensor:
+    """-log s(beta mean_c - beta mean_r - margin)   (SimPO arXiv:2405.14734 eq. 6, gamma there is margin here).
+
+    mean_c, mean_r [P]: MEAN log-prob of an answer's tokens, no reference -> [P]. TRL's simpo_gamma is this margin too.
+    """
+    return -logsigmoid(beta * mean_c - beta * mean_r - margin)
+
+
+def orpo(mean_c: Tensor, mean_r: Tensor, *, beta: float) -> Tensor:
+    """-beta log s(log odds_c - log odds_r), odds = p / (1 - p), p = exp(mean log-prob) (ORPO arXiv:2403.07691 eq. 7;
+    beta is the paper's lambda in eq. 6).
+
+    The odds-ratio part only: eq. 6 adds the NLL of the chosen answer, which is the caller's. mean_c, mean_r [P]: MEAN
+    log-prob of an answer's tokens, below 0; at 0 the odds are infinite, so it is taken as the number next to 0 that the
+    dtype can tell apart. -> [P].
+    """
+    return -beta * logsigmoid(_log_odds(mean_c) - _log_odds(mean_r))
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centering: float = 0.0) -> Tensor:
+    """-log s(chosen - rejected - margin) + centering (chosen + rejected)^2 (margin: Llama 2 arXiv:2307.09288 eq. 2;
+    centering: arXiv:2312.09244 eq. 2, rewards around 0). chosen, rejected [P]: scores; margin a number or [P] -> [P].
+    """
+    return -logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected).square()
+
+
+def _check_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must be in [0, 0.5), not {label_smoothing}")
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    logp = logp.clamp(max=-torch.finfo(logp.dtype).tiny)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+PREFERENCE: dict[str, Callable[..., Tensor]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "hinge": hinge,
+    "robust": robust,
+    "kto": kto,
+    "simpo": simpo,
+    "orpo": orpo,
+}

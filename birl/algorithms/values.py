@@ -1,0 +1,103 @@
+"""The critic's side of PPO: rewards and values of tokens -> advantages, returns, and the critic's loss. [N] tensors as
+in surrogates.py; the dtype follows the input. Advantages and returns are targets: they carry no gradient.
+
+A sample's next token is its next TRAINED token: what a tool or a user wrote in between is no step. All of a sample must
+be in one call.
+"""
+
+import torch
+from torch import Tensor
+
+from birl.algorithms.advantages import EPS
+from birl.algorithms.segments import ends, positions, starts, totals
+
+
+def token_rewards(score: Tensor, kl: Tensor, sample: Tensor, coef: float) -> Tensor:
+    """r_t = -coef kl_t, plus the sample's score at its last token   (arXiv:1909.08593 eq. 2, arXiv:2203.02155).
+
+    score [S] in order of the samples' appearance, kl [N] (k1 for the papers' penalty), sample [N] -> [N]. Raises
+    ValueError when there are not as many scores as samples.
+    """
+    last = ends(sample)
+    if int(last.sum()) != len(score):
+        raise ValueError(f"{len(score)} scores for {int(last.sum())} samples")
+    rewards = kl_rewards(kl, coef)
+    rewards[last] = rewards[last] + score.detach().to(rewards.dtype)
+    return rewards
+
+
+def kl_rewards(kl: Tensor, coef: float) -> Tensor:
+    """r_t = -coef kl_t: the KL as part of the reward, not of the loss. [N] -> [N] without gradient."""
+    return -coef * kl.detach()
+
+
+def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t, return_t = A_t + V_t (GAE arXiv:1506.02438 eq.
+    16).
+
+    After a sample's last token V and A are 0: an episode ends there, or is taken to. [N], [N], [N] -> advantages [N],
+    returns [N]. Computed in
+    Python floats.
+    """
+    advantages: list[float] = []
+    following, value_after = 0.0, 0.0
+    backwards: list[list[float]] = (
+        torch.stack([rewards.detach().double(), values.detach().double(), ends(sample).double()]).flip(1).T.tolist()
+    )  # pyright: ignore[reportUnknownMemberType]
+    for reward, value, end in backwards:
+        if end:
+            following, value_after = 0.0, 0.0
+        following = reward + gamma * value_after - value + gamma * lam * following
+        value_after = value
+        advantages.append(following)
+    advantage = values.new_tensor(advantages[::-1])
+    return advantage, advantage + values.detach()
+
+
+def turn_gae(
+    rewards: Tensor, values: Tensor, sample: Tensor, turn: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """GAE with one step a turn: r_k = sum of turn k's token rewards, V_k = value of its first token; every token of the
+    turn has A_k and the return A_k + V_k (arXiv:1506.02438 eq. 16, the time step being a turn).
+
+    turn [N] int64: contiguous runs within a sample, any numbers. gamma and lam apply once a turn, not once a token. [N]
+    x 4 -> [N], [N].
+    """
+    first = starts(sample)
+    first[1:] |= turn[1:] != turn[:-1]
+    run = first.cumsum(0)
+    advantages, returns = gae(totals(rewards.detach(), run), values[first], sample[first], gamma=gamma, lam=lam)
+    position = positions(run)
+    return advantages[position], returns[position]
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """L_t = 0.5 max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) (PPO's code, openai/baselines; not in
+    arXiv:1707.06347, whose eq. 9 has (v - R)^2). clip 0: 0.5 (v - R)^2.
+
+    values [N] with gradient, old_values [N], returns [N] -> loss [N], clipped [N] bool: the token has no gradient. The
+    0.5 is verl's and TRL's.
+    """
+    plain = (values - returns).square()
+    if not clip:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    clipped = (bounded > plain).detach()
+    return 0.5 * torch.where(clipped, bounded, plain), clipped
+
+
+def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / (std + EPS), plus mean without shift_mean.
+
+    The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
+    micro-batches. TRL and verl divide by sqrt(var + 1e-8) with the sample variance. Equal values
+    give 0 (or the mean), as does one value. [N] -> [N].
+    """
+    if not len(x):
+        return x
+    lowest = x.min()
+    above = x - lowest
+    mean = above.mean()
+    centred = above - mean
+    white = centred / (centred.square().mean().sqrt() + EPS)
+    return white if shift_mean else white + mean + lowest
