@@ -96,22 +96,12 @@ class Sampler:
 def train(learner: Any, samples: list[Any]) -> None:
     from functools import partial
 
-    from birl.algorithms.policy import policy_loss
+    from benchmarks.training import loss
     from birl.data.pack import pack
     from birl.learner.learner import Stats
 
-    def loss(logp: Any, entropy: Any, batch: Any) -> Any:
-        return partial(policy_loss, clip_low=0.2, clip_high=0.2, kl="k3", kl_coef=0.0)(
-            logp,
-            entropy,
-            old_logp=batch.logprobs,
-            advantages=batch.advantages,
-            weights=batch.weights,
-            ref_logp=None,
-        )
-
     for batch in pack(samples, [1 / len(samples)] * len(samples), 4096):
-        learner.forward_backward(batch, loss, Stats())
+        learner.forward_backward(batch, partial(loss, on_policy=False), Stats())
     learner.optim_step(1e-6)
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from birl.algorithms.policy import policy_loss
+from birl.algorithms.surrogates import clip
 from birl.config.schema import Learner as Defaults
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
@@ -48,19 +50,16 @@ def batches(samples: Sequence[Sample]) -> list[Batch]:
     return pack(samples, [1 / sum(sum(s.mask) for s in samples)] * len(samples), Defaults().tokens_per_microbatch)
 
 
-def loss(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """GRPO's on the first update of a batch, where the learner's log-probs are the engine's."""
+def loss(logp: Tensor, entropy: Tensor, batch: Batch, *, on_policy: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+    """GRPO's; `on_policy`: on the first update of a batch, where the learner's log-probs are the engine's."""
     return policy_loss(
         logp,
         entropy,
-        old_logp=logp.detach(),
+        old_logp=logp.detach() if on_policy else batch.logprobs,
         advantages=batch.advantages,
+        sample=batch.sample,
         weights=batch.weights,
-        ref_logp=None,
-        clip_low=0.2,
-        clip_high=0.2,
-        kl="k3",
-        kl_coef=0.0,
+        surrogate=partial(clip, clip_low=0.2, clip_high=0.2),
     )
 
 

@@ -176,7 +176,7 @@ class Texts:
             talk = _system(messages_of(value, where, str(self.prompt), whole=True), self.config.system_prompt)
             ids, mask = spoken(self.chat, talk, self.config.train_on, where)
             key = _key(talk[:-1])
-        return Example(id=name, key=key, sequences=(_tokens(ids, mask, where, self.config.train_on),))
+        return Example(id=name, key=key, sequences=(tokens_of(ids, mask, where, self.config.train_on),))
 
     def _is_prompt(self, value: Any, answer: Any) -> bool:
         """Messages that end with something to answer, and an answer in a column of its own."""
@@ -210,7 +210,7 @@ class Pairs:
         return Example(
             id=name,
             key=_key(prompt) if prompt else self.chat.decode(sides[0][0][: sides[0][1].index(True)]),
-            sequences=tuple(_tokens(i, m, where, ["assistant"]) for i, m in sides),
+            sequences=tuple(tokens_of(i, m, where, ["assistant"]) for i, m in sides),
             margin=self._margin(row, where),
             good=_truth(pick(row, label), where, label) if label else True,
         )
@@ -314,7 +314,7 @@ def _key(prompt: str | Sequence[Message]) -> str:
     return "\n".join(" ".join(m.content.split()) for m in prompt)
 
 
-def _tokens(ids: Sequence[int], mask: Sequence[bool], where: str, roles: Sequence[str]) -> Tokens:
+def tokens_of(ids: Sequence[int], mask: Sequence[bool], where: str, roles: Sequence[str]) -> Tokens:
     mask = (False, *mask[1:])  # nothing comes before the first token that it could be predicted from
     if not any(mask):
         raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to learn. Remove the row.")

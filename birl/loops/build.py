@@ -26,6 +26,7 @@ from birl.loops.evaluate import Plan, plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy, longest_prompt
 from birl.loops.run_folder import claim, find_checkpoint
+from birl.loops.scorer import RewardModel
 from birl.models.forward import head
 from birl.models.heads import add_score_head
 from birl.models.load import cast, load_model, load_tokenizer, resolve
@@ -142,7 +143,7 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
     """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
     run = Path(run_folder(config, choices))
     resume_from = find_checkpoint(config, run)
-    rewards = make_rewards(config.reward, given.rewards)
+    rewards = make_rewards(config.reward, config.model, compute, given.rewards)
     starting = asyncio.create_task(rewards.start())
     loop = asyncio.get_running_loop()
     try:
@@ -280,13 +281,25 @@ def make_learner(config: schema.RL | schema.Stage, model: nn.Module) -> Learner:
     )
 
 
-def make_rewards(config: schema.Reward, given: Sequence[Callable[..., Any] | str] = ()) -> Rewards:
+def make_rewards(
+    config: schema.Reward, model: schema.Model, compute: Executor, given: Sequence[Callable[..., Any] | str] = ()
+) -> Rewards:
+    """A reward model is loaded here; where it is an address, a worker asks there."""
+    functions: list[Callable[..., Any] | str] = list(given) or list(config.functions)
+    served = config.model.startswith(("http://", "https://"))
+    if "model" in functions:
+        judge = "endpoint" if served else compute.submit(RewardModel, config.model, model, compute).result()
+        functions[functions.index("model")] = judge
     return Rewards(
-        list(given) or config.functions,
+        functions,
         weights=config.weights,
         timeout=config.timeout,
         workers=config.workers,
-        options={"format_pattern": config.format_pattern, "length_target": config.length_target},
+        options={
+            "format_pattern": config.format_pattern,
+            "length_target": config.length_target,
+            "address": config.model,
+        },
     )
 
 
@@ -391,7 +404,7 @@ class Evaluation:
 
 
 async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
-    rewards = make_rewards(config.reward)
+    rewards = make_rewards(config.reward, config.model, compute)
     starting = asyncio.create_task(rewards.start())
     try:
         policy = await asyncio.get_running_loop().run_in_executor(compute, load_policy, config.model, compute)

@@ -1,7 +1,7 @@
 """A reward model: pairs of answers -> one score for each -> the chosen one's must be higher (Bradley-Terry)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from birl.algorithms.preference import bradley_terry
 from birl.config import schema
-from birl.data.examples import Example, Tokens, load_pairs
+from birl.data.examples import Example, load_pairs
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
 from birl.loops import build, offline
 from birl.loops.policy import Policy
+from birl.loops.scorer import scored
 from birl.models.heads import add_score_head
-from birl.types import Sample
 
 
 def train(
@@ -29,20 +29,6 @@ def train(
 
 def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
     return load_pairs(data, which, policy.chat, limit, given)
-
-
-def scored(tokens: Tokens, group: int) -> Sample:
-    """A sequence whose score is asked for: it is read where the token behind the last one would be predicted. That
-    token only marks the place; nothing attends to it."""
-    sample = tokens.sample(group)
-    n = len(sample.tokens)
-    return replace(
-        sample,
-        tokens=(*sample.tokens, sample.tokens[-1]),
-        mask=(False,) * n + (True,),
-        logprobs=(0.0,) * (n + 1),
-        versions=(-1,) * (n + 1),
-    )
 
 
 @dataclass

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from birl.errors import BirlError
 from birl.models import attention
 from birl.models.gguf import bundled, converted
+from birl.models.heads import add_score_head
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -51,9 +53,36 @@ def from_hub(name: str, wanted: list[str]) -> Path:
         ) from error
 
 
-def load_model(folder: Path) -> nn.Module:
+def load_reward_model(folder: Path) -> nn.Module:
+    """The language model's body with its score head (`models/heads.py`), from a sequence-classification folder with one
+    label. Raises `BirlError` for anything else."""
+    from safetensors import safe_open
+
+    check_files(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            if "score.weight" in opened.keys():  # noqa: SIM118  safetensors' file is no mapping
+                weight = opened.get_tensor("score.weight").float()
+                break
+    else:
+        raise BirlError(
+            f"{folder} is no reward model: it has no score.weight. Train one with `birl rm`, then `birl checkpoints "
+            "RUN export last FOLDER`."
+        )
+    if weight.shape[0] != 1:
+        raise BirlError(f"{folder}: gives {weight.shape[0]} scores for a text, a reward model gives one.")
+    model = load_model(folder, beside={"score.weight"}, without={"lm_head.weight"})
+    add_score_head(model, 0)
+    model.get_submodule("score").weight.data.copy_(weight)  # pyright: ignore
+    return model
+
+
+def load_model(
+    folder: Path, beside: AbstractSet[str] = frozenset(), without: AbstractSet[str] = frozenset()
+) -> nn.Module:
     """The model with float32 weights and our attention function. Raises `BirlError` for anything missing, damaged or
-    unfit."""
+    unfit. `beside` names weights that may be there and are not read, `without` such that may be missing."""
     check_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -79,6 +108,8 @@ def load_model(folder: Path) -> nn.Module:
     except Exception as error:
         raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
     model, report = loaded
+    report["missing_keys"] = set(report.get("missing_keys") or ()) - without
+    report["unexpected_keys"] = set(report.get("unexpected_keys") or ()) - beside
     check_report(folder, model, report)
     model.config.use_cache = False
     return model.eval()

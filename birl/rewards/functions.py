@@ -27,8 +27,13 @@ BUILTINS = {
     "math": "birl.rewards.math:math",
     "format": "birl.rewards.text:format",
     "length": "birl.rewards.text:length",
+    "endpoint": "birl.rewards.endpoint:endpoint",
 }
-OPTIONS = {"format_pattern": ("format", "pattern"), "length_target": ("length", "target")}
+OPTIONS = {
+    "format_pattern": ("format", "pattern"),
+    "length_target": ("length", "target"),
+    "address": ("endpoint", "address"),
+}
 
 Answers = list[float | str]
 """One entry for each completion: its value, or what is wrong with it."""

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from birl.algorithms.kl import ESTIMATORS
 from birl.algorithms.policy import policy_loss
 from birl.algorithms.reduce import DENOMINATORS
+from birl.algorithms.surrogates import clip
 
 LENGTHS = [3, 1, 4]
 GROUPS = [0, 0, 1]
@@ -54,9 +56,9 @@ def loss_of(preset: str, logp: torch.Tensor, old: torch.Tensor, advantage: torch
         torch.zeros_like(logp),
         old_logp=old,
         advantages=advantage,
+        sample=torch.tensor(sample),
         weights=weights,
-        clip_low=low,
-        clip_high=high,
+        surrogate=partial(clip, clip_low=low, clip_high=high),
         **options,
     )
 
@@ -99,12 +101,9 @@ def test_clipped_tokens_have_no_gradient_and_are_the_ones_counted() -> None:
         torch.zeros(4),
         old_logp=torch.zeros(4),
         advantages=advantage,
+        sample=torch.arange(4),
         weights=torch.ones(4),
-        ref_logp=None,
-        clip_low=0.2,
-        clip_high=0.2,
-        kl="k3",
-        kl_coef=0.0,
+        surrogate=partial(clip, clip_low=0.2, clip_high=0.2),
     )
     loss.backward()
     assert logp.grad is not None

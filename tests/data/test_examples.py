@@ -1,4 +1,4 @@
-"""Rows -> sequences: what is learned is what was said by whom it should be, the end token included, and nothing else."""
+"""Rows -> sequences: what is learned is what the right one said, its end token included, and nothing else."""
 
 from typing import Any
 
@@ -74,9 +74,10 @@ def test_prompt_and_response_are_what_a_rollout_would_have_been() -> None:
 
 def test_raw_text() -> None:
     example = texts([{"text": "The sum of two."}])[0]
-    assert whole(example) == "The sum of two.<|im_end|>" and sum(example.sequences[0].mask) == len(
-        example.sequences[0]
-    ) - 1
+    assert (
+        whole(example) == "The sum of two.<|im_end|>"
+        and sum(example.sequences[0].mask) == len(example.sequences[0]) - 1
+    )
     plain = texts([{"prompt": "The sum", "response": " of two."}], apply_chat_template=False)[0]
     assert whole(plain) == "The sum of two.<|im_end|>" and learned(plain) == [" of two.<|im_end|>"]
     untemplated = texts([{"prompt": "The sum", "response": " of two."}], template=False)[0]

@@ -1,4 +1,4 @@
-"""SFT, reward models and preference losses on tiny models: the numbers are the definition's, they learn, they resume."""
+"""SFT, reward models and preference losses on tiny models: the definition's numbers; they learn; they resume."""
 
 import json
 import math
@@ -20,7 +20,11 @@ from birl.text.chat import Chat
 LOOPS = {"sft": (schema.SFT, sft), "rm": (schema.RM, rm), "dpo": (schema.DPO, dpo)}
 TEXTS = [{"prompt": f"What is {i} + 2?", "response": f"The answer is {i + 2}."} for i in range(12)]
 PAIRS = [
-    {"prompt": f"What is {i} + 2?", "chosen": f"The answer is {i + 2}.", "rejected": f"Anna has {i} apples"[: 9 + i % 9]}
+    {
+        "prompt": f"What is {i} + 2?",
+        "chosen": f"The answer is {i + 2}.",
+        "rejected": f"Anna has {i} apples"[: 9 + i % 9],
+    }
     for i in range(12)
 ]
 GOLDEN = Path(__file__).parent / "golden"
@@ -84,7 +88,9 @@ def test_sft_loss_is_the_mean_negative_log_likelihood(tiny: Path, tmp_path: Path
 
 @pytest.mark.parametrize("command", LOOPS)
 def test_it_learns(tiny: Path, tmp_path: Path, command: str) -> None:
-    summary = run(tiny, tmp_path, command, "steps=25", "validation.every=10", held_out=PAIRS if command != "sft" else TEXTS)
+    summary = run(
+        tiny, tmp_path, command, "steps=25", "validation.every=10", held_out=PAIRS if command != "sft" else TEXTS
+    )
     steps = log(tmp_path)
     assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
     first, last = (log(tmp_path, "validation")[i] for i in (0, -1))
@@ -135,7 +141,9 @@ def test_golden_curve(tiny: Path, tmp_path: Path, command: str) -> None:
 
 def test_the_end_token_is_learned_though_it_is_the_padding_token_too(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "sft", "steps=30", "optimizer.lr=1e-2", rows=[{"prompt": "Hi", "response": "7"}] * 4)
-    export.export(checkpoint.latest(tmp_path / "run/checkpoints"), tmp_path / "run/model", tmp_path / "out", torch.float32)  # type: ignore
+    export.export(
+        checkpoint.latest(tmp_path / "run/checkpoints"), tmp_path / "run/model", tmp_path / "out", torch.float32
+    )  # type: ignore
     assert logprobs(tmp_path / "out", "Hi", "7").exp().min() > 0.9
 
 
@@ -152,7 +160,7 @@ def test_a_validation_split_and_its_best_checkpoint(tiny: Path, tmp_path: Path) 
 
 
 def test_a_reward_model_is_a_standard_one(tiny: Path, tmp_path: Path) -> None:
-    """Its scores are those of transformers' sequence classification, for sequences of any length in one padded batch."""
+    """Its scores are those of transformers' sequence classification, for texts of any length in one padded batch."""
     run(tiny, tmp_path, "rm", "steps=20")
     newest = checkpoint.latest(tmp_path / "run/checkpoints")
     assert newest is not None
@@ -170,7 +178,16 @@ def test_a_reward_model_is_a_standard_one(tiny: Path, tmp_path: Path) -> None:
         scores = model(**tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)).logits[:, 0]
     chosen, rejected = scores[0::2], scores[1::2]
     assert (chosen > rejected).all()
-    run(tiny, tmp_path / "again", "rm", f"model.path={tiny}", f"resume={newest}", "steps=21", "validation.every=20", held_out=PAIRS)
+    run(
+        tiny,
+        tmp_path / "again",
+        "rm",
+        f"model.path={tiny}",
+        f"resume={newest}",
+        "steps=21",
+        "validation.every=20",
+        held_out=PAIRS,
+    )
     first = log(tmp_path / "again", "validation")[0]
     assert first["validation/score/chosen"] == pytest.approx(chosen.mean().item(), abs=1e-4)
     assert first["validation/score/rejected"] == pytest.approx(rejected.mean().item(), abs=1e-4)
@@ -200,14 +217,27 @@ def test_every_preference_loss_prefers(tiny: Path, tmp_path: Path, loss: str) ->
 
 
 def test_dpo_begins_at_log_2_and_is_its_definition_after_a_step(tiny: Path, tmp_path: Path) -> None:
-    run(tiny, tmp_path, "dpo", "batch_size=12", "steps=2", "checkpoint.every=1", "optimizer.lr=1e-3", "checkpoint.keep_last=0")
+    run(
+        tiny,
+        tmp_path,
+        "dpo",
+        "batch_size=12",
+        "steps=2",
+        "checkpoint.every=1",
+        "optimizer.lr=1e-3",
+        "checkpoint.keep_last=0",
+    )
     steps = log(tmp_path)
-    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and steps[0]["reward/margin"] == pytest.approx(0, abs=1e-6)
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and steps[0]["reward/margin"] == pytest.approx(
+        0, abs=1e-6
+    )
     export.export(tmp_path / "run/checkpoints/step-000001", tmp_path / "run/model", tmp_path / "out", torch.float32)
     total = 0.0
     for row in PAIRS:
         gain = [
-            (logprobs(tmp_path / "out", row["prompt"], row[s]).sum() - logprobs(tiny, row["prompt"], row[s]).sum()).item()
+            (
+                logprobs(tmp_path / "out", row["prompt"], row[s]).sum() - logprobs(tiny, row["prompt"], row[s]).sum()
+            ).item()
             for s in ("chosen", "rejected")
         ]
         total += math.log1p(math.exp(-0.1 * (gain[0] - gain[1])))
@@ -225,8 +255,16 @@ def test_a_precomputed_reference_is_the_live_one(tiny: Path, tmp_path: Path, pie
 
 
 def test_kto_on_votes(tiny: Path, tmp_path: Path) -> None:
-    votes = [{"prompt": r["prompt"], "answer": r[s], "good": s == "chosen"} for r in PAIRS for s in ("chosen", "rejected")]
-    words = ("preference.loss=kto", "data.chosen_column=answer", "data.label_column=good", "steps=15", "optimizer.lr=1e-3")
+    votes = [
+        {"prompt": r["prompt"], "answer": r[s], "good": s == "chosen"} for r in PAIRS for s in ("chosen", "rejected")
+    ]
+    words = (
+        "preference.loss=kto",
+        "data.chosen_column=answer",
+        "data.label_column=good",
+        "steps=15",
+        "optimizer.lr=1e-3",
+    )
     run(tiny, tmp_path, "dpo", *words, rows=votes)
     steps = log(tmp_path)
     assert steps[0]["loss"] == pytest.approx(0.5, abs=1e-5) and steps[-1]["loss"] < 0.45
@@ -241,7 +279,13 @@ def test_what_is_too_long_for_a_micro_batch_is_told_before_the_first_step(tiny: 
 def test_dry_run_writes_nothing(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load(
         schema.DPO,
-        [f"model.path={tiny}", "data.train=[given]", "preference.reference=precomputed", f"run={tmp_path}/run", "threads=1"],
+        [
+            f"model.path={tiny}",
+            "data.train=[given]",
+            "preference.reference=precomputed",
+            f"run={tmp_path}/run",
+            "threads=1",
+        ],
     )
     found = dpo.train(config, dry_run=True, given=build.Given(train=PAIRS))
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-3) and "longest" in capsys.readouterr().out
@@ -256,7 +300,7 @@ def test_packing_shares_the_prompt_of_a_pair(tiny: Path) -> None:
     config = load(schema.RM, [f"model.path={tiny}", "data.train=[given]"])
     objective = rm.Ranking(config, policy, 100)
     examples = list(rm.pairs(policy, config.data, "train", 512, PAIRS)[0])
-    (batch, _), = objective.work(examples)
+    ((batch, _),) = objective.work(examples)
     separate = sum(len(s) + 1 for e in examples for s in e.sequences)
     assert len(batch.tokens) < 0.7 * separate and len(batch.source) == 2 * len(examples)
     assert isinstance(policy.chat, Chat)

@@ -1,0 +1,84 @@
+"""A reward model that judges answers: `reward.functions=[model] reward.model=FOLDER`.
+
+It is a frozen learner with a score head; it computes on the thread of the engine and the learner, packed, each prompt
+once for all its answers.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+from birl.config import schema
+from birl.data.examples import Tokens, answered, tokens_of
+from birl.data.pack import pack
+from birl.data.tasks import messages_of
+from birl.errors import BirlError
+from birl.learner.learner import Learner
+from birl.loops.policy import DTYPES
+from birl.models.device import choose
+from birl.models.forward import verify
+from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer, resolve
+from birl.text.chat import Chat
+from birl.types import Sample
+
+
+def scored(tokens: Tokens, group: int) -> Sample:
+    """A sequence whose score is asked for: it is read where the token behind the last one would be predicted. That
+    token only marks the place; nothing attends to it."""
+    sample = tokens.sample(group)
+    n = len(sample.tokens)
+    return replace(
+        sample,
+        tokens=(*sample.tokens, sample.tokens[-1]),
+        mask=(False,) * n + (True,),
+        logprobs=(0.0,) * (n + 1),
+        versions=(-1,) * (n + 1),
+    )
+
+
+class RewardModel:
+    """A reward function: (completions, prompts) -> scores. Raises `BirlError` where the folder holds no reward
+    model."""
+
+    __name__ = "model"
+
+    def __init__(self, path: str, config: schema.Model, compute: Executor, tokens: int = 8192) -> None:
+        folder = resolve(path)
+        model = load_reward_model(folder).to(choose(config.device))
+        verify(model)
+        tokenizer = load_tokenizer(folder)
+        self.chat = Chat(tokenizer)
+        self.chat.end_ids = end_ids(model, tokenizer)
+        self.limit = context_limit(model)
+        self.tokens = max(tokens, self.limit + 1)
+        self.learner = Learner(model, dtype=DTYPES[config.dtype], trainable=False)
+        self.compute = compute
+
+    async def __call__(self, completions: list[str], prompts: list[Any]) -> list[float]:
+        return await asyncio.get_running_loop().run_in_executor(self.compute, self.scores, completions, prompts)
+
+    def scores(self, completions: Sequence[str], prompts: Sequence[Any]) -> list[float]:
+        """One score for each completion. Raises `BirlError` for what is longer than the model's context."""
+        pairs = enumerate(zip(prompts, completions, strict=True))
+        samples = [scored(self.read(p, c), self.group(prompts, i)) for i, (p, c) in pairs]
+        found = [0.0] * len(samples)
+        for batch in pack(samples, [0.0] * len(samples), self.tokens):
+            for number, value in zip(batch.sample.tolist(), self.learner.forward(batch).tolist(), strict=True):
+                found[number] = value
+        return found
+
+    def read(self, prompt: Any, completion: str) -> Tokens:
+        asked = prompt if isinstance(prompt, str) else messages_of(prompt, "reward model", "prompt")
+        ids, mask = answered(self.chat, schema.Files(), asked, completion, ["assistant"])
+        if len(ids) > self.limit:
+            raise BirlError(f"an answer of {len(ids)} tokens with its prompt; the reward model reads {self.limit}")
+        return tokens_of(ids, mask, "reward model", ["assistant"])
+
+    @staticmethod
+    def group(prompts: Sequence[Any], index: int) -> int:
+        """Neighbours with one prompt share it."""
+        while index > 0 and prompts[index] == prompts[index - 1]:
+            index -= 1
+        return index
