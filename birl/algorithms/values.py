@@ -36,14 +36,12 @@ def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: f
     16).
 
     After a sample's last token V and A are 0: an episode ends there, or is taken to. [N], [N], [N] -> advantages [N],
-    returns [N]. Computed in
-    Python floats.
+    returns [N]. Computed in Python floats.
     """
     advantages: list[float] = []
     following, value_after = 0.0, 0.0
-    backwards: list[list[float]] = (
-        torch.stack([rewards.detach().double(), values.detach().double(), ends(sample).double()]).flip(1).T.tolist()
-    )  # pyright: ignore[reportUnknownMemberType]
+    steps = torch.stack([rewards.detach().double(), values.detach().double(), ends(sample).double()]).flip(1).T
+    backwards: list[list[float]] = steps.tolist()  # pyright: ignore[reportUnknownMemberType]
     for reward, value, end in backwards:
         if end:
             following, value_after = 0.0, 0.0
@@ -90,8 +88,8 @@ def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
     """(x - mean) / (std + EPS), plus mean without shift_mean.
 
     The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
-    micro-batches. TRL and verl divide by sqrt(var + 1e-8) with the sample variance. Equal values
-    give 0 (or the mean), as does one value. [N] -> [N].
+    micro-batches. TRL and verl divide by sqrt(var + 1e-8) with the sample variance. Equal values give 0
+    (or the mean), as does one value. [N] -> [N].
     """
     if not len(x):
         return x

@@ -234,6 +234,8 @@ def test_dtype_follows_and_extremes_stay_finite(
     for tensor in (found.loss, found.ratio, gradient):
         assert tensor.dtype == dtype and bool(tensor.isfinite().all())
     assert found.ratio.max() <= math.exp(LOG_LIMIT) * 1.001
+    if name in ("clip", "gmpo", "importance", "dppo"):  # a bad answer far above its old probability
+        assert found.clipped[1] and gradient[1] == 0
 
 
 def test_dual_clip_bounds_the_loss_of_bad_answers_only() -> None:
