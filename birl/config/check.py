@@ -108,6 +108,8 @@ RANGES: dict[str, Range] = {
     "optimizer.eps": POSITIVE,
     "optimizer.weight_decay": ANY,
     "optimizer.max_grad_norm": ANY,
+    "lora.rank": ANY,
+    "lora.alpha": POSITIVE,
     "learner.tokens_per_microbatch": COUNT,
     "learner.max_logprob_gap": POSITIVE,
     "checkpoint.every": ANY,
@@ -150,6 +152,7 @@ def problems(config: RL | Eval) -> list[str]:
         *_algorithm(config),
         *_sizes(config),
         *_optimizer(config),
+        *_lora(config),
         *_run(config),
     ]
 
@@ -461,6 +464,16 @@ def _optimizer(config: RL) -> list[str]:
         found += _without_effect(
             config, "epochs", f"steps={config.steps} decides the length of the run; drop one of the two"
         )
+    return found
+
+
+def _lora(config: RL) -> list[str]:
+    found = []
+    if config.lora.rank == 0:
+        for key in ("lora.alpha", "lora.targets", "lora.dora"):
+            found += _without_effect(config, key, "lora.rank=0 trains all weights; set lora.rank=16")
+    elif not config.lora.targets:
+        found.append("lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].")
     return found
 
 

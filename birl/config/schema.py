@@ -203,6 +203,19 @@ class Optimizer:
 
 
 @dataclass(kw_only=True)
+class Lora:
+    rank: int = 0
+    """Rank of the matrices that are trained in place of the weights (LoRA). 0: train all weights."""
+    alpha: float = 32.0
+    """What they add to a weight is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that are trained, by name as in peft (q_proj, layers.0.mlp.up_proj), or all-linear: every one but
+    the head. All else is frozen."""
+    dora: bool = False
+    """Train the length of every row of a weight apart from its direction (DoRA)."""
+
+
+@dataclass(kw_only=True)
 class Learner:
     tokens_per_microbatch: int = 4096
     """Most tokens in one forward and backward pass; bounds the memory, never changes the result."""
@@ -249,6 +262,7 @@ class RL:
     reward: Reward = field(default_factory=Reward)
     engine: Engine = field(default_factory=Engine)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora = field(default_factory=Lora)
     learner: Learner = field(default_factory=Learner)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     track: Track = field(default_factory=Track)

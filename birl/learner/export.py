@@ -1,33 +1,131 @@
-"""A checkpoint as a model folder in Hugging Face format."""
+"""A checkpoint as a model folder in Hugging Face format, or, of LoRA, as an adapter folder in peft's."""
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.lora import digest, merged, targets
+from birl.models.load import load_model, resolve, skeleton
 
 
-def export(path: Path, model_files: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """`model_files` is the run's `model/` folder: configuration and tokenizer. Raises `BirlError` where `target`
-    exists."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """The checkpoint `path` of the run `run` as a whole model; of LoRA the merged one, for which the model that the run
+    began with must still be there. Raises `BirlError` where `target` exists."""
+    with written(target) as part:
+        model = skeleton(run / "model")
+        weights = checkpoint.read_tensors(path, "model.")
+        if found := adapters(weights):
+            weights = merged_weights(base_model(path, run), found, alpha_of(path))
+        _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()  # pyright: ignore
+        absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]
+        if unexpected or absent:
+            raise BirlError(f"{path} does not fit {run}/model: missing {absent[:5]}, unexpected {list(unexpected)[:5]}.")
+        shutil.copytree(run / "model", part, dirs_exist_ok=True)
+        model.to(dtype).save_pretrained(part)  # pyright: ignore
 
+
+def export_adapter(path: Path, run: Path, target: Path) -> None:
+    """The LoRA matrices alone, for `peft.PeftModel.from_pretrained(base, target)`. Raises `BirlError` where `target`
+    exists, and for a checkpoint that holds whole weights."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    found = adapters(checkpoint.read_tensors(path, "model."))
+    if not found:
+        raise BirlError(
+            f"{path} holds whole weights and no adapter: lora.rank was 0. `birl checkpoints {run} export` writes them."
+        )
+    first = next(iter(found.values()))
+    alpha = alpha_of(path)
+    config = LoraConfig(
+        r=len(first["lora_A"]),
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore
+        target_modules=short(list(found), skeleton(run / "model")),
+        use_dora="lora_magnitude" in first,
+        base_model_name_or_path=base_name(run),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+    tensors = {f"base_model.model.{n}.{names[key]}": t for n, parts in found.items() for key, t in parts.items()}
+    with written(target) as part:
+        config.save_pretrained(str(part))
+        save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """A new folder that gets its name when it is complete."""
     if target.exists():
         raise BirlError(f"{target} exists already. Name another folder or delete it.")
-    config = AutoConfig.from_pretrained(model_files)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    weights = checkpoint.read_tensors(path, "model.")
-    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]
-    if unexpected or absent:
-        raise BirlError(f"{path} does not fit {model_files}: missing {absent[:5]}, unexpected {list(unexpected)[:5]}.")
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    shutil.copytree(model_files, part, dirs_exist_ok=True)
-    model.to(dtype).save_pretrained(part)
-    part.rename(target)
+    try:
+        yield part
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def adapters(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Module -> lora_A, lora_B and lora_magnitude -> tensor; empty where whole weights were trained."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind in ("lora_A", "lora_B", "lora_magnitude"):
+            found.setdefault(module, {})[kind] = tensor
+    return found
+
+
+def alpha_of(path: Path) -> float:
+    return checkpoint.read_tensors(path, "lora.")["alpha"].item()
+
+
+def merged_weights(base: nn.Module, found: dict[str, dict[str, Tensor]], alpha: float) -> dict[str, Tensor]:
+    weights = {**base.state_dict()}
+    for name, parts in found.items():
+        a, b = parts["lora_A"], parts["lora_B"]
+        weight = weights[f"{name}.weight"]
+        weights[f"{name}.weight"] = merged(weight, a, b, parts.get("lora_magnitude"), alpha / len(a))
+    return weights
+
+
+def base_model(path: Path, run: Path) -> nn.Module:
+    """The model that the run began with. Raises `BirlError` where it is gone or has changed."""
+    name = json.loads((run / "config.json").read_text())["model.path"]
+    try:
+        model = load_model(resolve(name))
+    except BirlError as error:
+        raise BirlError(
+            f"{path} holds LoRA matrices, and the model that they belong to is needed as well: {error} Export from the "
+            f"folder where the run was started, or only the adapter: `birl checkpoints {run} export-adapter`."
+        ) from error
+    if digest(model) != bytes(checkpoint.read_tensors(path, "lora.")["base"].tolist()):
+        raise BirlError(
+            f"{path} holds LoRA matrices for other weights than model.path={name} has now. Put the model back that the "
+            f"run began with, or export only the adapter: `birl checkpoints {run} export-adapter`."
+        )
+    return model
+
+
+def base_name(run: Path) -> str:
+    """What peft loads the base model from: a hub id, or an absolute path."""
+    name = json.loads((run / "config.json").read_text())["model.path"]
+    if name != "smollm2" and not Path(name).expanduser().exists():
+        return name
+    return str(resolve(name).resolve())
+
+
+def short(names: list[str], model: nn.Module) -> list[str]:
+    """Target modules by their last names (q_proj) where that means the same, as other programs expect; else in full."""
+    last = sorted({name.rpartition(".")[2] for name in names})
+    return last if targets(model, last) == names else names

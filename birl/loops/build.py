@@ -21,6 +21,7 @@ from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.learner.lora import Lora
 from birl.loops.evaluate import Plan, plan
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy, longest_prompt
 from birl.loops.run_folder import claim, find_checkpoint
@@ -218,7 +219,15 @@ def make_learner(config: schema.RL, model: nn.Module) -> Learner:
         max_grad_norm=optimizer.max_grad_norm,
         gradient_checkpointing=config.learner.gradient_checkpointing,
         offload=optimizer.offload == "cpu",
+        lora=lora_of(config),
     )
+
+
+def lora_of(config: schema.RL) -> Lora | None:
+    lora = config.lora
+    if lora.rank == 0:
+        return None
+    return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora, seed=config.seed)
 
 
 def make_rewards(config: schema.Reward, given: Sequence[Callable[..., Any] | str] = ()) -> Rewards:
