@@ -27,7 +27,9 @@ def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloa
         model.tie_weights()  # pyright: ignore
         absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]
         if unexpected or absent:
-            raise BirlError(f"{path} does not fit {run}/model: missing {absent[:5]}, unexpected {list(unexpected)[:5]}.")
+            raise BirlError(
+                f"{path} does not fit {run}/model: missing {absent[:5]}, unexpected {list(unexpected)[:5]}."
+            )
         shutil.copytree(run / "model", part, dirs_exist_ok=True)
         model.to(dtype).save_pretrained(part)  # pyright: ignore
 

@@ -155,7 +155,7 @@ class Learner:
         return self.masters.weights()
 
     def loaded(self, version: int) -> None:
-        """Call after new values were written into `tensors()`. Raises `BirlError` where they belong to other weights."""
+        """Call after new values were written into `tensors()`. Raises `BirlError` where they belong to another base."""
         self.masters.loaded()
         self.version = version
 

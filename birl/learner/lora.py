@@ -150,7 +150,10 @@ class Adapters:
     def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
         self.base, self.alpha = digest(model), lora.alpha
-        self.marks = {"lora.base": torch.empty(32, dtype=torch.uint8), "lora.alpha": torch.empty((), dtype=torch.float64)}
+        self.marks = {
+            "lora.base": torch.empty(32, dtype=torch.uint8),
+            "lora.alpha": torch.empty((), dtype=torch.float64),
+        }
         self._mark()
         model.requires_grad_(False)
         random = torch.Generator().manual_seed(lora.seed)

@@ -154,9 +154,7 @@ def test_loss_and_gradients_are_pefts(way: str, dora: bool) -> None:
 @pytest.mark.parametrize("wanted", [["q_proj"], ["k_proj", "down_proj"], ["layers.1.mlp.up_proj"], ["all-linear"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", [*WAYS, "qwen2, with biases", "untied"])
-def test_only_targets_have_a_gradient_and_it_is_the_whole_one(
-    way: str, dtype: torch.dtype, wanted: list[str]
-) -> None:
+def test_only_targets_have_a_gradient_and_it_is_the_whole_one(way: str, dtype: torch.dtype, wanted: list[str]) -> None:
     """Frozen neighbours in one product, frozen layers below, frozen norms, biases, embedding and head."""
     full, learner = Learner(model_of(way), dtype=dtype), learner_of(way, dtype, targets=wanted)
     backward(full, 60)
@@ -344,9 +342,7 @@ def test_export_needs_the_base_and_says_so(tiny: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "other").exists() and not (tmp_path / "other.part").exists()
 
 
-def test_a_run_of_whole_weights_has_no_adapter(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_whole_weights_has_no_adapter(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tiny, tmp_path, "steps=1")
     assert main(["checkpoints", str(run), "export-adapter", "last", str(tmp_path / "adapter")]) == 2
     assert "lora.rank was 0" in capsys.readouterr().err
@@ -358,4 +354,4 @@ def test_the_reward_rises(tiny: Path, tmp_path: Path, words: list[str]) -> None:
     steps = test_rl.log(tmp_path)
     rewards = [m["reward/mean"] for m in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
-    assert max(m["mismatch/mean"] for m in steps) < 1e-5
+    assert max(m["mismatch/mean"] or 0 for m in steps) < 1e-5
