@@ -118,9 +118,8 @@ def test_it_begins_as_the_base_model_bit_for_bit(way: str, dtype: torch.dtype, d
     assert torch.equal(base.forward(batch), learner.forward(batch))
     learner.masters.publish()  # a merge of nothing is nothing
     assert torch.equal(base.forward(batch), learner.forward(batch))
-    assert all(torch.equal(w, base.model.get_parameter(n).float()) for n, w in learner.weights().items()) or (
-        dtype == torch.bfloat16
-    )
+    for name, weight in learner.weights().items():
+        assert torch.equal(weight.to(dtype), base.model.get_parameter(name))
 
 
 @pytest.mark.parametrize("way", [*WAYS, "qwen2, with biases"])
@@ -354,4 +353,5 @@ def test_the_reward_rises(tiny: Path, tmp_path: Path, words: list[str]) -> None:
     steps = test_rl.log(tmp_path)
     rewards = [m["reward/mean"] for m in steps]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
-    assert max(m["mismatch/mean"] or 0 for m in steps) < 1e-5
+    bound = 0.05 if kernels.problem() and "model.dtype=bfloat16" in words else 1e-5
+    assert max(m["mismatch/mean"] or 0 for m in steps) < bound
