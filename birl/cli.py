@@ -53,6 +53,8 @@ USAGE = {
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"
     "       birl checkpoints RUN verify [STEP]         compare every file with its digest; 1 where one differs\n"
     "       birl checkpoints RUN export STEP FOLDER    write a Hugging Face model folder (STEP: number, last, best)\n"
+    "       birl checkpoints RUN export-adapter STEP FOLDER\n"
+    "                                                  of a run with lora.rank: the adapter alone, in peft's format\n"
     "       birl checkpoints RUN prune N               keep the newest N and the best",
     "cache": "Usage: birl cache [list]        converted models and their size\n"
     "       birl cache clear NAME    remove those whose name begins so\n"

@@ -107,8 +107,8 @@ def pass_at_k(rewards: Tensor, group: Tensor, k: int) -> Tensor:
     """
     if not bool(((rewards == 0) | (rewards == 1)).all()):
         raise ValueError("pass@k training needs rewards of 0 and 1")
-    sizes: list[int] = _sizes(group).tolist()  # pyright: ignore[reportUnknownMemberType]
-    wrong: list[float] = _group_sum(1 - rewards, group).tolist()  # pyright: ignore[reportUnknownMemberType]
+    sizes: list[int] = _sizes(group).tolist()  # pyright: ignore
+    wrong: list[float] = _group_sum(1 - rewards, group).tolist()  # pyright: ignore
     table: list[tuple[float, float]] = []
     for n, m in zip(sizes, (round(m) for m in wrong), strict=True):
         if n and not 1 <= k <= n:

@@ -41,7 +41,7 @@ def gae(rewards: Tensor, values: Tensor, sample: Tensor, *, gamma: float, lam: f
     advantages: list[float] = []
     following, value_after = 0.0, 0.0
     steps = torch.stack([rewards.detach().double(), values.detach().double(), ends(sample).double()]).flip(1).T
-    backwards: list[list[float]] = steps.tolist()  # pyright: ignore[reportUnknownMemberType]
+    backwards: list[list[float]] = steps.tolist()  # pyright: ignore
     for reward, value, end in backwards:
         if end:
             following, value_after = 0.0, 0.0

@@ -147,6 +147,8 @@ RANGES: dict[str, Range] = {
     "optimizer.eps": POSITIVE,
     "optimizer.weight_decay": ANY,
     "optimizer.max_grad_norm": ANY,
+    "lora.rank": ANY,
+    "lora.alpha": POSITIVE,
     "learner.tokens_per_microbatch": COUNT,
     "learner.max_logprob_gap": POSITIVE,
     "checkpoint.every": ANY,
@@ -186,7 +188,7 @@ def problems(config: Config) -> list[str]:
     """Every reason why this configuration cannot run; empty when it can."""
     found = [*_choices(config), *_ranges(config), *_model(config)]
     if isinstance(config, Stage):
-        return [*found, *_data(config), *_stage(config), *_optimizer(config, 1), *_run(config)]
+        return [*found, *_data(config), *_stage(config), *_optimizer(config, 1), *_lora(config), *_run(config)]
     found += [*_rewards(config), *_validation(config)]
     if isinstance(config, Eval):
         return found + _eval(config)
@@ -197,6 +199,7 @@ def problems(config: Config) -> list[str]:
         *_algorithm(config),
         *_sizes(config),
         *_optimizer(config, config.algorithm.updates_per_batch),
+        *_lora(config),
         *_run(config),
     ]
 
@@ -675,6 +678,16 @@ def _optimizer(config: RL | Stage, updates_per_step: int) -> list[str]:
         found += _without_effect(
             config, "epochs", f"steps={config.steps} decides the length of the run; drop one of the two"
         )
+    return found
+
+
+def _lora(config: RL | Stage) -> list[str]:
+    found = []
+    if config.lora.rank == 0:
+        for key in ("lora.alpha", "lora.targets", "lora.dora"):
+            found += _without_effect(config, key, "lora.rank=0 trains all weights; set lora.rank=16")
+    elif not config.lora.targets:
+        found.append("lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].")
     return found
 
 

@@ -336,6 +336,19 @@ class Optimizer:
 
 
 @dataclass(kw_only=True)
+class Lora:
+    rank: int = 0
+    """Rank of the matrices that are trained in place of the weights (LoRA). 0: train all weights."""
+    alpha: float = 32.0
+    """What they add to a weight is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that are trained, by name as in peft (q_proj, layers.0.mlp.up_proj), or all-linear: every one but
+    the head. All else is frozen."""
+    dora: bool = False
+    """Train the length of every row of a weight apart from its direction (DoRA)."""
+
+
+@dataclass(kw_only=True)
 class Compute:
     """What every learner has."""
 
@@ -435,6 +448,7 @@ class RL:
     reward: Reward = field(default_factory=Reward)
     engine: Engine = field(default_factory=Engine)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora = field(default_factory=Lora)
     learner: Learner = field(default_factory=Learner)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     track: Track = field(default_factory=Track)
@@ -461,6 +475,7 @@ class Stage:
     data: Files = field(default_factory=Files)
     validation: HeldOut = field(default_factory=HeldOut)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora = field(default_factory=Lora)
     learner: Compute = field(default_factory=Compute)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     track: Reports = field(default_factory=Reports)

@@ -1,4 +1,4 @@
-"""`birl checkpoints RUN [verify [STEP] | export STEP FOLDER | prune N]`"""
+"""`birl checkpoints RUN [verify [STEP] | export STEP FOLDER | export-adapter STEP FOLDER | prune N]`"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from birl.errors import BirlError
 from birl.learner import checkpoint
 
-USAGE = "birl checkpoints RUN [verify [STEP] | export STEP FOLDER | prune N]"
+USAGE = "birl checkpoints RUN [verify [STEP] | export STEP FOLDER | export-adapter STEP FOLDER | prune N]"
 
 
 def run(words: Sequence[str]) -> int:
@@ -16,7 +16,9 @@ def run(words: Sequence[str]) -> int:
         case [folder, "verify", *steps] if len(steps) < 2:
             return _verify(_root(folder), steps)
         case [folder, "export", step, target]:
-            return _export(_root(folder), step, Path(target))
+            return _export(_root(folder), step, Path(target), adapter=False)
+        case [folder, "export-adapter", step, target]:
+            return _export(_root(folder), step, Path(target), adapter=True)
         case [folder, "prune", count] if count.isdigit() and int(count) > 0:
             return _prune(_root(folder), int(count))
         case _:
@@ -85,11 +87,11 @@ def _find(root: Path, step: str) -> Path:
     return found[wanted]
 
 
-def _export(root: Path, step: str, target: Path) -> int:
-    from birl.learner.export import export
+def _export(root: Path, step: str, target: Path, adapter: bool) -> int:
+    from birl.learner.export import export, export_adapter
 
     source = _find(root, step)
-    export(source, root.parent / "model", target)
+    (export_adapter if adapter else export)(source, root.parent, target)
     print(f"{source} -> {target}")
     return 0
 

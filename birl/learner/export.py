@@ -1,51 +1,153 @@
-"""A checkpoint as a model folder in Hugging Face format."""
+"""A checkpoint as a model folder in Hugging Face format, or, of LoRA, as an adapter folder in peft's."""
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.lora import digest, merged, targets
+from birl.models.heads import HEADS
+from birl.models.load import load_model, load_tokenizer, resolve, skeleton
 
 
-def export(path: Path, model_files: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """`model_files` is the run's `model/` folder: configuration and tokenizer. A model with a score head becomes a
-    sequence-classification model with one label. Raises `BirlError` where `target` exists."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
-    if target.exists():
-        raise BirlError(f"{target} exists already. Name another folder or delete it.")
-    config = AutoConfig.from_pretrained(model_files)
-    tokenizer = AutoTokenizer.from_pretrained(model_files)
-    weights = checkpoint.read_tensors(path, "model.")
-    scores = "score.weight" in weights
-    if scores:
-        config.num_labels = 1
-        config.pad_token_id = tokenizer.pad_token_id = padding(tokenizer)
-        weights.pop("lm_head.weight", None)
-    weights.pop("value.weight", None)  # a critic's, which nothing but training needs
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(config, dtype=torch.float32)
-    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]
-    if unexpected or absent:
-        raise BirlError(f"{path} does not fit {model_files}: missing {absent[:5]}, unexpected {list(unexpected)[:5]}.")
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    shutil.copytree(model_files, part, dirs_exist_ok=True)
-    if scores:
-        tokenizer.save_pretrained(part)
-    model.to(dtype).save_pretrained(part)
-    part.rename(target)
+def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """The checkpoint `path` of the run `run` as a whole model; with a score head as a sequence-classification model of
+    one label; of LoRA the merged one, for which the model that the run began with must still be there. Raises
+    `BirlError` where `target` exists."""
+    with written(target) as part:
+        weights = checkpoint.read_tensors(path, "model.")
+        if found := adapters(weights):
+            heads = {name: weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
+            weights = merged_weights(base_model(path, run), found, alpha_of(path))
+            weights |= {f"{name}.weight": head for name, head in heads.items()}
+        weights.pop("value.weight", None)  # a critic's, which nothing but training needs
+        scores = "score.weight" in weights
+        model = skeleton(run / "model", scores)
+        if scores:
+            weights.pop("lm_head.weight", None)
+        _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()  # pyright: ignore
+        absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]
+        if unexpected or absent:
+            raise BirlError(
+                f"{path} does not fit {run}/model: missing {absent[:5]}, unexpected {list(unexpected)[:5]}."
+            )
+        shutil.copytree(run / "model", part, dirs_exist_ok=True)
+        if scores:
+            tokenizer = load_tokenizer(run / "model")
+            model.config.pad_token_id = tokenizer.pad_token_id = padding(tokenizer)  # pyright: ignore
+            tokenizer.save_pretrained(part)
+        model.to(dtype).save_pretrained(part)  # pyright: ignore
 
 
-def padding(tokenizer: Any) -> int | None:
+def padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """A token to pad with that ends no text. transformers reads a score at the last token that is not padding: were
     that the end token, as in many chat models, it would read one token too early."""
     special = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
     return special[0] if special else None
+
+
+def export_adapter(path: Path, run: Path, target: Path) -> None:
+    """The LoRA matrices alone, for `peft.PeftModel.from_pretrained(base, target)`. Raises `BirlError` where `target`
+    exists, and for a checkpoint that holds whole weights."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    found = adapters(checkpoint.read_tensors(path, "model."))
+    if not found:
+        raise BirlError(
+            f"{path} holds whole weights and no adapter: lora.rank was 0. `birl checkpoints {run} export` writes them."
+        )
+    first = next(iter(found.values()))
+    alpha = alpha_of(path)
+    config = LoraConfig(
+        r=len(first["lora_A"]),
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore
+        target_modules=short(list(found), skeleton(run / "model")),
+        use_dora="lora_magnitude" in first,
+        base_model_name_or_path=base_name(run),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+    tensors = {f"base_model.model.{n}.{names[key]}": t for n, parts in found.items() for key, t in parts.items()}
+    with written(target) as part:
+        config.save_pretrained(str(part))
+        save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def written(target: Path) -> Iterator[Path]:
+    """A new folder that gets its name when it is complete."""
+    if target.exists():
+        raise BirlError(f"{target} exists already. Name another folder or delete it.")
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def adapters(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Module -> lora_A, lora_B and lora_magnitude -> tensor; empty where whole weights were trained."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind in ("lora_A", "lora_B", "lora_magnitude"):
+            found.setdefault(module, {})[kind] = tensor
+    return found
+
+
+def alpha_of(path: Path) -> float:
+    return checkpoint.read_tensors(path, "lora.")["alpha"].item()
+
+
+def merged_weights(base: nn.Module, found: dict[str, dict[str, Tensor]], alpha: float) -> dict[str, Tensor]:
+    weights = {**base.state_dict()}
+    for name, parts in found.items():
+        a, b = parts["lora_A"], parts["lora_B"]
+        weight = weights[f"{name}.weight"]
+        weights[f"{name}.weight"] = merged(weight, a, b, parts.get("lora_magnitude"), alpha / len(a))
+    return weights
+
+
+def base_model(path: Path, run: Path) -> nn.Module:
+    """The model that the run began with. Raises `BirlError` where it is gone or has changed."""
+    name = json.loads((run / "config.json").read_text())["model.path"]
+    try:
+        model = load_model(resolve(name))
+    except BirlError as error:
+        raise BirlError(
+            f"{path} holds LoRA matrices, and the model that they belong to is needed as well: {error} Export from the "
+            f"folder where the run was started, or only the adapter: `birl checkpoints {run} export-adapter`."
+        ) from error
+    if digest(model) != bytes(checkpoint.read_tensors(path, "lora.")["base"].tolist()):
+        raise BirlError(
+            f"{path} holds LoRA matrices for other weights than model.path={name} has now. Put the model back that the "
+            f"run began with, or export only the adapter: `birl checkpoints {run} export-adapter`."
+        )
+    return model
+
+
+def base_name(run: Path) -> str:
+    """What peft loads the base model from: a hub id, or an absolute path."""
+    name = json.loads((run / "config.json").read_text())["model.path"]
+    if name != "smollm2" and not Path(name).expanduser().exists():
+        return name
+    return str(resolve(name).resolve())
+
+
+def short(names: list[str], model: nn.Module) -> list[str]:
+    """Target modules by their last names (q_proj) where that means the same, as other programs expect; else in full."""
+    last = sorted({name.rpartition(".")[2] for name in names})
+    return last if targets(model, last) == names else names

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.data.pack import Batch
+from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import Masters, adamw
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states, packed
@@ -64,7 +65,8 @@ class Stats:
 class Learner:
     """A model, and (unless it is frozen) its optimizer. Weights are float32; `dtype` is what it computes in.
 
-    `version` counts optimizer steps: it names the weights.
+    `version` counts optimizer steps: it names the weights. With `lora` small matrices are trained instead of the
+    weights, and the model's own parameters hold the merged ones (`lora.py`).
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Learner:
         gradient_checkpointing: bool = False,
         trainable: bool = True,
         offload: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         self.model = model
         self.temperature = temperature
@@ -97,7 +100,7 @@ class Learner:
             # transformers recomputes only in training mode; there is no dropout in it that train() could switch on
             model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
             model.train()
-        self.masters = Masters(model, dtype, offload)
+        self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
         self._make_optimizer_state()
 
@@ -141,6 +144,7 @@ class Learner:
     def optim_step(self, lr: float) -> float:
         """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
         afterwards."""
+        self.masters.gather()
         tensors = list(self.masters.tensors.values())
         for tensor in tensors:
             if tensor.grad is None:
@@ -159,8 +163,8 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers,
-        optimizer state."""
-        found: dict[str, Tensor] = {}
+        optimizer state. With LoRA the matrices instead of the weights, and which base they belong to."""
+        found = dict(self.masters.marks)
         for name, master in self.masters.tensors.items():
             found[f"model.{name}"] = master.data
             for key, value in self.optimizer.state[master].items():
@@ -173,11 +177,11 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The float32 weights alone, by the model's own names."""
-        return {name: master.data for name, master in self.masters.tensors.items()}
+        return self.masters.weights()
 
     def loaded(self, version: int) -> None:
-        """Call after new values were written into `tensors()`."""
-        self.masters.publish()
+        """Call after new values were written into `tensors()`. Raises `BirlError` where they belong to another base."""
+        self.masters.loaded()
         self.version = version
 
     def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor, Batch]:

@@ -7,11 +7,15 @@ smaller than half a unit in the last place (measured; `tests/learner/test_optimi
 """
 
 from math import cos, pi
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from birl.models import decoder, fused_decoder
+
+if TYPE_CHECKING:
+    from birl.learner.lora import Adapters
 
 
 class Masters:
@@ -22,6 +26,7 @@ class Masters:
         self.model = model
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.tensors: dict[str, Tensor] = {}
+        self.marks: dict[str, Tensor] = {}  # what else a checkpoint must agree with: nothing
         self.separate = offload or dtype != torch.float32
         for name, parameter in self.parameters.items():
             if not self.separate:
@@ -30,17 +35,27 @@ class Masters:
             master = _on_cpu(parameter.data) if offload else parameter.data.float()
             self.tensors[name] = master
             parameter.data = parameter.data.to(dtype)
-            parameter.register_post_accumulate_grad_hook(_move_grad_to(master))
+            parameter.register_post_accumulate_grad_hook(move_grad_to(master))
             if not offload:
                 parameter.master = master  # pyright: ignore  birl's kernels add gradients to it directly
+
+    def gather(self) -> None:
+        """Before the step: every gradient is in its master already."""
 
     def publish(self) -> None:
         """Round the masters into the module's own parameters, and have every copy of them made anew."""
         decoder.weights_changed(self.model)
         fused_decoder.weights_changed(self.model)
-        if self.separate:
+        if self.separate and self.tensors:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
+
+    def loaded(self) -> None:
+        """New values were written into `tensors`."""
+        self.publish()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: master.data for name, master in self.tensors.items()}
 
 
 def _on_cpu(weight: Tensor) -> Tensor:
@@ -49,7 +64,9 @@ def _on_cpu(weight: Tensor) -> Tensor:
     return copy.pin_memory() if weight.is_cuda else copy
 
 
-def _move_grad_to(master: Tensor):
+def move_grad_to(master: Any):
+    """After each backward pass of a parameter: its gradient goes to where `master.grad` is summed in float32."""
+
     def hook(parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is None:  # the kernels have put it where it belongs
@@ -63,7 +80,9 @@ def _move_grad_to(master: Tensor):
     return hook
 
 
-def adamw(masters: Masters, *, betas: tuple[float, float], eps: float, weight_decay: float) -> torch.optim.AdamW:
+def adamw(
+    masters: "Masters | Adapters", *, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
     """Weight decay is for matrices; norms and biases have none."""
     tensors = list(masters.tensors.values())
     groups = [

@@ -20,6 +20,7 @@ from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.learner.lora import Lora
 from birl.loops.credit import CRITIC, Credit
 from birl.loops.custom import part
 from birl.loops.evaluate import Plan, plan
@@ -278,7 +279,15 @@ def make_learner(config: schema.RL | schema.Stage, model: nn.Module) -> Learner:
         max_grad_norm=optimizer.max_grad_norm,
         gradient_checkpointing=config.learner.gradient_checkpointing,
         offload=optimizer.offload == "cpu",
+        lora=lora_of(config),
     )
+
+
+def lora_of(config: schema.RL | schema.Stage) -> Lora | None:
+    lora = config.lora
+    if lora.rank == 0:
+        return None
+    return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora, seed=config.seed)
 
 
 def make_rewards(

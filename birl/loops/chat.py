@@ -119,5 +119,5 @@ def model_of(target: str) -> str:
     goal = run / "export" / chosen.name
     if not goal.is_dir():
         print(f"Exporting {chosen} ...")
-        export(chosen, run / "model", goal)
+        export(chosen, run, goal)
     return str(goal)

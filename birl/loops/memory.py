@@ -21,6 +21,7 @@ from birl.engine.pages import pages_for
 from birl.engine.runner import cache_shape
 from birl.engine.scheduler import PREFILL
 from birl.kernels import PAGE
+from birl.learner.lora import targets
 from birl.loops.policy import DTYPES, SHARE
 from birl.models.decoder import head_dim, shaped
 from birl.models.fused_decoder import fused_for
@@ -117,6 +118,24 @@ class Shape:
         return 4 * self.hidden + self.wide * 4 * (self.hidden + self.inner)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Parameters whose gradient is summed, and those that AdamW steps. The same, but with LoRA."""
+
+    gradient: int
+    stepped: int
+    head: bool  # has a gradient
+
+    @classmethod
+    def of(cls, model: nn.Module, config: schema.Lora) -> "Trained":
+        if config.rank == 0:
+            everything = sum(p.numel() for p in model.parameters())
+            return cls(gradient=everything, stepped=everything, head=True)
+        weights = [model.get_submodule(name).weight for name in targets(model, config.targets)]
+        stepped = sum(config.rank * sum(w.shape) + config.dora * w.shape[0] for w in weights)  # pyright: ignore
+        return cls(gradient=sum(w.numel() for w in weights), stepped=stepped, head=False)  # pyright: ignore
+
+
 def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
     """`prompt`: tokens of a prompt. `longest`: of a sequence, validation included."""
     rollout = config.rollout
@@ -138,13 +157,16 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
 def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     """Bytes by phase and purpose. `model` may be on the meta device."""
     shape = Shape.of(model, config.model.dtype)
+    trained, lora = Trained.of(model, config.lora), config.lora.rank > 0
     separate = shape.wide == 2  # from the float32 masters
+    # of LoRA: the base weights beside the merged ones (half of it where bfloat16 holds them exactly), and A and B
+    beside = 4 * (trained.gradient + trained.stepped) if lora else 0
     laid_out = shape.wide * shape.linear
     always = {
         "process": PROCESS,
-        "weights, float32": 4 * shape.parameters,
+        "weights, float32": beside + (0 if lora and separate else 4 * shape.parameters),
         "weights, bfloat16": shape.wide * shape.parameters if separate else 0,
-        "optimizer state, float32": 8 * shape.parameters,
+        "optimizer state, float32": 8 * trained.stepped,
     }
     if config.algorithm.kl_coef > 0:
         always["reference model"] = shape.wide * shape.parameters + (laid_out if shape.on_kernels else 0)
@@ -152,7 +174,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
         "generation": always | {"weights laid out": laid_out} | generation(shape, config.engine, load),
         "training": always
         | {"weights laid out": laid_out if shape.on_kernels else 0}
-        | training(shape, load, config.learner.gradient_checkpointing),
+        | training(shape, trained, load, config.learner.gradient_checkpointing),
     }
     for purposes in phases.values():
         purposes["between blocks"] = int(LOST * sum(purposes.values()))
@@ -177,10 +199,10 @@ def generation(shape: Shape, engine: schema.Engine, load: Load) -> dict[str, int
     }
 
 
-def training(shape: Shape, load: Load, checkpointing: bool) -> dict[str, int]:
+def training(shape: Shape, trained: Trained, load: Load, checkpointing: bool) -> dict[str, int]:
     """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
     whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
-    gradient, tokens = 4 * shape.parameters, load.microbatch
+    gradient, tokens = 4 * trained.gradient, load.microbatch
     activations = tokens * (shape.layers * (shape.input if checkpointing else shape.kept))
     activations += tokens * shape.hidden * (4 + 2 * shape.wide)  # before and behind the last norm
     layer = tokens * (shape.backward + (shape.kept if checkpointing else 0))
@@ -191,7 +213,7 @@ def training(shape: Shape, load: Load, checkpointing: bool) -> dict[str, int]:
         layer += 4 * 4 * min(SCORES, shape.heads * tokens**2)
     if load.several:
         return {"gradient, float32": gradient, "activations": activations + max(chunk, layer)}
-    head = (4 if shape.on_kernels else shape.wide) * shape.embedding
+    head = (4 if shape.on_kernels else shape.wide) * shape.embedding * trained.head
     return {"activations, then gradient": max(activations + head + max(chunk, layer), gradient + layer)}
 
 

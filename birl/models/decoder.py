@@ -97,14 +97,22 @@ class Matrix:
         return by_x
 
     def by_parameters(self, x: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """grad' x for each of `parameters()`; None where it went into a float32 master (`deposit`)."""
+        """grad' x for each of `parameters()`; None where it went into a float32 master (`deposit`), and not computed
+        for what is frozen."""
         weights = [m.weight for m in self.linears]
         sizes = [len(w) for w in weights]
-        if self.kernels.dtype == torch.bfloat16:
+        trained = [w.requires_grad for w in weights]
+        found: list[Tensor | None]
+        if not any(trained):
+            found = [None] * len(weights)
+        elif self.kernels.dtype == torch.bfloat16:
             packed, turned = self.kernels.pack([x], transposed=True), self.kernels.transpose(grad)
             found = [outer(self.kernels, w, g, packed) for w, g in zip(weights, turned.split(sizes), strict=True)]
-        else:
+        elif all(trained):
             found = [*torch.mm(grad.T, x).split(sizes)]
+        else:
+            parts = zip(trained, grad.split(sizes, 1), strict=True)
+            found = [torch.mm(g.T, x) if wanted else None for wanted, g in parts]
         if self.bias is not None:
             sums = grad.sum(0, dtype=torch.float32).split(sizes)
             found += [deposit(m.bias, g) for m, g in zip(self.linears, sums, strict=True)]
@@ -112,7 +120,10 @@ class Matrix:
 
 
 def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:
-    """Add a float32 gradient to the parameter's float32 master, if it has one; else give it back in its own type."""
+    """Add a float32 gradient to the parameter's float32 master, if it has one; else give it back in its own type.
+    Of a frozen one there is none."""
+    if not parameter.requires_grad:
+        return None
     master = getattr(parameter, "master", None)
     if master is None:
         return grad.to(parameter.dtype)
@@ -121,7 +132,9 @@ def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:
 
 
 def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tensor | None:
-    """The gradient of a weight, summed in float32 right where it belongs."""
+    """The gradient of a weight, summed in float32 right where it belongs. Of a frozen one there is none."""
+    if not parameter.requires_grad:
+        return None
     into, add = gradient_place(parameter)
     k.outer(grad, x, into, add)
     return unless_placed(parameter, into)
@@ -139,7 +152,7 @@ def gradient_place(parameter: Tensor) -> tuple[Tensor, bool]:
         return torch.empty(parameter.shape), False
     add = master.grad is not None
     if not add:
-        master.grad = torch.empty_like(master)
+        master.grad = torch.empty(parameter.shape)
     return master.grad, add
 
 
@@ -210,7 +223,7 @@ class Decoder:
         """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
         x: Tensor = _Embed.apply(tokens, self.body.embed_tokens.weight)  # pyright: ignore
         cosine, sine = self.rotations(positions)
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.layers[0].parameters())):
+        if not (torch.is_grad_enabled() and any(p.requires_grad for layer in self.layers for p in layer.parameters())):
             if self.addresses is not None and isinstance(layout, Paged):
                 self.all_layers(x, cosine, sine, layout)
             else:

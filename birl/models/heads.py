@@ -11,6 +11,8 @@ from torch import nn
 from birl.errors import BirlError
 from birl.models.forward import head
 
+HEADS = ("score", "value")
+
 
 def add_score_head(model: nn.Module, seed: int, name: str = "score") -> None:
     """A linear map of the last hidden state to one number: `model.score`, [1, H] float32. With the name "value" it is a

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from birl.errors import BirlError
@@ -115,14 +121,18 @@ def load_model(
     return model.eval()
 
 
-def skeleton(folder: Path) -> nn.Module:
-    """The model of a folder on the meta device: shapes without weights, from its config.json. Raises `BirlError`."""
+def skeleton(folder: Path, scores: bool = False) -> nn.Module:
+    """The model of a folder on the meta device: shapes without weights, from its config.json; with `scores` as a
+    sequence-classification model with one label. Raises `BirlError`."""
     if not (folder / "config.json").is_file():
         raise BirlError(f"{folder} is not a model folder: config.json is missing.")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with quiet(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            if scores:
+                config.num_labels = 1
+            kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+            model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
     model.tie_weights()

@@ -84,8 +84,8 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return (None,) * 6
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.empty_like(weight)
-        grad_bias = None if bias is None else torch.empty_like(bias)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1)):
             part_bias = None if bias is None else bias[words]
             if on_gpu(hidden):
@@ -97,7 +97,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = logits_gradient(logp, targets, entropy, grad_logp, grad_entropy, words.start)
                 grad = grad.div_(ctx.temperature).to(weight.dtype)
             grad_hidden += grad @ weight[words]
-            torch.mm(grad.T, hidden, out=grad_weight[words])
+            if grad_weight is not None:
+                torch.mm(grad.T, hidden, out=grad_weight[words])
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0, dtype=torch.float32)
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
@@ -171,13 +172,14 @@ class _KernelLogprobs(torch.autograd.Function):
         hidden, targets = pad(hidden, (0, 0, 0, extra)), pad(targets, (0, extra), value=-1)
         norm, entropy = pad(norm, (0, extra)), pad(entropy, (0, extra))
         by_logp, by_entropy = (None if g is None else pad(g, (0, extra)).contiguous() for g in grads)
-        into, add = gradient_place(weight)
-        by_bias = None if bias is None else torch.empty(bias.shape)
+        into, add = gradient_place(weight) if ctx.needs_input_grad[1] else (None, False)
+        by_bias = torch.empty(bias.shape) if ctx.needs_input_grad[2] else None
         by_hidden = torch.zeros(hidden.shape[1], len(hidden))  # all products here have the words as rows
         rounded = k.dtype == torch.bfloat16
         context = (targets, ctx.temperature, norm, entropy, by_logp, by_entropy)
         if rounded:
-            packed, turned = k.pack([hidden]), k.pack([hidden], transposed=True)
+            packed = k.pack([hidden])
+            turned = None if into is None else k.pack([hidden], transposed=True)
         for words in _chunks(len(weight), ctx.chunk // max(len(hidden), 1) // 32 * 32 or 32):
             part = weight[words]
             logits = k.gemm_float(part, packed) if rounded else part @ hidden.T
@@ -185,14 +187,16 @@ class _KernelLogprobs(torch.autograd.Function):
                 logits += bias[words, None]
             grad = k.logprobs_backward(logits, *context, words.start)
             if rounded:
-                k.outer(grad, turned, into[words], add)
+                if into is not None:
+                    k.outer(grad, turned, into[words], add)  # pyright: ignore
                 k.outer(k.transpose(part), k.pack([grad], transposed=True), by_hidden, True)
             else:
-                into[words].addmm_(grad, hidden, beta=float(add))
+                if into is not None:
+                    into[words].addmm_(grad, hidden, beta=float(add))
                 by_hidden.addmm_(part.T, grad)
             if by_bias is not None:
                 by_bias[words] = grad.sum(1, dtype=torch.float32)
-        by_weight = unless_placed(weight, into)
+        by_weight = None if into is None else unless_placed(weight, into)
         found_bias = None if bias is None or by_bias is None else deposit(bias, by_bias)
         return by_hidden.T[:count].to(hidden.dtype).contiguous(), by_weight, found_bias, None, None, None, None
 

@@ -300,6 +300,10 @@ RL_CASES = {
     "optimizer.weight_decay": Case("0.5", weights),
     "optimizer.offload": Case("cpu", refused=r"optimizer\.offload=cpu: the weights are in CPU memory already"),
     "optimizer.max_grad_norm": Case("0.001", weights, under="optimizer.eps=0.1"),
+    "lora.rank": Case("4", weights),
+    "lora.alpha": Case("8", last("grad_norm"), under="lora.rank=4"),
+    "lora.targets": Case("[q_proj]", weights, under="lora.rank=4"),
+    "lora.dora": Case("true", weights, under="lora.rank=4"),
     "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
     "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_activation_checkpointing, True),
     "learner.max_logprob_gap": Case(

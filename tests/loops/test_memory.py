@@ -18,6 +18,7 @@ from birl.config.load import load
 from birl.data.pack import pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
+from birl.learner.lora import Adapters
 from birl.loops import memory, plan, policy
 from birl.loops.build import make_learner
 from birl.loops.memory import Load, Shape
@@ -112,6 +113,27 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
     assert sum(later.values()) > sum(base["training"].values())
     assert found("algorithm.kl_coef=0.1")["generation"]["reference model"] > 0
     assert "weights, bfloat16" in base["training"] and not found("model.dtype=float32")["training"]["weights, bfloat16"]
+
+
+@pytest.mark.parametrize("words", [[], ["lora.dora=true", "lora.targets=[q_proj,down_proj]"]])
+def test_what_lora_adds_and_saves_is_what_is_counted(words: list[str]) -> None:
+    config = settings("lora.rank=4", *words)
+    learner = make_learner(config, tiny_model())
+    masters = learner.masters
+    assert isinstance(masters, Adapters)
+    found = memory.predict(tiny_model(), config, STEP)["training"]
+    steps = 4 * len(masters.tensors)
+    state = [t for name, t in learner.tensors().items() if name.startswith("optimizer.")]
+    assert size(state) == found["optimizer state, float32"] + steps
+    bases = [a.weight for a in masters.adapters.values()]
+    assert size([*masters.tensors.values(), *bases]) == found["weights, float32"]
+    assert size(list(learner.model.parameters())) == found["weights, bfloat16"]
+    (batch,) = pack(groups(4), [1.0] * len(groups(4)), 10_000)
+    learner.forward_backward(batch, reinforce, Stats())
+    gradient = [a.gradient.grad for a in masters.adapters.values() if a.gradient.grad is not None]
+    several = memory.predict(tiny_model(), config, replace(STEP, several=True))["training"]
+    assert size(gradient) == several["gradient, float32"]
+    assert memory.peak(memory.predict(tiny_model(), settings(), STEP)) > memory.peak({"training": found})
 
 
 def test_a_step_is_as_large_as_its_keys_allow() -> None:

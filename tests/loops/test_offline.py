@@ -142,7 +142,7 @@ def test_golden_curve(tiny: Path, tmp_path: Path, command: str) -> None:
 def test_the_end_token_is_learned_though_it_is_the_padding_token_too(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "sft", "steps=30", "optimizer.lr=1e-2", rows=[{"prompt": "Hi", "response": "7"}] * 4)
     export.export(
-        checkpoint.latest(tmp_path / "run/checkpoints"), tmp_path / "run/model", tmp_path / "out", torch.float32
+        checkpoint.latest(tmp_path / "run/checkpoints"), tmp_path / "run", tmp_path / "out", torch.float32
     )  # type: ignore
     assert logprobs(tmp_path / "out", "Hi", "7").exp().min() > 0.9
 
@@ -164,7 +164,7 @@ def test_a_reward_model_is_a_standard_one(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "rm", "steps=20")
     newest = checkpoint.latest(tmp_path / "run/checkpoints")
     assert newest is not None
-    export.export(newest, tmp_path / "run/model", tmp_path / "out", torch.float32)
+    export.export(newest, tmp_path / "run", tmp_path / "out", torch.float32)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "LlamaForSequenceClassification" and model.config.num_labels == 1
@@ -231,7 +231,7 @@ def test_dpo_begins_at_log_2_and_is_its_definition_after_a_step(tiny: Path, tmp_
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and steps[0]["reward/margin"] == pytest.approx(
         0, abs=1e-6
     )
-    export.export(tmp_path / "run/checkpoints/step-000001", tmp_path / "run/model", tmp_path / "out", torch.float32)
+    export.export(tmp_path / "run/checkpoints/step-000001", tmp_path / "run", tmp_path / "out", torch.float32)
     total = 0.0
     for row in PAIRS:
         gain = [

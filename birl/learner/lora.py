@@ -1,0 +1,224 @@
+"""LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353): train small matrices A and B instead of the weights.
+
+The module keeps its ordinary linear layers, and these always hold the merged weight W + s B A, rounded to the compute
+type. So engine, kernels and learner know nothing of adapters. A forward and backward pass gives the gradient G of the
+merged weight, summed in float32 over micro-batches as for any weight; the optimizer step begins by turning it into
+those of A and B (dB = s G A', dA = s B' G), steps them, and merges anew. A merge begins with W, never with the last
+merge, so nothing drifts.
+
+Memory: W is kept beside the merged weight, in bfloat16 where that is exact (so are most published models), else in
+float32; G is a float32 matrix of W's size from the first backward pass to the optimizer step. What is saved is AdamW's
+state, and the masters and gradients of all that is no target: embeddings, head, norms and biases are frozen.
+
+Shapes: a weight is [N, K]; A [R, K], B [N, R], magnitude [N].
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from birl.errors import BirlError
+from birl.learner.optimizer import Masters, move_grad_to
+from birl.models.heads import HEADS, score_head
+from birl.models.load import cast
+
+ALL = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """targets: names of linear layers by peft's rules ("q_proj", "layers.0.mlp.up_proj"), or "all-linear": every one
+    but the head. seed: of A, which is random; B is zero, so that the first policy is the base model."""
+
+    rank: int
+    alpha: float = 32.0
+    targets: Sequence[str] = (ALL,)
+    dora: bool = False
+    seed: int = 0
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
+    """V = W + s B A; with a magnitude m, V's rows at that length: m V / |V|. The gradient takes |V| for a constant
+    (DoRA section 4.3, as in peft)."""
+    whole = torch.addmm(weight, b, a, alpha=scale)
+    return whole if magnitude is None else whole * (magnitude / lengths(whole.detach()))[:, None]
+
+
+def lengths(weight: Tensor) -> Tensor:
+    """Of the rows; never 0, by which nothing can be divided."""
+    return torch.linalg.vector_norm(weight, dim=1).clamp_min(torch.finfo(weight.dtype).tiny)
+
+
+def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
+    """Names of the linear layers that are meant, in the model's order. Raises `BirlError` for one that means none."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    head = model.get_output_embeddings()  # pyright: ignore
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in HEADS]
+    linear = [name for name, m in modules if m is not head]
+    found: set[str] = set()
+    for target in wanted:
+        rule = LoraConfig(target_modules=[target])
+        meant = [n for n in linear if target == ALL or check_target_module_exists(rule, n)]
+        if not meant:
+            names = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
+            raise BirlError(
+                f"lora.targets={target}: no linear layer of {type(model).__name__} has that name. There are {names} "
+                f"(one of a layer: {linear[0]}), or take {ALL}."
+                if linear
+                else f"lora.targets={target}: {type(model).__name__} has no linear layers. Set lora.rank=0."
+            )
+        found.update(meant)
+    return [n for n in linear if n in found]
+
+
+@dataclass(slots=True, eq=False)
+class Sum:
+    """Where kernels and autograd add up the float32 gradient of a merged weight: what they see as its master."""
+
+    device: torch.device
+    grad: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One weight, and what it is made of."""
+
+    parameter: nn.Parameter  # holds the merged weight
+    weight: Tensor  # W
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+    scale: float
+    gradient: Sum
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, lora: Lora, random: torch.Generator, offload: bool) -> "Adapter":
+        weight = parameter.detach()
+        a = torch.empty(lora.rank, weight.shape[1])
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)  # as in peft; on the CPU, so the same everywhere
+        device = torch.device("cpu") if offload else weight.device
+        return cls(
+            parameter=parameter,
+            weight=kept(weight, offload),
+            a=a.to(device),
+            b=torch.zeros(weight.shape[0], lora.rank, device=device),
+            magnitude=lengths(weight).to(device) if lora.dora else None,
+            scale=lora.alpha / lora.rank,
+            gradient=Sum(device),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {"lora_A": self.a, "lora_B": self.b}
+        return found if self.magnitude is None else found | {"lora_magnitude": self.magnitude}
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        return merged(self.weight.float(), self.a, self.b, self.magnitude, self.scale)
+
+    def gather(self) -> None:
+        """The gradient of the merged weight becomes those of A, B and the magnitude, and is dropped."""
+        whole, self.gradient.grad = self.gradient.grad, None
+        if whole is None:
+            return
+        leaves = [t.detach().requires_grad_() for t in self.tensors().values()]
+        a, b, magnitude = (*leaves, None)[:3]
+        assert a is not None and b is not None
+        with torch.enable_grad():
+            value = merged(self.weight.float(), a, b, magnitude, self.scale)
+        for tensor, grad in zip(self.tensors().values(), torch.autograd.grad(value, leaves, whole), strict=True):
+            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+
+
+def kept(weight: Tensor, offload: bool) -> Tensor:
+    """A copy of W that loses nothing."""
+    rounded = weight.to(torch.bfloat16)
+    exact = torch.equal(rounded.float(), weight)
+    if not offload:
+        return rounded if exact else weight.clone()
+    found = (rounded if exact else weight).to("cpu", copy=True)
+    return found.pin_memory() if weight.is_cuda else found
+
+
+class Adapters:
+    """A, B and magnitudes as the float32 masters of a module, with the same members as `Masters`."""
+
+    def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype, offload: bool = False) -> None:
+        self.model = model
+        self.base, self.alpha = digest(model), lora.alpha
+        self.marks = {
+            "lora.base": torch.empty(32, dtype=torch.uint8),
+            "lora.alpha": torch.empty((), dtype=torch.float64),
+        }
+        self._mark()
+        model.requires_grad_(False)
+        for name in HEADS:
+            if head := score_head(model, name):
+                head.requires_grad_(True)
+        self.heads = Masters(model, dtype, offload)  # new ones, which are trained whole
+        random = torch.Generator().manual_seed(lora.seed)
+        self.adapters = {
+            name: Adapter.of(model.get_submodule(name).weight, lora, random, offload)  # pyright: ignore
+            for name in targets(model, lora.targets)
+        }
+        cast(model, dtype)
+        for adapter in self.adapters.values():
+            adapter.parameter.requires_grad_(True)
+            adapter.parameter.register_post_accumulate_grad_hook(move_grad_to(adapter.gradient))
+            if not offload:
+                adapter.parameter.master = adapter.gradient  # pyright: ignore  birl's kernels add to it directly
+        matrices = {f"{name}.{key}": t for name, x in self.adapters.items() for key, t in x.tensors().items()}
+        self.tensors = self.heads.tensors | matrices
+
+    def gather(self) -> None:
+        for adapter in self.adapters.values():
+            adapter.gather()
+
+    def publish(self) -> None:
+        """Merge into the module's own parameters, and have every copy of them made anew."""
+        self.heads.publish()
+        with torch.no_grad():
+            for adapter in self.adapters.values():
+                adapter.parameter.copy_(adapter.merged())
+
+    def loaded(self) -> None:
+        """New values were written into `tensors` and `marks`. Raises `BirlError` where they belong to another base."""
+        base, alpha = bytes(self.marks["lora.base"].tolist()), self.marks["lora.alpha"].item()
+        self._mark()
+        if base != self.base:
+            raise BirlError(
+                "The checkpoint holds LoRA matrices for another base model: the weights of model.path are not those "
+                "that the run began with. Set model.path to that model."
+            )
+        if alpha != self.alpha:
+            raise BirlError(
+                f"lora.alpha={self.alpha:g}: the checkpoint was trained with lora.alpha={alpha:g}, and its matrices "
+                f"would mean other weights. Set lora.alpha={alpha:g}."
+            )
+        self.publish()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All float32 weights by the model's own names: merged where something is trained, elsewhere what the module
+        computes with."""
+        found = {name: p.detach().float() for name, p in self.model.named_parameters()}
+        return found | self.heads.weights() | {f"{name}.weight": x.merged() for name, x in self.adapters.items()}
+
+    def _mark(self) -> None:
+        self.marks["lora.base"].copy_(torch.tensor(list(self.base)))
+        self.marks["lora.alpha"].fill_(self.alpha)
+
+
+def digest(model: nn.Module) -> bytes:
+    """SHA-256 of all float32 weights but new heads. A checkpoint has it, since it has not the weights."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if name.removesuffix(".weight") in HEADS:
+            continue
+        found.update(f"{name} {tuple(parameter.shape)}".encode())
+        found.update(parameter.detach().float().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.digest()
