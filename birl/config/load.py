@@ -244,6 +244,8 @@ def _parse(setting: Setting, text: str, literal: bool) -> Any:
     except HydraException as error:
         if literal:
             return text
+        if re.fullmatch(r"\[[^\[\]'\"]*\]", text):  # [name=value,...]: the grammar has no = in a list
+            return [word.strip() for word in text[1:-1].split(",") if word.strip()]
         reason = str(error).splitlines()[0]
         raise BirlError(
             f"{setting.source}: is not complete or not readable ({reason}). "

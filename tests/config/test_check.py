@@ -1,14 +1,14 @@
 """Impossible values and combinations are refused, each with the key, its value and the fix."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from birl.config.check import CHOICES, RANGES, did_you_mean, problems
 from birl.config.help import documentation
 from birl.config.load import flatten
-from birl.config.schema import RL, Data, Eval, check
+from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Texts, check
 from birl.errors import BirlError
 
 T = TypeVar("T")
@@ -30,34 +30,81 @@ def _set(target: T, values: dict[str, object]) -> T:
     return target
 
 
+@pytest.mark.parametrize("surrogate", ["reinforce", "importance"])
+def test_an_unbounded_loss_is_refused_where_answers_are_old(surrogate: str):
+    found = problems(config(algorithm__surrogate=surrogate, rollout__max_staleness=1))
+    assert any(f"algorithm.surrogate={surrogate}: is not bounded" in text for text in found)
+
+
+def preferences(**values: object) -> DPO:
+    return _set(DPO(data=LabelledPairs(train=["a.jsonl"])), values)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"preference__margin": 0.5}, ["preference.loss=dpo does not read it"]),
+        ({"preference__loss": "robust"}, ["preference.label_smoothing", "0.1"]),
+        ({"preference__loss": "simpo", "preference__reference": "precomputed"}, ["simpo does not read it"]),
+        ({"preference__loss": "kto", "batch_size": 1}, ["batch_size=1", "2 or more"]),
+        ({"preference__loss": "kto", "preference__reference": "precomputed"}, ["set preference.reference=live"]),
+        ({"data__label_column": "good"}, ["data.label_column=good", "does not read it"]),
+        ({"validation__every": 5}, ["no held-out data"]),
+        ({"data__train": []}, ["birl dpo data.train=my.jsonl"]),
+    ],
+)
+def test_preferences_that_cannot_be(values: dict[str, object], parts: list[str]):
+    found = "\n".join(problems(preferences(**values)))
+    assert all(part in found for part in parts), found
+
+
+def test_roles_of_sft():
+    for roles, part in (([], "is empty"), (["all", "user"], "includes every role")):
+        found = problems(SFT(data=Texts(train=["a.jsonl"], train_on=roles)))
+        assert len(found) == 1 and part in found[0]
+
+
 def test_defaults_pass():
     assert problems(config()) == []
     assert problems(evaluation()) == []
 
 
+SCHEMAS = (RL, SFT, RM, DPO, Eval)
+
+
+def with_key(key: str) -> Any:
+    """A configuration that passes, of the first schema that has the key."""
+    schema = next(s for s in SCHEMAS if key in documentation(s))
+    files = next(f for f in (Data, Texts, RankedPairs, LabelledPairs) if type(schema().data) is f)
+    return schema(data=files(train=["a.jsonl"]))
+
+
 def test_every_number_has_a_range_and_every_default_is_inside():
-    for schema in (RL, Eval):
+    for schema in SCHEMAS:
         numbers = {key for key, doc in documentation(schema).items() if "int" in doc.type or "float" in doc.type}
         assert numbers - RANGES.keys() == set()
-    assert RANGES.keys() | CHOICES.keys() <= documentation(RL).keys()
+        assert schema is Eval or problems(with_key(next(iter(documentation(schema))))) == []
+    assert RANGES.keys() | CHOICES.keys() <= {key for schema in SCHEMAS for key in documentation(schema)}
 
 
 def test_every_choice_is_documented_under_its_key():
     for key, allowed in CHOICES.items():
-        assert all(value in documentation(RL)[key].text for value in allowed), key
+        for schema in (s for s in SCHEMAS if key in documentation(s)):
+            assert all(value in documentation(schema)[key].text for value in allowed), key
 
 
 @pytest.mark.parametrize("key", sorted(RANGES))
 def test_numbers_out_of_range_are_refused_by_name(key: str):
-    kind = documentation(RL)[key].type
+    target = with_key(key)
+    kind = documentation(type(target))[key].type
     bad = float("nan") if "float" in kind else -1
-    found = problems(config(**{key.replace(".", "__"): [bad] if kind.startswith("list") else bad}))
+    found = problems(_set(target, {key.replace(".", "__"): [bad] if kind.startswith("list") else bad}))
     assert any(text.startswith(f"{key}=") for text in found)
 
 
 @pytest.mark.parametrize("key", sorted(CHOICES))
 def test_unknown_words_are_refused_with_the_list(key: str):
-    found = problems(config(**{key.replace(".", "__"): "nonsense"}))
+    found = problems(_set(with_key(key), {key.replace(".", "__"): "nonsense"}))
     assert any(text.startswith(f"{key}=nonsense: must be {CHOICES[key][0]}") for text in found)
 
 
@@ -83,6 +130,21 @@ def test_unknown_words_are_refused_with_the_list(key: str):
             {"rollout__group_size": 1, "algorithm__baseline": "none", "algorithm__scale_rewards": "group"},
             ["standard deviation of a group of one"],
         ),
+        ({"algorithm__surrogate": "reinforce", "algorithm__updates_per_batch": 2}, ["has no importance ratio"]),
+        (
+            {"algorithm__surrogate": "online_dpo", "algorithm__denominator": "sequence"},
+            ["belong together", "algorithm=online_dpo"],
+        ),
+        ({"algorithm__dual_clip": 0.5}, ["above 1"]),
+        ({"algorithm__advantage": "pass_at_k", "algorithm__pass_k": 8}, ["one set of answers"]),
+        ({"algorithm__advantage": "gae", "algorithm__baseline": "none"}, ["algorithm.advantage=gae does not read it"]),
+        ({"algorithm__advantage": "zero"}, ["nothing would be learned without algorithm.teacher"]),
+        ({"algorithm__kl_target": 1.0}, ["algorithm.kl_coef=0 leaves the KL term out"]),
+        ({"algorithm__kl_target": 1.0, "algorithm__kl_coef": 0.1}, ["algorithm.kl_in=reward"]),
+        ({"algorithm__correction": "mask"}, ["algorithm.proximal=behaviour does not read it"]),
+        ({"critic__lam": 0.5}, ["has no critic"]),
+        ({"lora__alpha": 8.0}, ["lora.rank=0 trains all weights"]),
+        ({"reward__functions": ["model"]}, ["reward.model=FOLDER"]),
         ({"algorithm__updates_per_batch": 9}, ["algorithm.updates_per_batch=9", "lower it to 8"]),
         ({"algorithm__dynamic_sampling": True, "algorithm__baseline": "none"}, ["algorithm.dynamic_sampling=true"]),
         ({"algorithm__dynamic_sampling": True, "algorithm__max_refill": 0.0}, ["algorithm.max_refill=0"]),

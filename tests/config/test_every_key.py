@@ -52,6 +52,14 @@ def process(completions, **_): time.sleep(0.1); return [float(os.getpid())] * le
 """
 
 
+CUSTOM = """
+from birl.algorithms.surrogates import reinforce
+
+def advantage(rewards, group, *, factor=1.0): return (rewards - rewards.mean()) * factor
+def loss(logp, old_logp, advantages, sample, *, beta=1.0): return reinforce(logp, old_logp, beta * advantages, sample)
+"""
+
+
 def letters() -> Callable[..., list[float]]:
     return lambda completions, **_: [float(sum(map(ord, c)) % 7) for c in completions]
 
@@ -73,6 +81,10 @@ def first_fails() -> Callable[..., list[float | None]]:
     return lambda completions, **_: [None, *(float(sum(map(ord, c)) % 7) for c in completions[1:])]
 
 
+def even() -> Callable[..., list[float]]:
+    return lambda completions, **_: [float(sum(map(ord, c)) % 2) for c in completions]
+
+
 def slow() -> Callable[..., list[float]]:
     return lambda completions, **_: time.sleep(0.2) or [1.0] * len(completions)
 
@@ -88,7 +100,7 @@ def falling() -> Callable[..., list[float]]:
     return function
 
 
-GIVEN = {f.__name__: f for f in (letters, shortness, constant, sometimes_constant, first_fails, slow, falling)}
+GIVEN = {f.__name__: f for f in (letters, even, shortness, constant, sometimes_constant, first_fails, slow, falling)}
 
 
 @dataclass
@@ -210,6 +222,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     ),
     "reward.workers": Case("2", lambda s: len(set(rewards(s.groups))), 2, "reward.functions=rewards.py:process"),
     "reward.format_pattern": Case(".", lambda s: set(rewards(s.groups)), {1.0}, "reward.functions=format"),
+    "reward.model": Case("x", refused=r"reward\.model=x: has no effect because reward\.functions does not name model"),
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
@@ -219,6 +232,10 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
 HELD_OUT = "data.validation=b.jsonl "
 SAMPLED = HELD_OUT + "validation.temperature=1 "
 UNEQUAL = "algorithm.updates_per_batch=2 optimizer.lr=0.002 "
+IN_REWARD = "algorithm.kl_coef=0.1 algorithm.kl=k1 algorithm.kl_in=reward steps=3 "
+COVARIANCE = "algorithm.entropy_control=clip_cov algorithm.entropy_share=0.5 "
+RECOMPUTED = "algorithm.proximal=recompute " + UNEQUAL
+PPO = "algorithm=ppo "
 RL_CASES = {
     **MODEL,
     **MEASURED,
@@ -236,11 +253,51 @@ RL_CASES = {
     "data.shuffle": Case("false", tasks, ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2", "a.jsonl:3"], "rollout.prompts=4"),
     "algorithm.baseline": Case("none", lambda s: advantages(s) == rewards(s.groups), True),
     "algorithm.scale_rewards": Case("group", advantages),
+    "algorithm.advantage": Case("gdpo", advantages),
+    "algorithm.advantage_args": Case("[factor=2]", advantages, under="algorithm.advantage=custom.py:advantage"),
+    "algorithm.pass_k": Case(
+        "2", advantages, under="reward.functions=given:even algorithm.advantage=pass_at_k rollout.group_size=8"
+    ),
+    "algorithm.surrogate": Case("gspo", weights, under=UNEQUAL),
+    "algorithm.surrogate_args": Case("[beta=2]", last("grad_norm"), under="algorithm.surrogate=custom.py:loss"),
+    "algorithm.dual_clip": Case("1.0001", last("clip_fraction"), under=UNEQUAL),
     "algorithm.clip_low": Case("0", last("clip_fraction"), under=UNEQUAL),
     "algorithm.clip_high": Case("0", last("clip_fraction"), under=UNEQUAL),
     "algorithm.denominator": Case("token", last("grad_norm"), under="rollout.stop=[e,a,i,o,n]"),
     "algorithm.kl": Case("k1", last("kl"), under="algorithm.kl_coef=0.1 steps=2"),
     "algorithm.kl_coef": Case("0.5", lambda s: (s.metrics[-1].get("kl") is not None, s.weights), under="steps=2"),
+    "algorithm.kl_in": Case("reward", lambda s: "kl/coef" in s.metrics[-1], True, "algorithm.kl_coef=0.1 steps=2"),
+    "algorithm.kl_corrected": Case("true", weights, under="algorithm.kl_coef=0.1 " + UNEQUAL + "steps=2"),
+    "algorithm.kl_target": Case("0.001", last("kl/coef"), under=IN_REWARD),
+    "algorithm.kl_horizon": Case("100", last("kl/coef"), under=IN_REWARD + "algorithm.kl_target=0.001"),
+    "algorithm.entropy_coef": Case("0.1", weights),
+    "algorithm.entropy_control": Case("top_entropy", last("factor"), under="rollout.group_size=8"),
+    "algorithm.entropy_share": Case("0.5", last("factor"), under="algorithm.entropy_control=top_entropy"),
+    "algorithm.covariance_low": Case("-100", last("factor"), under=COVARIANCE),
+    "algorithm.covariance_high": Case("-50", last("factor"), under=COVARIANCE + "algorithm.covariance_low=-100"),
+    "algorithm.held_coef": Case(
+        "9", weights, under="algorithm.entropy_control=kl_cov algorithm.entropy_share=0.5 " + UNEQUAL
+    ),
+    "algorithm.proximal": Case("recompute", last("ratio/max"), under=UNEQUAL),
+    "algorithm.correction": Case("none", last("factor"), under=RECOMPUTED),
+    "algorithm.correction_level": Case("sequence", last("factor"), under=RECOMPUTED),
+    "algorithm.correction_low": Case("0.9999", last("factor"), under="algorithm.correction=mask " + RECOMPUTED),
+    "algorithm.correction_high": Case("1.0001", last("factor"), under=RECOMPUTED),
+    "algorithm.second_moment": Case("1e-9", last("factor"), under=UNEQUAL),
+    "algorithm.reject": Case("divergence", last("factor"), under=UNEQUAL),
+    "algorithm.reject_limit": Case("1e-9", last("factor"), under="algorithm.reject=divergence " + UNEQUAL),
+    "algorithm.teacher": Case("other", advantages),
+    "algorithm.teacher_coef": Case("2", advantages, under="algorithm.teacher=other"),
+    "algorithm.length_penalty": Case("1", advantages, under="rollout.stop=[e,a,i,o,n]"),
+    "critic.path": Case("other", last("critic/value"), under=PPO),
+    "critic.shared": Case("true", lambda s: "critic/grad_norm" in s.metrics[-1], False, PPO),
+    "critic.lr": Case("0.1", last("critic/value"), under=PPO + "steps=2"),
+    "critic.coef": Case("5", weights, under=PPO + "critic.shared=true"),
+    "critic.clip": Case("1e-6", last("critic/clip_fraction"), under=PPO + UNEQUAL + "steps=2 critic.lr=0.01"),
+    "critic.gamma": Case("0.5", advantages, under=PPO),
+    "critic.lam": Case("0", advantages, under=PPO),
+    "critic.whiten": Case("false", advantages, under=PPO),
+    "critic.freeze_steps": Case("1", last("updates/done"), 0.0, PPO),
     "algorithm.dynamic_sampling": Case(
         "true",
         lambda s: s.metrics[-1]["groups/refilled"] > 0,
@@ -447,7 +504,9 @@ def spies(seen: Seen, stack: ExitStack) -> None:
     stack.enter_context(patch.object(Rollout, "group", group))
     stack.enter_context(patch.object(build, "evaluation", evaluation))
     if isinstance(seen.config, Eval):  # has no Python way in; named functions would need a worker process each time
-        stack.enter_context(patch.object(build, "make_rewards", lambda c: make_rewards(c, functions(seen.config))))
+        stack.enter_context(
+            patch.object(build, "make_rewards", lambda *args: make_rewards(*args, functions(seen.config)))
+        )
 
 
 def fake_wandb() -> ModuleType:
@@ -470,6 +529,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         tiny_model_folder("plain", heads=4, kv_heads=2)  # not on birl's kernels
         Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
         Path("rewards.py").write_text(FILE)
+        Path("custom.py").write_text(CUSTOM)
         plain = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "other": "seven"} for i in range(20)]
         write("a.jsonl", plain[:6])
         write("b.jsonl", plain[10:13])

@@ -141,9 +141,7 @@ def test_golden_curve(tiny: Path, tmp_path: Path, command: str) -> None:
 
 def test_the_end_token_is_learned_though_it_is_the_padding_token_too(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "sft", "steps=30", "optimizer.lr=1e-2", rows=[{"prompt": "Hi", "response": "7"}] * 4)
-    export.export(
-        checkpoint.latest(tmp_path / "run/checkpoints"), tmp_path / "run", tmp_path / "out", torch.float32
-    )  # type: ignore
+    export.export(checkpoint.latest(tmp_path / "run/checkpoints"), tmp_path / "run", tmp_path / "out", torch.float32)  # type: ignore
     assert logprobs(tmp_path / "out", "Hi", "7").exp().min() > 0.9
 
 
