@@ -53,6 +53,7 @@ REQUIRED = (
     Package("datasets", "datasets", "4.0", "reads training data"),
     Package("hydra", "hydra-core", "1.3", "reads key=value words"),
     Package("numpy", "numpy", "1.26", "arrays between data and torch"),
+    Package("peft", "peft", "0.19", "names LoRA's targets and writes adapters"),
     Package("math_verify", "math-verify", "0.8", "the math reward"),
     Package("sympy", "sympy", "1.13", "numbers of the math reward"),
     Package("rich", "rich", "13.7", "the live view in the terminal"),

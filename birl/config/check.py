@@ -384,9 +384,9 @@ def _data(config: RL | Stage) -> list[str]:
 def _stage(config: Stage) -> list[str]:
     found = []
     if not (config.data.validation or config.data.validation_split):
-        for key in ("validation.every", "validation.at_start"):
+        if config.validation.every:
             reason = "there is no held-out data; set data.validation or data.validation_split"
-            found += _without_effect(config, key, reason)
+            found += _without_effect(config, "validation.every", reason)
     if isinstance(config, SFT):
         found += _texts(config)
     if isinstance(config, DPO):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from birl.config.schema import Reports
+from birl.config.schema import Reports, Track
 from birl.track.console import Terminal, open_view
 from birl.track.log import JsonLog, encode, replace, writing
 from birl.track.progress import Progress, numbers, stored
@@ -103,7 +103,8 @@ class Tracker:
 
     def rollouts(self, step: int, records: Iterable[dict[str, Any]]) -> None:
         """One line per episode. Floats in lists (log-probs) are kept to six significant digits."""
-        self._logs["rollouts.jsonl"].append({"step": step, **record} for record in records)
+        if isinstance(self.track, Track) and self.track.rollouts:
+            self._logs["rollouts.jsonl"].append({"step": step, **record} for record in records)
 
     def phase(self, text: str) -> None:
         """What happens now ("generating 37/64"); only the live panel shows it, and calling it costs nothing."""

@@ -1,0 +1,224 @@
+"""A toy language that a tiny model learns in seconds: sort five digits. Every stage of birl runs on it.
+
+    python recipes/toy/toy.py make FOLDER                 model and data
+    python recipes/toy/toy.py stages FOLDER [SEED ...]    SFT, DPO, GRPO, PPO in turn; a reward model, RL against it
+    python recipes/toy/toy.py presets FOLDER [SEED ...]   every preset of `algorithm`, each from the SFT model
+
+The last two write the curves that are committed beside this file.
+"""
+
+import json
+import random
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from birl.cli import main
+
+HERE = Path(__file__).parent
+LENGTH = 5
+THREADS = ["threads=1", "track.console=off", "track.tensorboard=false", "track.report=false", "model.dtype=float32"]
+TEXTS = ["data.apply_chat_template=false", "validation.every=0", "checkpoint.every=0"]
+
+
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 for the digits in order, and nothing more."""
+    return [float(c.removesuffix("<eos>") == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def partly(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """The share of places that are right; what is too long or too short loses."""
+    texts = [c.removesuffix("<eos>") for c in completions]
+    pairs = zip(texts, answer, strict=True)
+    return [sum(x == y for x, y in zip(t, a, strict=False)) / max(len(t), len(a)) for t, a in pairs]
+
+
+def make(folder: Path) -> None:
+    """A Llama of two layers, a tokenizer with one token a character, and the rows of every stage."""
+    words = ["<eos>", *"0123456789=", "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>", bos_token="="
+    )
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=11,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    model.save_pretrained(folder / "model")
+    fast.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    prompts = ["".join(rng.choices("0123456789", k=LENGTH)) for _ in range(9000)]
+    prompts = [p for p in dict.fromkeys(prompts) if len(set(p)) > 1]
+    rows = [{"prompt": f"{p}=", "answer": "".join(sorted(p))} for p in prompts]
+    for row in rows:
+        row["chosen"], row["rejected"] = row["answer"], spoiled(row["answer"], rng)
+    for name, start, end in (("held_out", 0, 300), ("sft", 300, 700), ("pairs", 700, 5700), ("rl", 5700, 8300)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows[start:end])
+        (folder / f"{name}.jsonl").write_text(lines)
+
+
+def spoiled(answer: str, rng: random.Random) -> str:
+    """One to three mistakes: two neighbours exchanged, another digit, one too few, or one too many."""
+    found = answer
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        unequal = [i for i, (a, b) in enumerate(pairwise(found)) if a != b]
+        kind, i = rng.randrange(4), rng.randrange(len(found))
+        if kind == 0 and unequal:
+            i = rng.choice(unequal)
+            found = found[:i] + found[i + 1] + found[i] + found[i + 2 :]
+        elif kind == 1 and len(found) > 1:
+            found = found[:i] + found[i + 1 :]
+        elif kind == 2 and len(found) < 7:
+            found = found[:i] + rng.choice("0123456789") + found[i:]
+        else:
+            found = found[:i] + rng.choice([d for d in "0123456789" if d != found[i]]) + found[i + 1 :]
+    return found if found != answer else spoiled(answer, rng)
+
+
+def birl(*words: str) -> None:
+    code = main(list(words))
+    if code:
+        raise SystemExit(code)
+
+
+def accuracy(folder: Path, model: Path) -> float:
+    """Share of held-out prompts whose greedy answer is right."""
+    out = folder / "measured.json"
+    birl(
+        *("eval", f"model.path={model}", f"data.validation={folder}/held_out.jsonl", "data.apply_chat_template=false"),
+        *(
+            "reward=" + str(Path(__file__).resolve()) + ":right",
+            "validation.max_tokens=8",
+            "threads=1",
+            f"output={out}",
+        ),
+        "model.dtype=float32",
+    )
+    return json.loads(out.read_text())["metrics"]["validation/all/score"]
+
+
+def stage(folder: Path, name: str, model: Path, *words: str) -> tuple[Path, list[dict[str, Any]], float]:
+    """One run and its exported model: (model, metrics of its steps, seconds)."""
+    run = folder / name
+    began = time.perf_counter()
+    birl(*words, f"model.path={model}", f"run={run}", *THREADS, *TEXTS)
+    seconds = time.perf_counter() - began
+    birl("checkpoints", str(run), "export", "last", str(run / "exported"))
+    return run / "exported", [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], seconds
+
+
+def rl(data: Path, reward: str = "partly") -> tuple[str, ...]:
+    judge = (f"reward={Path(__file__).resolve()}:{reward}",) if reward else ()
+    return (
+        *("rl", f"data.train={data}", "rollout.prompts=16", "rollout.group_size=8", "rollout.max_tokens=8"),
+        *("optimizer.lr=1e-4", *judge),
+    )
+
+
+class Notes:
+    """The table of one seed: what each stage was like, and how good its model is."""
+
+    def __init__(self, data: Path, seed: int) -> None:
+        self.data, self.seed, self.table = data, seed, []
+
+    def add(self, name: str, done: tuple[Path, list[dict[str, Any]], float], figure: str, judge: bool = True) -> Path:
+        model, metrics, seconds = done
+        curve = [round(m[figure], 4) for m in metrics if m[figure] is not None]
+        score = round(accuracy(self.data, model), 4) if judge else None
+        record = {"stage": name, "seconds": round(seconds, 1), "figure": figure, "curve": curve, "held_out": score}
+        self.table.append(record)
+        print(
+            f"seed {self.seed}: {name} {seconds:.0f} s, {figure} {curve[0]} -> {curve[-1]}, held-out {score}",
+            flush=True,
+        )
+        return model
+
+    def write(self) -> None:
+        (HERE / f"stages-{self.seed}.json").write_text(json.dumps(self.table, indent=1) + "\n")
+
+
+def stages(data: Path, seeds: list[int]) -> None:
+    pairs, ask = f"data.train={data}/pairs.jsonl", rl(data / "rl.jsonl")
+    for seed in seeds:
+        folder, notes, s = data / f"stages-{seed}", Notes(data, seed), f"seed={seed}"
+        rows = (f"data.train={data}/sft.jsonl", "data.answer_column=answer", "batch_size=64", "epochs=12")
+        rate = ("optimizer.lr=2e-3", "optimizer.schedule=linear")
+        sft = notes.add("sft", stage(folder, "sft", data / "model", "sft", *rows, *rate, s), "loss")
+        words = ("batch_size=64", "optimizer.lr=2e-4", "preference.nll_coef=0.5")
+        dpo = notes.add("dpo", stage(folder, "dpo", sft, "dpo", pairs, *words, s), "accuracy")
+        grpo = notes.add("grpo", stage(folder, "grpo", dpo, *ask, "steps=60", s), "reward/mean")
+        words = ("algorithm=ppo", "algorithm.kl_coef=0.001", "critic.lr=1e-3", "steps=60")
+        notes.add("ppo", stage(folder, "ppo", grpo, *ask, *words, s), "reward/mean")
+        words = ("batch_size=64", "epochs=3", "optimizer.lr=1e-3")
+        rm = notes.add("rm", stage(folder, "rm", sft, "rm", pairs, *words, s), "accuracy", judge=False)
+        words = ("reward.functions=[model]", f"reward.model={rm}", "steps=60", "algorithm.kl_coef=0.05")
+        notes.add("rl against rm", stage(folder, "rl_rm", sft, *rl(data / "rl.jsonl", ""), *words, s), "reward/mean")
+        notes.write()
+
+
+WORDS = {  # what a preset needs beside its name
+    "ppo": ["critic.lr=1e-3", "algorithm.kl_coef=0.001"],
+    "rloo": ["algorithm.kl_coef=0.001"],
+    "reinforce_pp": ["algorithm.kl_coef=0.001"],
+    "pass_at_k": ["algorithm.pass_k=2"],
+}
+
+
+def presets(data: Path, seeds: list[int]) -> None:
+    from birl.config.help import presets as known
+    from birl.config.schema import RL
+
+    start = data / "stages-0" / "sft" / "exported"
+    found: dict[str, Any] = {"start": accuracy(data, start)}
+    for name in sorted(known(RL)["algorithm"]):
+        if name == "distill":
+            continue
+        reward = "right" if name in ("pass_at_k", "maxrl") else "partly"
+        scores, seconds = [], []
+        for seed in seeds:
+            words = [
+                f"algorithm={name}",
+                "algorithm.overlong_buffer=0",
+                "steps=60",
+                f"seed={seed}",
+                *WORDS.get(name, []),
+            ]
+            model, _, took = stage(data, f"preset-{name}-{seed}", start, *rl(data / "rl.jsonl", reward), *words)
+            scores.append(round(accuracy(data, model), 4))
+            seconds.append(round(took, 1))
+        found[name] = {"held_out": scores, "seconds": seconds}
+        print(
+            f"{name:24} {found['start']:.3f} -> {' '.join(f'{x:.3f}' for x in scores)}  {statistics.median(seconds)} s"
+        )
+        (HERE / "presets.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    what, where, *rest = sys.argv[1:]
+    target = Path(where).resolve()
+    target.mkdir(parents=True, exist_ok=True)
+    if what == "make":
+        make(target)
+    else:
+        {"stages": stages, "presets": presets}[what](target, [int(x) for x in rest] or [0, 1, 2])
