@@ -1,0 +1,83 @@
+"""birl's algorithm functions beside those of TRL and verl themselves, on random inputs: `make check-peers`.
+
+Ends with 1 when what should agree does not, or when a difference that is stated is not there. `--write` writes the table
+to docs/peers_check.md.
+"""
+
+import argparse
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+PAGE = Path(__file__).parents[2] / "docs" / "peers_check.md"
+HEAD = """# Checked against the peers
+
+Written by `make check-peers`, which installs TRL {trl} and verl {verl} into an environment of its own and calls their functions
+and birl's on the same random inputs: lengths, group sizes, masks and numbers differ from seed to seed ({seeds} seeds, float64
+where the peer allows, PyTorch {torch}). A peer's formula is nowhere typed again: losses inside a trainer are that trainer's
+method on an object made without its constructor.
+
+"value" and "gradient" are the largest difference over all seeds, relative to the largest number of the tensor; a dash means
+that there is no gradient. Equal is at most 1e-6. Where the definitions differ on purpose, the two columns are what is left
+after the stated difference is accounted for (`tests/peers/`), and "as they are" is the difference without that. Which paper
+is meant is in [papers.md](papers.md).
+
+| what | peer | the peer's function | value | gradient | verdict |
+|---|---|---|---|---|---|
+"""
+
+
+def number(x: float | None) -> str:
+    return "—" if x is None else "0" if x == 0 else f"{x:.0e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/peers_check.md")
+    parser.add_argument("--only", default="", help="checks whose line contains this")
+    arguments = parser.parse_args()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+
+    from tests.peers import compare, trl_rows, verl_rows  # noqa: F401
+
+    lines, failed = [], 0
+    for check in compare.CHECKS:
+        label = f"{check.what} | {check.peer} | `{check.function}`"
+        if arguments.only not in label:
+            continue
+        found: list[list[float]] = []
+        plain: list[float] = []
+        problem = ""
+        try:
+            for pair in compare.pairs(check):
+                found.append([compare.difference(t, o) for t, o in zip(pair.theirs, pair.ours, strict=True)])
+                plain += [compare.difference(t, o) for t, o in zip(pair.theirs, pair.plain, strict=False)]
+        except Exception as error:
+            if arguments.only:
+                raise
+            problem = f"{type(error).__name__}: {error}"
+        largest = [max(column) for column in zip(*found, strict=True)]
+        if problem:
+            verdict = f"BROKEN: {problem}"
+        elif not all(x <= compare.LIMIT for x in largest):
+            verdict = "NOT EQUAL" + (f" after: {check.differs}" if check.differs else "")
+        elif check.differs and max(plain) <= compare.LIMIT:
+            verdict = f"NO DIFFERENCE where one is stated: {check.differs}"
+        else:
+            verdict = f"differs (as they are: {number(max(plain))}): {check.differs}" if check.differs else "equal"
+        failed += verdict[0].isupper()
+        columns = [*map(number, [*largest, None, None][:2])]
+        lines.append(f"| {label} | {' | '.join(columns)} | {verdict} |")
+        print(lines[-1], flush=True)
+    print(f"{len(lines)} comparisons, {failed} failed")
+    if arguments.write and not arguments.only and not failed:
+        names = {name: version(name) for name in ("trl", "verl", "torch")}
+        PAGE.write_text(HEAD.format(**names, seeds=len(compare.SEEDS)) + "\n".join(lines) + "\n", encoding="utf-8")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
