@@ -1,7 +1,6 @@
 """birl's algorithm functions beside those of TRL and verl themselves, on random inputs: `make check-peers`.
 
-Ends with 1 when what should agree does not, or when a difference that is stated is not there. `--write` writes the table
-to docs/peers_check.md.
+Ends with 1 when what should agree does not, or when a difference that is stated is not there.
 """
 
 import argparse
@@ -14,15 +13,20 @@ import torch
 PAGE = Path(__file__).parents[2] / "docs" / "peers_check.md"
 HEAD = """# Checked against the peers
 
-Written by `make check-peers`, which installs TRL {trl} and verl {verl} into an environment of its own and calls their functions
-and birl's on the same random inputs: lengths, group sizes, masks and numbers differ from seed to seed ({seeds} seeds, float64
-where the peer allows, PyTorch {torch}). A peer's formula is nowhere typed again: losses inside a trainer are that trainer's
-method on an object made without its constructor.
+Written by `make check-peers CHECK_FLAGS=--write`, which installs TRL {trl} and verl {verl} into an environment of
+its own and calls their functions and birl's on the same random inputs: lengths, group sizes, masks and numbers
+differ from seed to seed ({seeds} seeds; float64 where the peer has it; PyTorch {torch}). No formula of a peer is
+typed again: a loss inside a trainer is that trainer's method, on an object made without its constructor.
 
-"value" and "gradient" are the largest difference over all seeds, relative to the largest number of the tensor; a dash means
-that there is no gradient. Equal is at most 1e-6. Where the definitions differ on purpose, the two columns are what is left
-after the stated difference is accounted for (`tests/peers/`), and "as they are" is the difference without that. Which paper
-is meant is in [papers.md](papers.md).
+"value" and "gradient" are the largest difference over all seeds, relative to the largest number of the tensor; a
+dash: there is no gradient. Equal is at most {limit:g}. Where the definitions differ on purpose, the two columns are
+what is left after the stated difference is taken out (`tests/peers/`), and "as they are" is the difference with it.
+The papers are in [papers.md](papers.md).
+
+{agreed} of {all} comparisons are equal as they are, {differing} after a stated difference. Not here, because
+neither peer has it: MaxRL, Pass@k training, the Kimi length reward, GAE over turns, M2PO, A-3PO, the mean of
+groups; and TRL {trl} has no PPO trainer (so no GAE, value loss or whitening) and no DPPO, verl {verl} no preference
+losses.
 
 | what | peer | the peer's function | value | gradient | verdict |
 |---|---|---|---|---|---|
@@ -45,14 +49,16 @@ def main() -> int:
 
     lines, failed = [], 0
     for check in compare.CHECKS:
-        label = f"{check.what} | {check.peer} | `{check.function}`"
+        label = f"{check.what} | {check.peer} | {check.function}"
         if arguments.only not in label:
             continue
         found: list[list[float]] = []
+        seen: list[tuple[torch.Tensor, ...]] = []
         plain: list[float] = []
         problem = ""
         try:
             for pair in compare.pairs(check):
+                seen.append(pair.theirs)
                 found.append([compare.difference(t, o) for t, o in zip(pair.theirs, pair.ours, strict=True)])
                 plain += [compare.difference(t, o) for t, o in zip(pair.theirs, pair.plain, strict=False)]
         except Exception as error:
@@ -62,6 +68,8 @@ def main() -> int:
         largest = [max(column) for column in zip(*found, strict=True)]
         if problem:
             verdict = f"BROKEN: {problem}"
+        elif any(len(torch.cat([t.flatten() for t in column]).unique()) < 2 for column in zip(*seen, strict=True)):
+            verdict = "NOTHING COMPARED: the peer always has the same number"
         elif not all(x <= compare.LIMIT for x in largest):
             verdict = "NOT EQUAL" + (f" after: {check.differs}" if check.differs else "")
         elif check.differs and max(plain) <= compare.LIMIT:
@@ -75,7 +83,16 @@ def main() -> int:
     print(f"{len(lines)} comparisons, {failed} failed")
     if arguments.write and not arguments.only and not failed:
         names = {name: version(name) for name in ("trl", "verl", "torch")}
-        PAGE.write_text(HEAD.format(**names, seeds=len(compare.SEEDS)) + "\n".join(lines) + "\n", encoding="utf-8")
+        agreed = sum(line.endswith(" equal |") for line in lines)
+        head = HEAD.format(
+            **names,
+            seeds=len(compare.SEEDS),
+            limit=compare.LIMIT,
+            agreed=agreed,
+            all=len(lines),
+            differing=len(lines) - agreed,
+        )
+        PAGE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     return int(failed > 0)
 
 

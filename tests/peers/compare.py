@@ -160,8 +160,8 @@ class Case:
 
 
 def rescaled(scaled: Tensor, deviation: Tensor, count: Tensor | int, *, eps: float, inside: bool = False) -> Tensor:
-    """x / (s + EPS), birl's, -> with the sample deviation s sqrt(n / (n - 1)) and the peer's eps, which is under the root
-    where `inside`."""
+    """x / (s + EPS), birl's, -> with the sample deviation s sqrt(n / (n - 1)) and the peer's eps, under the root where
+    `inside`."""
     count = torch.as_tensor(count, dtype=torch.float64)
     sample = deviation * (count / (count - 1)).sqrt()
     return scaled * (deviation + EPS) / ((sample.square() + eps).sqrt() if inside else sample + eps)

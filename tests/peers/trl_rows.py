@@ -13,7 +13,7 @@ from trl.experimental.orpo import ORPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from birl.algorithms import advantages as estimate
-from birl.algorithms import corrections, kl, preference, selection, surrogates
+from birl.algorithms import corrections, preference, selection, surrogates
 from tests.peers.compare import Case, Pair, both, check, deviation, deviation_in_group, rescaled
 
 
@@ -53,7 +53,7 @@ def bare(kind: type, **attributes: Any) -> Any:
 
 
 def scored(kind: type, case: Case, parts: Tensor, sampled: Tensor | None = None, **attributes: Any) -> dict:
-    """What the trainer's `_generate_and_score_completions` gives for these rewards [E, K] and log-probs of the sampler."""
+    """What `_generate_and_score_completions` gives for these rewards [E, K] and the sampler's log-probs."""
     answers = [[1] * int(n) for n in case.answer_length]
     prompts = [[1, 1]] * len(answers)
     texts = ["x"] * len(answers)
@@ -102,7 +102,14 @@ def scored(kind: type, case: Case, parts: Tensor, sampled: Tensor | None = None,
 
 
 SCORE = "GRPOTrainer._generate_and_score_completions"
-SAMPLE = "sample deviation (n − 1) + 1e-4, birl population (n) + 1e-6; the paper says only std"
+SAMPLE = "sample deviation (n - 1) + 1e-4, birl population (n) + 1e-6; the paper says only std"
+
+
+RLOO = "sample deviation (n - 1) + 1e-4, birl population (n) + 1e-6; the paper does not normalise"
+CENTRED = (
+    "divides by the deviation of the rewards, as Lite PPO's authors do; birl's scale batch by that of the centred "
+    "rewards, as REINFORCE++ with a baseline; sample deviation and 1e-4 besides"
+)
 
 
 def even(seed: int) -> Case:
@@ -126,7 +133,7 @@ def _(seed: int) -> Pair:
     return Pair((found,), (ours,), (plain,))
 
 
-@check("Lite PPO advantage, scale batch", "TRL", SCORE, SAMPLE)
+@check("Lite PPO advantage, birl's scale rewards", "TRL", SCORE, SAMPLE)
 def _(seed: int) -> Pair:
     case = even(seed)
     found = scored(GRPOTrainer, case, case.rewards[:, None], scale_rewards="batch")["advantages"]
@@ -134,6 +141,16 @@ def _(seed: int) -> Pair:
     plain = estimate.scale(centred, case.group, "rewards", rewards=case.rewards)
     ours = rescaled(plain, deviation(case.rewards), len(plain), eps=1e-4)
     return Pair((found,), (ours,), (plain,))
+
+
+@check("group mean, birl's scale batch", "TRL", SCORE, CENTRED)
+def _(seed: int) -> Pair:
+    case = even(seed)
+    found = scored(GRPOTrainer, case, case.rewards[:, None], scale_rewards="batch")["advantages"]
+    centred = estimate.centre(case.rewards, case.group, "group")
+    plain = estimate.scale(centred, case.group, "batch")
+    lite = plain * (deviation(centred) + estimate.EPS) / (deviation(case.rewards) + estimate.EPS)
+    return Pair((found,), (rescaled(lite, deviation(case.rewards), len(plain), eps=1e-4),), (plain,))
 
 
 @check("GDPO advantage", "TRL", SCORE, SAMPLE)
@@ -158,7 +175,7 @@ def _(seed: int) -> Pair:
     return Pair((found,), (estimate.centre(case.rewards, case.group, "leave_one_out"),))
 
 
-@check("RLOO advantage, normalised", "TRL", "RLOOTrainer._generate_and_score_completions", SAMPLE)
+@check("RLOO advantage, normalised", "TRL", "RLOOTrainer._generate_and_score_completions", RLOO)
 def _(seed: int) -> Pair:
     case = even(seed)
     found = scored(RLOOTrainer, case, case.rewards[:, None], normalize_advantages=True)["advantages"]
@@ -233,7 +250,11 @@ def loss_case(
     limit = keys.pop("limit", None)
     settings = ", ".join([f"loss_type={loss_type}", *(f"{name}={value}" for name, value in keys.items())])
 
-    @check(what, "TRL", f"{kind.__name__}._compute_loss({settings})" if kind is GRPOTrainer else f"{kind.__name__}._compute_loss")
+    @check(
+        what,
+        "TRL",
+        f"{kind.__name__}._compute_loss({settings})" if kind is GRPOTrainer else f"{kind.__name__}._compute_loss",
+    )
     def _(seed: int) -> Pair:
         case = Case(seed)
         ours = case.ours(surrogate, denominator, options=options, limit=limit)
@@ -272,8 +293,8 @@ def _(seed: int) -> Pair:
     "CISPO",
     "TRL",
     LOSS + "(loss_type=cispo)",
-    "the upper bound is epsilon_high itself, there is no lower one; the paper's eq. 5 has 1 − low and 1 + high, as birl. "
-    "Equal with clip_high = epsilon_high − 1 and clip_low = 1",
+    "the upper bound is epsilon_high itself, there is no lower one; the paper's eq. 5 has 1 - low and 1 + high, as "
+    "birl. Equal with clip_high = epsilon_high - 1 and clip_low = 1",
 )
 def _(seed: int) -> Pair:
     case = Case(seed)
@@ -323,8 +344,8 @@ def _(seed: int) -> Pair:
     "80/20 rule",
     "TRL",
     "GRPOTrainer.get_high_entropy_mask",
-    "the bound is an interpolated quantile: N − ceil((N − 1)(1 − share)) tokens, in birl ceil(share N); the paper says top "
-    "share of all tokens",
+    "the bound is an interpolated quantile: N - ceil((N - 1)(1 - share)) tokens, in birl ceil(share N); the paper says "
+    "top share of all tokens",
 )
 def _(seed: int) -> Pair:
     case = Case(seed)
@@ -391,7 +412,7 @@ class Answers:
         return forward
 
     def ratios(self, logp: Tensor, mean: bool = False) -> tuple[Tensor, ...]:
-        """log π − log π_ref of whole answers, or the mean over tokens: [chosen], [rejected]."""
+        """log π - log π_ref of whole answers, or the mean over tokens: [chosen], [rejected]."""
         ratio = torch.where(self.trained, logp - self.ref, 0).sum(1)
         return (ratio / self.lengths if mean else ratio).chunk(2)
 
@@ -442,7 +463,9 @@ def contrast_case(what: str, loss_type: str, ours, **keys: Any) -> None:
     def _(seed: int) -> Pair:
         answers = Answers(seed)
         c, r = answers.ratios(answers.logp)
-        trainer = bare(CPOTrainer, **({"alpha": 0.0, "beta": 0.3, "label_smoothing": 0.0, "loss_type": loss_type} | keys))
+        trainer = bare(
+            CPOTrainer, **({"alpha": 0.0, "beta": 0.3, "label_smoothing": 0.0, "loss_type": loss_type} | keys)
+        )
         theirs, mine = (both(lambda x, f=f: f(x[0], x[1]), torch.stack([c, r])) for f in (
             lambda a, b: trainer.cpo_loss(a, b)[0], ours
         ))  # fmt: skip
@@ -505,7 +528,9 @@ def reward_case(what: str, margin: bool, centering: float | None) -> None:
         scores, wanted = case.normal(10), case.uniform(5)
         trainer = bare(RewardTrainer, args=SimpleNamespace(center_rewards_coefficient=centering))
         given = {"attention_mask": torch.ones(10, 3)} | ({"margin": wanted} if margin else {})
-        theirs = both(lambda x: trainer.compute_loss(lambda **_: SimpleNamespace(logits=x[:, None]), dict(given)), scores)
+        theirs = both(
+            lambda x: trainer.compute_loss(lambda **_: SimpleNamespace(logits=x[:, None]), dict(given)), scores
+        )
 
         def loss(x: Tensor) -> Tensor:
             options = {"margin": wanted if margin else 0.0, "centering": centering or 0.0}

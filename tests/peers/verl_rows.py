@@ -22,7 +22,7 @@ from verl.workers.config import ActorConfig  # noqa: E402
 from verl.workers.config.actor import PolicyLossConfig  # noqa: E402
 
 CORE = "core_algos."
-SAMPLE = "sample deviation (n − 1), birl population (n); the paper says only std"
+SAMPLE = "sample deviation (n - 1), birl population (n); the paper says only std"
 OFF = 1e9  # a bound that never binds
 
 
@@ -62,7 +62,7 @@ def _(seed: int) -> Pair:
     "GRPO advantage, a group of one",
     "verl",
     CORE + "compute_grpo_outcome_advantage",
-    "a group of one keeps its reward as its advantage; in birl it has 0, which is r − mean as in the paper",
+    "a group of one keeps its reward as its advantage; in birl it has 0, which is r - mean as in the paper",
 )
 def _(seed: int) -> Pair:
     case = Case(seed, alone=True)
@@ -116,9 +116,7 @@ def _(seed: int) -> Pair:
 def _(seed: int) -> Pair:
     case = Case(seed)
     greedy = case.normal(int(case.group.max()) + 1)
-    found = verl.compute_remax_outcome_advantage(
-        case.at_the_end(case.rewards), greedy[case.group], case.mask.double()
-    )
+    found = verl.compute_remax_outcome_advantage(case.at_the_end(case.rewards), greedy[case.group], case.mask.double())
     return Pair(first(case, found), (estimate.centre(case.rewards, case.group, "greedy", greedy=greedy),))
 
 
@@ -154,9 +152,7 @@ def _(seed: int) -> Pair:
     case = Case(seed)
     found = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(**outcome(case))
     centred = estimate.centre(case.rewards, case.group, "group")
-    return Pair(
-        first(case, found), (whitened(centred, case)[0],), (estimate.scale(centred, case.group, "batch"),)
-    )
+    return Pair(first(case, found), (whitened(centred, case)[0],), (estimate.scale(centred, case.group, "batch"),))
 
 
 @check(
@@ -192,8 +188,8 @@ def _(seed: int) -> Pair:
     "pass@k advantage",
     "verl",
     CORE + "compute_grpo_passk_outcome_advantage",
-    "another method, arXiv:2503.19595: pass@n of all less pass@(n − 1) of the others; birl's is arXiv:2508.10751. Equal "
-    "to that difference by birl's pass@k",
+    "another method, arXiv:2503.19595: pass@n of all less pass@(n - 1) of the others; birl's is arXiv:2508.10751. "
+    "Equal to that difference by birl's pass@k",
 )
 def _(seed: int) -> Pair:
     case = Case(seed)
@@ -265,9 +261,7 @@ def by_verl(case: Case, name: str, mode: str, config: ActorConfig, weights: Tens
     """verl's policy loss -> value, gradient [N]."""
     function = verl.get_policy_loss_fn(name)
     given = {"response_mask": case.mask.double(), "loss_agg_mode": mode, "config": config}
-    return case.theirs(
-        lambda logp: function(case.old, logp, case.advantages, **given, rollout_is_weights=weights)[0]
-    )
+    return case.theirs(lambda logp: function(case.old, logp, case.advantages, **given, rollout_is_weights=weights)[0])
 
 
 def clip_case(what: str, *, far: float = 0.4, dual: float = 0.0, low: float = 0.2, high: float = 0.28) -> None:
@@ -326,9 +320,9 @@ def _(seed: int) -> Pair:
 
 
 def dppo_case(divergence: str, threshold: float, cut: float) -> None:
-    note = "written as −M sg[w] A log π: value of birl's times log π, gradient the same"
+    note = "written as -M sg[w] A log π: value of birl's times log π, gradient the same"
     if cut < 20:
-        note += "; and w cut at c, ActorConfig's default 3, where the paper has none below 20"
+        note += "; and w cut at 3, ActorConfig's clip_ratio_c: the function's own 20 is never reached"
 
     @check(f"DPPO {divergence}, w cut at {cut:g}", "verl", CORE + f"compute_policy_loss_dppo_{divergence}", note)
     def _(seed: int) -> Pair:
@@ -391,7 +385,7 @@ def _(seed: int) -> Pair:
     "KL-Cov, share of less than one token",
     "verl",
     CORE + "compute_policy_loss_kl_cov",
-    "takes at least one token; the paper's floor(share N) is none, as in birl",
+    "takes at least one token; the paper's top share of N tokens is none then, as in birl",
 )
 def _(seed: int) -> Pair:
     case = Case(seed)
@@ -426,8 +420,8 @@ def empty_case(mode: str, name: str) -> None:
         f"denominator {name}, {mode}, an answer without trained tokens",
         "verl",
         CORE + "agg_loss",
-        "leaves it out of the number of answers; birl's function counts it, as TRL's, and its caller leaves masked answers "
-        "out. The papers have no such answer. Equal with verl's global_batch_size",
+        "leaves it out of the number of answers; birl's function counts it, as TRL's, and its caller leaves masked "
+        "answers out. The papers have no such answer. Equal with verl's global_batch_size",
     )
     def _(seed: int) -> Pair:
         case = Case(seed)
@@ -453,7 +447,7 @@ empty_case("seq-mean-token-sum-norm", "constant")
 
 
 def kl_case(theirs: str, ours: str) -> None:
-    @check(f"KL {ours}, \"{theirs}\"", "verl", CORE + "kl_penalty")
+    @check(f'KL {ours}, "{theirs}"', "verl", CORE + "kl_penalty")
     def _(seed: int) -> Pair:
         case = Case(seed)
         logp, ref = case.flat(case.logp), case.flat(case.ref)
@@ -469,7 +463,7 @@ for name in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("abs", "abs")):
     "KL k3, far apart",
     "verl",
     CORE + "kl_penalty",
-    "cut to [−10, 10]; the estimator is not, and without the cut it is unbiased",
+    "cut to [-10, 10]; the estimator is not, and without the cut it is unbiased",
 )
 def _(seed: int) -> Pair:
     case = Case(seed, far=3)
@@ -554,7 +548,7 @@ def rejection_case(what: str, option: str, threshold: str, ours) -> None:
 
 
 def kept_inside(level: str):
-    """verl's k1 is −log w: its bounds are those of 1 / w."""
+    """verl's k1 is -log w: its bounds are those of 1 / w."""
     bounds = {"low": 1 / 1.25, "high": 1 / 0.8}
     return lambda ratio, sample, _: corrections.importance(ratio, sample, level=level, mode="mask", **bounds) > 0
 
@@ -563,6 +557,8 @@ def kept_by_divergence(ratio: Tensor, sample: Tensor, advantages: Tensor) -> Ten
     return ~corrections.rejected_by_divergence(ratio, sample, advantages, limit=0.05)
 
 
-rejection_case("masked importance sampling, geometric: what is kept", "seq_mean_k1", "0.8_1.25", kept_inside("geometric"))
+rejection_case(
+    "masked importance sampling, geometric: what is kept", "seq_mean_k1", "0.8_1.25", kept_inside("geometric")
+)
 rejection_case("masked importance sampling, token: what is kept", "token_k1", "0.8_1.25", kept_inside("token"))
 rejection_case("rejection by divergence", "seq_mean_k3", "0.05", kept_by_divergence)
