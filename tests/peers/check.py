@@ -68,8 +68,8 @@ def main() -> int:
         largest = [max(column) for column in zip(*found, strict=True)]
         if problem:
             verdict = f"BROKEN: {problem}"
-        elif any(len(torch.cat([t.flatten() for t in column]).unique()) < 2 for column in zip(*seen, strict=True)):
-            verdict = "NOTHING COMPARED: the peer always has the same number"
+        elif len(torch.cat([t[0].flatten() for t in seen]).unique()) < 2 or not any(t[-1].any() for t in seen):
+            verdict = "NOTHING COMPARED: the peer's value is always the same, or its gradient 0"
         elif not all(x <= compare.LIMIT for x in largest):
             verdict = "NOT EQUAL" + (f" after: {check.differs}" if check.differs else "")
         elif check.differs and max(plain) <= compare.LIMIT:
