@@ -5,11 +5,13 @@
 #                        a machine without a GPU does not need; `--index-url` can name the index of the CPU builds
 #   PIP_FLAGS=...        pip flags for everything
 #   DEMO_FLAGS=...       more key=value for the demo
+#   CHECK_FLAGS=--write  `make check-peers` writes its table to docs/peers_check.md
 
 PYTHON ?= python3
 TORCH_FLAGS ?=
 PIP_FLAGS ?=
 DEMO_FLAGS ?=
+CHECK_FLAGS ?=
 
 BIN := .venv/bin
 # PyTorch comes first and alone, so that no other package's requirement can pick another build of it.
@@ -25,7 +27,7 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format bench-setup bench clean
+.PHONY: help setup setup-dev demo test lint format bench-setup bench check-peers clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -34,6 +36,7 @@ help:
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
+	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
 	@echo "make clean   remove the environments and all caches; runs/ stays"
 
 setup: .venv/setup.done
@@ -93,6 +96,17 @@ bench: setup-dev bench-setup
 	@failed=; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; done; \
 		test -z "$$failed" || { echo "below their goal, or broken:$$failed"; exit 1; }
 
+.venv-peers/setup.done: benchmarks/requirements-trl.txt tests/peers/requirements.txt constraints.txt
+	@echo "Installing TRL and verl into .venv-peers (once)"
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python $(INSTALL) torch $(TORCH_FLAGS)
+	@.venv-peers/bin/python $(INSTALL) -r benchmarks/requirements-trl.txt -r tests/peers/requirements.txt
+	@.venv-peers/bin/python $(PIP) --no-deps verl==0.9.1
+	@touch $@
+
+check-peers: .venv-peers/setup.done
+	@PYTHONPATH=. OMP_NUM_THREADS=1 .venv-peers/bin/python tests/peers/check.py $(CHECK_FLAGS)
+
 clean:
-	rm -rf .venv .venv-trl .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ from torch import Tensor
 EPS = 1e-6  # added to a standard deviation
 
 BASELINES = ("group", "leave_one_out", "batch", "optimal", "greedy", "none")
-SCALES = ("none", "group", "batch", "mean")
+SCALES = ("none", "group", "batch", "rewards", "mean")
 
 
 def centre(
@@ -61,12 +61,15 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
 
     - "none": 1 (Dr. GRPO arXiv:2503.20783)
     - "group": standard deviation of A in i's group + EPS (GRPO arXiv:2402.03300 section 4.1)
-    - "batch": standard deviation of all A + EPS (Lite PPO arXiv:2508.08221)
+    - "batch": standard deviation of all A + EPS (REINFORCE++ arXiv:2501.03262; with its baseline, A is r - mean of the
+      group, so that what tells the prompts apart is not in it)
+    - "rewards": standard deviation of all rewards + EPS (Lite PPO arXiv:2508.08221, as its authors' ROLL and TRL have
+      it)
     - "mean": mean reward of i's group; where it is not above 0, the result is 0 (MaxRL arXiv:2602.02710, which has
       rewards of 0 and 1)
 
-    advantages [E], group [E], rewards [E] for "mean" -> [E]. Raises ValueError for an unknown divisor, or without
-    rewards under "mean".
+    advantages [E], group [E], rewards [E] for "rewards" and "mean" -> [E]. Raises ValueError for an unknown divisor, or
+    where rewards are needed and absent.
     """
     if by == "none":
         return advantages
@@ -74,10 +77,12 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
         variance = group_mean(_from_mean(advantages, group).square(), group)
         return advantages / (variance.sqrt()[group] + EPS)
     if by == "batch":
-        return advantages / (_from_mean(advantages, torch.zeros_like(group)).square().mean().sqrt() + EPS)
-    if by == "mean":
+        return advantages / (_deviation(advantages) + EPS)
+    if by in ("rewards", "mean"):
         if rewards is None:
-            raise ValueError("scale mean needs the rewards")
+            raise ValueError(f"scale {by} needs the rewards")
+        if by == "rewards":
+            return advantages / (_deviation(rewards) + EPS)
         mean = group_mean(rewards, group)[group]
         positive = mean > 0
         return torch.where(positive, advantages / torch.where(positive, mean, torch.ones_like(mean)), 0)
@@ -154,6 +159,11 @@ def _from_mean(values: Tensor, group: Tensor) -> Tensor:
     exactly 0: a remainder of rounding would be blown up when it is divided by the deviation."""
     above = values - _group_min(values, group)
     return above - group_mean(above, group)[group]
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """Standard deviation of all. [E] -> []"""
+    return _from_mean(values, torch.zeros(len(values), dtype=torch.int64, device=values.device)).square().mean().sqrt()
 
 
 def _sizes(group: Tensor) -> Tensor:

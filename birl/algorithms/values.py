@@ -74,7 +74,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     arXiv:1707.06347, whose eq. 9 has (v - R)^2). clip 0: 0.5 (v - R)^2.
 
     values [N] with gradient, old_values [N], returns [N] -> loss [N], clipped [N] bool: the token has no gradient. The
-    0.5 is verl's and TRL's.
+    0.5 is verl's.
     """
     plain = (values - returns).square()
     if not clip:
@@ -88,8 +88,8 @@ def whiten(x: Tensor, *, shift_mean: bool = True) -> Tensor:
     """(x - mean) / (std + EPS), plus mean without shift_mean.
 
     The statistics are the population's over all that is given: give all tokens of the step, before it is cut into
-    micro-batches. TRL and verl divide by sqrt(var + 1e-8) with the sample variance. Equal values give 0
-    (or the mean), as does one value. [N] -> [N].
+    micro-batches. verl divides by sqrt(var + 1e-8) with the sample variance. Equal values give 0 (or the mean),
+    as does one value. [N] -> [N].
     """
     if not len(x):
         return x

@@ -57,6 +57,8 @@ def divisor_of(case: Episodes, advantages: list[float], i: int, name: str) -> fl
         return deviation([advantages[j] for j in inside]) + EPS
     if name == "batch":
         return deviation(advantages) + EPS
+    if name == "rewards":
+        return deviation(case.rewards) + EPS
     if name == "mean":
         average = mean([case.rewards[j] for j in inside])
         return average if average > 0 else math.inf
@@ -87,6 +89,16 @@ def test_the_table_of_one_batch(by: str) -> None:
     centred = [r - baseline_of(case, i, "group", [], []) for i, r in enumerate(REWARDS)]
     expected = [a / divisor_of(case, centred, i, by) for i, a in enumerate(centred)]
     assert found.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_lite_ppo_divides_by_the_deviation_of_the_rewards() -> None:
+    """The centred rewards of two prompts, one solved and one not, do not differ; the rewards do."""
+    rewards, group = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0]).double(), ids([0, 0, 1, 1, 2, 2])
+    centred = centre(rewards, group, "group")
+    assert centred.tolist() == [0, 0, 0, 0, 0.5, -0.5]
+    lite = scale(centred, group, "rewards", rewards=rewards)
+    assert lite[4].item() == pytest.approx(0.5 / 0.5, rel=1e-5)
+    assert scale(centred, group, "batch")[4].item() == pytest.approx(0.5 / math.sqrt(0.5 / 6), rel=1e-5)
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch", "optimal"])
@@ -136,7 +148,7 @@ def test_what_is_missing_or_unknown_is_refused() -> None:
     for name in ("optimal", "greedy", "gruop"):
         with pytest.raises(ValueError, match=name):
             centre(rewards, group, name)
-    for name in ("mean", "gruop"):
+    for name in ("rewards", "mean", "gruop"):
         with pytest.raises(ValueError, match=name):
             scale(rewards, group, name)
 
