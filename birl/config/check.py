@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32"),
     "model.device": ("auto", "cpu", "cuda"),
     "algorithm.baseline": ("group", "leave_one_out", "batch", "optimal", "greedy", "none"),
-    "algorithm.scale_rewards": ("none", "group", "batch", "mean"),
+    "algorithm.scale_rewards": ("none", "group", "batch", "rewards", "mean"),
     "algorithm.denominator": ("token", "sequence", "group", "constant"),
     "algorithm.kl": ("k1", "k2", "k3", "abs"),
     "algorithm.kl_in": ("loss", "reward"),
@@ -383,10 +383,9 @@ def _data(config: RL | Stage) -> list[str]:
 
 def _stage(config: Stage) -> list[str]:
     found = []
-    if not (config.data.validation or config.data.validation_split):
-        if config.validation.every:
-            reason = "there is no held-out data; set data.validation or data.validation_split"
-            found += _without_effect(config, "validation.every", reason)
+    if config.validation.every and not (config.data.validation or config.data.validation_split):
+        reason = "there is no held-out data; set data.validation or data.validation_split"
+        found += _without_effect(config, "validation.every", reason)
     if isinstance(config, SFT):
         found += _texts(config)
     if isinstance(config, DPO):

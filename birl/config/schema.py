@@ -114,8 +114,8 @@ class Algorithm:
     RLOO) | batch (mean of all, REINFORCE++) | optimal (mean weighted by length, OPO) | greedy (reward of the greedy
     answer, ReMax) | none."""
     scale_rewards: str = "none"
-    """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of the batch) |
-    mean (mean reward of the group, MaxRL)."""
+    """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of all
+    advantages, REINFORCE++) | rewards (std of all rewards, Lite PPO) | mean (mean reward of the group, MaxRL)."""
     pass_k: int = 4
     """The k that algorithm.advantage=pass_at_k trains for."""
     surrogate: str = "clip"

@@ -1,4 +1,4 @@
-"""A toy language that a tiny model learns in seconds: sort five digits. Every stage of birl runs on it.
+"""A toy language that a tiny model learns in seconds: sort four digits. Every stage of birl runs on it.
 
     python recipes/toy/toy.py make FOLDER                 model and data
     python recipes/toy/toy.py stages FOLDER [SEED ...]    SFT, DPO, GRPO, PPO in turn; a reward model, RL against it
@@ -23,7 +23,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from birl.cli import main
 
 HERE = Path(__file__).parent
-LENGTH = 5
+LENGTH = 4
 THREADS = ["threads=1", "track.console=off", "track.tensorboard=false", "track.report=false", "model.dtype=float32"]
 TEXTS = ["data.apply_chat_template=false", "validation.every=0", "checkpoint.every=0"]
 
@@ -73,7 +73,7 @@ def make(folder: Path) -> None:
     rows = [{"prompt": f"{p}=", "answer": "".join(sorted(p))} for p in prompts]
     for row in rows:
         row["chosen"], row["rejected"] = row["answer"], spoiled(row["answer"], rng)
-    for name, start, end in (("held_out", 0, 300), ("sft", 300, 700), ("pairs", 700, 5700), ("rl", 5700, 8300)):
+    for name, start, end in (("held_out", 0, 300), ("sft", 300, 600), ("pairs", 600, 3600), ("rl", 3600, 6000)):
         lines = "".join(json.dumps(row) + "\n" for row in rows[start:end])
         (folder / f"{name}.jsonl").write_text(lines)
 
@@ -89,7 +89,7 @@ def spoiled(answer: str, rng: random.Random) -> str:
             found = found[:i] + found[i + 1] + found[i] + found[i + 2 :]
         elif kind == 1 and len(found) > 1:
             found = found[:i] + found[i + 1 :]
-        elif kind == 2 and len(found) < 7:
+        elif kind == 2 and len(found) < 6:
             found = found[:i] + rng.choice("0123456789") + found[i:]
         else:
             found = found[:i] + rng.choice([d for d in "0123456789" if d != found[i]]) + found[i + 1 :]
@@ -131,8 +131,8 @@ def stage(folder: Path, name: str, model: Path, *words: str) -> tuple[Path, list
 def rl(data: Path, reward: str = "partly") -> tuple[str, ...]:
     judge = (f"reward={Path(__file__).resolve()}:{reward}",) if reward else ()
     return (
-        *("rl", f"data.train={data}", "rollout.prompts=16", "rollout.group_size=8", "rollout.max_tokens=8"),
-        *("optimizer.lr=1e-4", *judge),
+        *("rl", f"data.train={data}", "rollout.prompts=48", "rollout.group_size=8", "rollout.max_tokens=7"),
+        *("optimizer.lr=3e-4", "optimizer.warmup_steps=10", "engine.max_batch=256", *judge),
     )
 
 
