@@ -15,9 +15,8 @@ from typing import Any, Never
 
 from birl.errors import BirlError
 
-LOSS_TYPES: dict[
-    str, dict[str, Any]
-] = {  # what MRL and TRL call a loss: surrogate, clips, denominator as in our presets
+# What MRL and TRL call a loss: surrogate, clips and denominator as in our presets.
+LOSS_TYPES: dict[str, dict[str, Any]] = {
     "grpo": {"denominator": "sequence"},
     "bnpo": {"denominator": "token"},
     "dapo": {"denominator": "token", "clip_high": 0.28},
