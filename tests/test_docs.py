@@ -15,24 +15,41 @@ import pytest
 import torch
 
 from birl.cli import main
-from birl.config.help import documentation, presets
+from birl.config import schema
+from birl.config.help import documentation, presets, written
 from birl.config.load import load
-from birl.config.schema import RL, Eval
+from birl.config.schema import DPO, RL, RM, SFT, Eval
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [p for p in (ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS) if p.exists()]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-SECTIONS = tuple(sorted({key.partition(".")[0] for key in documentation(RL) if "." in key}))
+SCHEMAS = (RL, Eval, SFT, RM, DPO)
+KEYS = {key for kind in SCHEMAS for key in documentation(kind)}
+SECTIONS = tuple(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
 FOLDERS = ("birl", "tests", "docs", "recipes", "examples", "benchmarks")
-DATA = "".join(json.dumps({"prompt": f"What is {i} + 2?", "answer": str(i + 2), "level": i}) + "\n" for i in range(8))
+
+#: rows of the files that the pages suppose: whatever a command reads of them is there
+ROWS = [
+    {"prompt": f"What is {i} + 2?", "answer": str(i + 2), "level": i, "response": f"The answer is {i + 2}."}
+    | {"chosen": f"It is {i + 2}.", "rejected": "Anna", "margin": i / 2, "good": i % 2 == 0}
+    for i in range(8)
+]
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+OTHER_ROWS = {  # by file name
+    "chats.jsonl": [{"messages": [*TALK, {"role": "tool", "content": "7"}, TALK[1]]}] * 4,
+    "books.jsonl": [{"text": "The sum of two numbers."}] * 4,
+}
 
 # What makes a training or an evaluation small, unless the command is about that key.
 SMALL = ("rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=6", "rollout.max_failure_rate=1")
+QUIET = ("track.tensorboard=false", "track.report=false", "track.console=off")
+STAGES = ("sft", "rm", "dpo")
 SHORT = {
-    "rl": ("steps=1", "track.tensorboard=false", "track.report=false", *SMALL),
+    "rl": ("steps=1", *QUIET, *SMALL),
     "eval": ("validation.max_tokens=6",),
+    **dict.fromkeys(STAGES, ("steps=1", "batch_size=2", *QUIET)),
 }
 
 
@@ -58,6 +75,24 @@ def shell_blocks() -> list:
     return found
 
 
+def jsonl(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """The rows of each table, by its first header cell."""
+    found: dict[str, list[list[str]]] = {}
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
+        found[head[0]] = rows
+    return found
+
+
+def names(rows: list[list[str]]) -> set[str]:
+    """What the first column has in backticks."""
+    return {name for row in rows for name in CODE.findall(row[0])}
+
+
 def spans(page: Path) -> list[str]:
     """Everything in single backticks."""
     return CODE.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
@@ -67,7 +102,7 @@ def spans(page: Path) -> list[str]:
 def demo(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run with a validation, a reference and a checkpoint."""
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "my.jsonl").write_text(DATA)
+    (folder / "my.jsonl").write_text(jsonl(ROWS))
     words = [f"data.train={folder}/my.jsonl", f"data.validation={folder}/my.jsonl", "algorithm.kl_coef=0.01"]
     assert (
         main(["rl", *words, *small("rl", words, tiny), "reward=length", "validation.every=1", f"run={folder}/run"]) == 0
@@ -81,7 +116,6 @@ def small(command: str, words: list[str], tiny: Path) -> list[str]:
     text = " ".join([*words, *(Path(f).read_text() for f in files)])
     added = [w for w in SHORT[command] if not (w == "steps=1" and "epochs=" in text)] + ["threads=1"]
     added += [] if "data.validation=" not in text and "validation:" not in text else ["data.max_validation_samples=2"]
-    added += ["track.console=off"] if command == "rl" else []
     # a model of random weights is never right: with dynamic sampling it needs a reward that differs
     added += ["reward.functions=length", "reward.length_target=8"] if "algorithm=dapo" in text else []
     own_model = any(w.startswith("model=") and Path(w.removeprefix("model=")).is_dir() for w in words)
@@ -117,29 +151,36 @@ def execute(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert (ROOT / rest[0]).is_file() or (rest[0] == "-m" and importlib.util.find_spec(rest[1])), words
     elif program == "birl":
         provide_data(rest)
+        provide_models(rest, tiny)
         birl(rest, tiny, monkeypatch)
     else:
-        assert program in ("tensorboard", "wandb", "pip", "git", "cd"), f"unknown program in {words}"
+        assert program in ("tensorboard", "wandb", "pip", "git", "cd", "vllm"), f"unknown program in {words}"
 
 
 def provide_data(words: list[str]) -> None:
     """Files that the page only supposes."""
     for name in re.findall(r"[\w.-]+\.(?:jsonl|csv)(?=[\],\s]|$)", " ".join(words)):
         if not Path(name).exists() and f"/{name}" not in " ".join(words):
-            rows = [json.loads(line) for line in DATA.splitlines()]
-            csv = "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in rows)
-            Path(name).write_text(csv if name.endswith(".csv") else DATA)
+            csv = "prompt,answer\n" + "".join(f"{row['prompt']},{row['answer']}\n" for row in ROWS)
+            Path(name).write_text(csv if name.endswith(".csv") else jsonl(OTHER_ROWS.get(name, ROWS)))
+
+
+def provide_models(words: list[str], tiny: Path) -> None:
+    """Models that the page only supposes."""
+    for key, _, value in (word.partition("=") for word in words):
+        if key in ("algorithm.teacher", "critic.path") and not Path(value).exists():
+            Path(value).symlink_to(tiny)
 
 
 def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, *rest = words
     monkeypatch.setattr("builtins.input", end_of_input)
-    if command in ("rl", "eval") and not {"--help", "--print-config"} & set(rest):
+    if command in SHORT and not {"--help", "--print-config"} & set(rest):
         if needs_network(rest):
             rest = [*rest, "--print-config"]
         else:  # a job of --multirun is a process of its own: too slow to start here
             rest = [*rest, *small(command, rest, tiny), *(["--print-config"] if "--multirun" in rest else [])]
-        if command == "rl" and not any(word.startswith("run=") for word in rest):
+        if command != "eval" and not any(word.startswith("run=") for word in rest):
             rest.append("run=runs/here")
     elif command == "plan":
         rest = [*rest, f"model.path={tiny}"]
@@ -171,15 +212,21 @@ def test_blocks_are_what_they_say(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_what_is_named_exists(page: Path) -> None:
-    missing = [span for span in spans(page) if problem(span)]
+    rows = {CODE.findall(" ".join(row))[0]: row for row in preset_rows(page)}
+    own = {span for row in rows.values() for span in CODE.findall(row[2])}  # keys without their section
+    missing = [span for span in spans(page) if span not in own and problem(span)]
     assert not missing, f"{page.name} names what does not exist: {missing}"
+
+
+def preset_rows(page: Path) -> list[list[str]]:
+    return tables(page.read_text(encoding="utf-8").partition("## Presets")[2]).get("preset", [])
 
 
 def problem(span: str) -> bool:
     """Whether this is a key, preset, file, test or function that does not exist."""
     key, equals, value = span.partition("=")
     section, dot, rest = key.partition(".")
-    keys = documentation(RL) | documentation(Eval) | dict.fromkeys(("reward", "model", "algorithm"))
+    keys = KEYS | {"reward", "model", "algorithm"}
     if equals and key in presets(RL) and re.fullmatch(r"[a-z_0-9]+", value) and not Path(value).exists():
         return value not in presets(RL)[key]
     if (
@@ -218,10 +265,51 @@ def test_the_table_of_metrics_is_what_a_run_writes(demo: Path) -> None:
     assert not {n for n, p in pattern.items() if not any(re.fullmatch(p, w) for w in written)}
 
 
+Figures = dict[str, tuple[set[str], set[str]]]
+
+
+@pytest.fixture(scope="module")
+def figures(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    """What metrics.jsonl and validation.jsonl hold, by the command that wrote them."""
+    folder = tmp_path_factory.mktemp("figures")
+    (folder / "my.jsonl").write_text(jsonl(ROWS))
+    ppo = "algorithm=ppo algorithm.entropy_control=kl_cov algorithm.reject=divergence reward=length"
+    found: Figures = {}
+    for line in ("sft", "rm", "dpo", "dpo preference.loss=kto", f"rl {ppo} reward.length_target=8"):
+        command, *words = line.split()
+        run = folder / str(len(found))
+        words += [f"data.train={folder}/my.jsonl", f"data.validation={folder}/my.jsonl", f"run={run}"]
+        assert main([command, *words, *small(command, words, tiny)]) == 0, line
+        logs = [json.loads((run / f"{log}.jsonl").read_text().splitlines()[-1]) for log in ("metrics", "validation")]
+        metrics, validation = ({k for k in log if k not in ("step", "time", "samples")} for log in logs)
+        found[line] = metrics, validation
+    return found
+
+
+def test_the_tables_of_figures_are_what_the_stages_write(figures: Figures) -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").partition("## Metrics")[2].partition("\n## ")[0]
+    told = {head.replace("`", "").removeprefix("birl "): names(rows) for head, rows in tables(page).items()}
+    common = told.pop("all of them, in metrics.jsonl")
+    assert set(told) == {line for line in figures if not line.startswith("rl")}
+    for line, own in told.items():
+        metrics, validation = figures[line]
+        assert metrics == own | common, line
+        assert validation == {f"validation/{name}" for name in own}, line
+
+
+def test_the_table_of_figures_is_what_algorithms_add(figures: Figures, demo: Path) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("## Figures")[2]
+    plain = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
+    (metrics,) = (metrics for line, (metrics, _) in figures.items() if line.startswith("rl"))
+    assert names(tables(page)["name"]) == metrics - plain
+
+
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_metrics_that_are_mentioned_exist(page: Path, demo: Path) -> None:
-    written = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
-    written |= set(json.loads((demo / "validation.jsonl").read_text().splitlines()[-1]))
+def test_metrics_that_are_mentioned_exist(page: Path, demo: Path, figures: Figures) -> None:
+    written = set().union(*(names for pair in figures.values() for names in pair))
+    written |= {"reward/endpoint", "reward/model"}  # tests/rewards
+    for log in ("metrics", "validation"):
+        written |= set(json.loads((demo / f"{log}.jsonl").read_text().splitlines()[-1]))
     families = {name.split("/")[0] for name in written if "/" in name}
     for span in spans(page):
         if span.split("/")[0] in families and re.fullmatch(r"[a-z_]+(/[\w@<>]+)+", span):
@@ -229,21 +317,47 @@ def test_metrics_that_are_mentioned_exist(page: Path, demo: Path) -> None:
 
 
 def test_the_table_of_presets_is_what_they_set() -> None:
-    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    loaded = {name: load(RL, ["data.train=x", f"algorithm={name}"]).algorithm for name in presets(RL)["algorithm"]}
-    table = page.partition("## Presets")[2].partition("## Formulas")[0]
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")]
-    names = re.findall(r"`(\w+)`", next(line for line in table.splitlines() if line.startswith("| key")))
-    assert set(names) == set(loaded)
-    differ = {k for k in vars(loaded["grpo"]) if len({str(getattr(a, k)) for a in loaded.values()}) > 1}
-    assert {row[0].strip("`").removeprefix("algorithm.") for row in rows} == differ
-    for key, *values in rows:
-        for name, value in zip(names, values, strict=True):
-            found = getattr(loaded[name], key.strip("`").removeprefix("algorithm."))
-            if value.startswith("a fifth"):
-                assert found == load(RL, ["data.train=x"]).rollout.max_tokens // 5
-            else:
-                assert str(found).lower() == value or float(found) == float(value), (name, key)
+    words = ["data.train=x", "algorithm.teacher=x"]
+    loaded = {name: load(RL, [*words, f"algorithm={name}"]).algorithm for name in presets(RL)["algorithm"]}
+    page = ROOT / "docs" / "algorithms.md"
+    rows = {row[0].strip("`"): dict(key.split("=", 1) for key in CODE.findall(row[2])) for row in preset_rows(page)}
+    assert set(rows) == set(loaded)
+    default = vars(loaded["dr_grpo"])
+    for name, told in rows.items():
+        assert told == {k: written(v) for k, v in vars(loaded[name]).items() if v != default[k]}, name
+    three = tables(page.read_text(encoding="utf-8").partition("OpenAI's recipe")[2])["key"]
+    columns = ("ppo", "grpo", "dr_grpo")
+    differ = {k for k in default if len({str(getattr(loaded[name], k)) for name in columns}) > 1}
+    assert {row[0].strip("`").removeprefix("algorithm.") for row in three} == differ
+    for key, *values in three:
+        for name, value in zip(columns, values, strict=True):
+            found = written(getattr(loaded[name], key.strip("`").removeprefix("algorithm.")))
+            assert "not read" in value or value == found, (name, key)
+
+
+def test_the_rows_of_the_page_are_read(tiny: Path) -> None:
+    from birl.data.examples import load_pairs, load_texts
+    from birl.models.load import load_tokenizer
+    from birl.text.chat import Chat
+
+    chat = Chat(load_tokenizer(tiny))
+    texts, pairs, single = (text for language, text in blocks(ROOT / "docs" / "training.md") if language == "jsonl")
+    rows = [[json.loads(line) for line in text.splitlines()] for text in (texts, pairs, single)]
+    for row in rows[0]:
+        assert len(load_texts(schema.Texts(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 1
+    for row in rows[1]:
+        assert len(load_pairs(schema.Pairs(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 2
+    labelled = schema.LabelledPairs(train=["given"], chosen_column="answer", label_column="good")
+    assert [e.good for e in load_pairs(labelled, "train", chat, 512, given=rows[2])[0]] == [True, False]
+
+
+def test_what_a_function_may_ask_for_is_listed() -> None:
+    from birl.loops import credit, objective
+
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("## Your own loss")[2]
+    surrogate, advantage = tables(page)[""]
+    assert tuple(CODE.findall(surrogate[2])) == objective.TENSORS
+    assert set(CODE.findall(advantage[2])) == set(credit.TENSORS)
 
 
 def test_the_table_of_math_is_what_it_judges() -> None:

@@ -15,11 +15,15 @@ from typing import Any, Never
 
 from birl.errors import BirlError
 
-LOSS_TYPES = {  # what MRL and TRL call a loss, as our keys
-    "grpo": {"algorithm.denominator": "sequence"},
-    "bnpo": {"algorithm.denominator": "token"},
-    "dapo": {"algorithm.denominator": "token"},
-    "dr_grpo": {"algorithm.denominator": "constant"},
+# What MRL and TRL call a loss: surrogate, clips and denominator as in our presets.
+LOSS_TYPES: dict[str, dict[str, Any]] = {
+    "grpo": {"denominator": "sequence"},
+    "bnpo": {"denominator": "token"},
+    "dapo": {"denominator": "token", "clip_high": 0.28},
+    "dr_grpo": {"denominator": "constant"},
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "denominator": "token"},
+    "sapo": {"surrogate": "sapo", "denominator": "sequence"},
+    "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence"},
 }
 SCALES = {"group": "group", "batch": "batch", "none": "none", True: "group", False: "none"}
 RENAMED = {  # what TRL calls a parameter
@@ -44,9 +48,10 @@ class Trainer:
     list of them; each takes (completions, prompts, **columns) and returns one number for each completion. train_dataset
     and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or `messages`,
     `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1 means
-    num_epochs. beta: weight of the KL to the first weights. epsilon, epsilon_high: clip range. loss_type: grpo | bnpo |
-    dapo | dr_grpo. scale_rewards: group | batch | none. output_dir: the run folder. overrides: further keys, such as
-    {"optimizer.schedule": "cosine"}.
+    num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo | sapo |
+    gspo: surrogate, clips and denominator of the preset of that name. epsilon, epsilon_high: clip range, instead of
+    that; epsilon alone is both sides. scale_rewards: group | batch | none. output_dir: the run folder. overrides:
+    further keys, such as {"optimizer.schedule": "cosine"}.
 
     Raises `BirlError` at once for a wrong value.
     """
@@ -66,7 +71,7 @@ class Trainer:
         learning_rate: float = 1e-6,
         loss_type: str = "dr_grpo",
         beta: float = 0.0,
-        epsilon: float = 0.2,
+        epsilon: float | None = None,
         epsilon_high: float | None = None,
         scale_rewards: str | bool = "none",
         temperature: float = 1.0,
@@ -99,8 +104,6 @@ class Trainer:
             "rollout.max_tokens": max_tokens,
             "optimizer.lr": learning_rate,
             "algorithm.kl_coef": beta,
-            "algorithm.clip_low": epsilon,
-            "algorithm.clip_high": epsilon if epsilon_high is None else epsilon_high,
             "algorithm.scale_rewards": SCALES[scale_rewards],
             "algorithm.mask_truncated": mask_truncated_completions,
             "data.train": _source(train_dataset),
@@ -108,11 +111,12 @@ class Trainer:
             "seed": seed,
             "run": output_dir,
             **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
-            **LOSS_TYPES[loss_type],
+            **{f"algorithm.{name}": value for name, value in LOSS_TYPES[loss_type].items()},
         }
         # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
         docs = documentation(RL)
-        keys = {k: v for k, v in keys.items() if v != docs[k].default} | (overrides or {})
+        keys = {k: v for k, v in keys.items() if v != docs[k].default}
+        keys |= _clips(epsilon, epsilon_high) | (overrides or {})
         self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
         self._given = Given(rewards=rewards, train=_rows(train_dataset), validation=_rows(eval_dataset))
 
@@ -131,6 +135,12 @@ class Trainer:
             return train(self.config, self.choices, given=self._given)
         with ThreadPoolExecutor(1) as thread:  # a notebook: one thread cannot have two event loops
             return thread.submit(train, self.config, self.choices, given=self._given).result()
+
+
+def _clips(low: float | None, high: float | None) -> dict[str, Any]:
+    """What was given; the lower bound alone is meant for both sides."""
+    given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _in_event_loop() -> bool:

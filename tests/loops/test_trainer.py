@@ -16,6 +16,7 @@ from datasets import Dataset
 from birl import BirlError, Trainer
 from birl.config.load import load
 from birl.config.schema import RL
+from birl.loops.trainer import LOSS_TYPES
 
 ROWS = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "level": i} for i in range(4)]
 SMALL = {"engine.kv_cache_gb": 0.01, "threads": 1, "model.dtype": "float32", "checkpoint.every": 0}
@@ -204,11 +205,29 @@ def test_every_parameter_is_a_key(make: Make) -> None:
     assert (config.optimizer.lr, config.optimizer.schedule) == (1e-4, "cosine")
 
 
-@pytest.mark.parametrize(
-    ("loss", "denominator"), [("grpo", "sequence"), ("bnpo", "token"), ("dapo", "token"), ("dr_grpo", "constant")]
-)
-def test_loss_types(make: Make, loss: str, denominator: str) -> None:
-    assert make(loss_type=loss).config.algorithm.denominator == denominator
+@pytest.mark.parametrize("loss", LOSS_TYPES)
+def test_loss_types_are_those_of_the_presets(make: Make, loss: str) -> None:
+    algorithm, preset = make(loss_type=loss).config.algorithm, load(RL, ["data.train=x", f"algorithm={loss}"]).algorithm
+    for key in ("surrogate", "surrogate_args", "clip_low", "clip_high", "denominator"):
+        assert getattr(algorithm, key) == getattr(preset, key), key
+
+
+@pytest.mark.parametrize("loss", ["cispo", "gspo", "dapo", "dr_grpo"])
+def test_a_clip_range_that_is_given_wins_over_the_loss_type(make: Make, loss: str) -> None:
+    def clips(**arguments: Any) -> tuple[float, float]:
+        algorithm = make(loss_type=loss, **arguments).config.algorithm
+        return algorithm.clip_low, algorithm.clip_high
+
+    low, high = clips()
+    assert clips(epsilon=0.3) == (0.3, 0.3) and clips(epsilon=0.2) == (0.2, 0.2)
+    assert clips(epsilon=0.1, epsilon_high=0.4) == (0.1, 0.4)
+    assert clips(epsilon_high=0.5) == (low, 0.5) and clips(overrides={"algorithm.clip_low": 0.05}) == (0.05, high)
+
+
+@pytest.mark.parametrize("loss", ["cispo", "sapo", "gspo"])
+def test_loss_types_with_another_surrogate_train(make: Make, loss: str) -> None:
+    assert make(loss_type=loss, scale_rewards="group").train()["finished"]
+    assert metrics()[0]["updates/done"] == 1
 
 
 @pytest.mark.parametrize(
@@ -247,7 +266,7 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
         ({"per_device_train_batch_size": 9}, r"Did you mean batch_size\?"),
         ({"warmup_steps": 3}, r'Did you mean overrides=\{"optimizer\.warmup_steps": \.\.\.\}\?'),
         ({"overrides": {"optimizer.shedule": "cosine"}}, r"Did you mean optimizer\.schedule"),
-        ({"loss_type": "gspo"}, r"loss_type='gspo': choose one of grpo, bnpo, dapo, dr_grpo"),
+        ({"loss_type": "luspo"}, r"loss_type='luspo': choose one of grpo, bnpo, dapo, dr_grpo, cispo, sapo, gspo"),
         ({"scale_rewards": "std"}, r"scale_rewards='std': choose group, batch or none"),
         ({"num_generations": 1}, r"rollout\.group_size=1: the mean of one reward is that reward"),
         ({"learning_rate": "fast"}, r"optimizer\.lr takes a number"),
