@@ -149,7 +149,8 @@ class Sample:
     """One flat list of ids for the learner, and parallel lists. `mask` is True where the model itself produced the
     token: only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
     `advantage` is one number for all trained tokens, or a list beside the others, as are `returns` and `values`, what a
-    critic aims at and what it said (empty without one). `group` and `episode` say where the sample comes from.
+    critic aims at and what it said (empty without one), and `proximal`, the learner's own log-probs before the batch's
+    first update (empty where they are not asked for). `group` and `episode` say where the sample comes from.
 
     Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
                     versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
@@ -164,10 +165,13 @@ class Sample:
     episode: int
     returns: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
+    proximal: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.versions)}
-        lengths |= {len(x) for x in (self.advantage, self.returns, self.values) if isinstance(x, tuple) and x}
+        lengths |= {
+            len(x) for x in (self.advantage, self.returns, self.values, self.proximal) if isinstance(x, tuple) and x
+        }
         if len(lengths) != 1:
             raise ValueError(f"a Sample's lists must be equally long, got {sorted(lengths)}")
         if self.mask and self.mask[0]:

@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl": ("k1", "k2", "k3", "abs"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.entropy_control": ("none", "top_entropy", "clip_cov", "kl_cov"),
-    "algorithm.proximal": ("behaviour", "recompute", "interpolate"),
+    "algorithm.proximal": ("auto", "behaviour", "recompute", "interpolate"),
     "algorithm.correction": ("auto", "none", "truncate", "mask"),
     "algorithm.correction_level": ("token", "geometric", "sequence"),
     "algorithm.reject": ("none", "divergence", "off_policy"),
@@ -106,6 +106,7 @@ RANGES: dict[str, Range] = {
     "algorithm.overlong_buffer": ANY,
     "algorithm.overlong_penalty": ANY,
     "algorithm.updates_per_batch": COUNT,
+    "algorithm.passes": COUNT,
     "rollout.prompts": COUNT,
     "rollout.group_size": COUNT,
     "rollout.max_tokens": COUNT,
@@ -198,7 +199,7 @@ def problems(config: Config) -> list[str]:
         *_sampling(config),
         *_algorithm(config),
         *_sizes(config),
-        *_optimizer(config, config.algorithm.updates_per_batch),
+        *_optimizer(config, config.algorithm.updates_per_batch * config.algorithm.passes),
         *_lora(config),
         *_run(config),
     ]
@@ -268,7 +269,9 @@ def _model(config: Config) -> list[str]:
 def _rewards(config: RL | Eval) -> list[str]:
     reward, found = config.reward, []
     if not reward.functions:
-        found.append("reward.functions is empty: name at least one of math | format | length | my_file.py:my_function.")
+        found.append(
+            "reward.functions is empty: name at least one of math | format | length | model | my_file.py:my_function."
+        )
     for name in reward.functions:
         found += _reward_name(name)
     for name in {name for name in reward.functions if reward.functions.count(name) > 1}:
@@ -462,9 +465,16 @@ def _sampling(config: RL) -> list[str]:
     return found
 
 
+def proximal(config: RL) -> str:
+    """algorithm.proximal, with auto decided: answers of older weights are corrected unless somebody says otherwise."""
+    if config.algorithm.proximal != "auto":
+        return config.algorithm.proximal
+    return "recompute" if config.rollout.max_staleness > 0 else "behaviour"
+
+
 def corrects(config: RL) -> bool:
     """Is there an importance weight of the proximal policy against the one that sampled?"""
-    return config.algorithm.proximal != "behaviour" and config.algorithm.correction != "none"
+    return proximal(config) != "behaviour" and config.algorithm.correction != "none"
 
 
 CRITIC = ("gae", "turn_gae")
@@ -486,6 +496,8 @@ NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "correction_high": ("proximal", ("recompute", "interpolate")),
     "reject_limit": ("reject", ("divergence", "off_policy")),
     "dual_clip": ("surrogate", ("clip",)),
+    "clip_low": ("surrogate", ("clip", "gspo", "gmpo", "cispo")),
+    "clip_high": ("surrogate", ("clip", "gspo", "gmpo", "cispo")),
     "kl_corrected": ("kl_in", ("loss",)),
 }
 
@@ -493,9 +505,9 @@ NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 def _algorithm(config: RL) -> list[str]:
     algorithm, size, found = config.algorithm, config.rollout.group_size, []
     for key, (other, values) in NEEDS.items():
-        custom = ":" in str(getattr(algorithm, other))
-        if getattr(algorithm, other) not in values and not custom:
-            reason = f"algorithm.{other}={getattr(algorithm, other)} does not read it ({' or '.join(values)} does)"
+        value = proximal(config) if other == "proximal" else getattr(algorithm, other)
+        if value not in values and ":" not in str(value):
+            reason = f"algorithm.{other}={value} does not read it ({' or '.join(values)} does)"
             found += _without_effect(config, f"algorithm.{key}", reason)
     found += _group_of_one(config) if size == 1 else []
     if algorithm.dynamic_sampling:
@@ -552,7 +564,7 @@ def _group_of_one(config: RL) -> list[str]:
 def _kl(config: RL) -> list[str]:
     algorithm, found = config.algorithm, []
     if algorithm.kl_coef == 0:
-        for key in ("kl", "kl_in", "kl_corrected", "kl_target"):
+        for key in ("kl_corrected", "kl_target"):  # kl and kl_in come with presets
             reason = "algorithm.kl_coef=0 leaves the KL term out; set algorithm.kl_coef=0.04"
             found += _without_effect(config, f"algorithm.{key}", reason)
     elif algorithm.kl_target > 0 and algorithm.kl_in == "loss":
@@ -571,10 +583,10 @@ def _kl(config: RL) -> list[str]:
 def _surrogate(config: RL) -> list[str]:
     algorithm, found = config.algorithm, []
     name = algorithm.surrogate
-    if name == "reinforce" and algorithm.updates_per_batch > 1:
+    if name == "reinforce" and algorithm.updates_per_batch * algorithm.passes > 1:
         found.append(
             "algorithm.surrogate=reinforce: has no importance ratio, so only the first update of a batch would be "
-            "right; set algorithm.updates_per_batch=1, or another surrogate."
+            "right; set algorithm.updates_per_batch=1 and algorithm.passes=1, or another surrogate."
         )
     if name in UNCLIPPED and config.rollout.max_staleness > 0:
         found.append(

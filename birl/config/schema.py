@@ -159,12 +159,13 @@ class Algorithm:
     """clip_cov chooses among tokens with at most this covariance."""
     held_coef: float = 1.0
     """Weight of kl_cov's pull towards the old policy."""
-    proximal: str = "behaviour"
-    """The policy that the importance ratio starts from: behaviour (that which sampled) | recompute (the learner's at
-    the step's start; decoupled PPO) | interpolate (between what sampled and the newest, by age; A-3PO)."""
+    proximal: str = "auto"
+    """The policy that the importance ratio starts from: behaviour (that which sampled) | recompute (the learner's
+    before the batch's first update; decoupled PPO) | interpolate (between what sampled and the newest, by age; A-3PO) |
+    auto (recompute where rollout.max_staleness > 0, else behaviour)."""
     correction: str = "auto"
     """Importance weight of proximal against behaviour, unless they are the same: truncate (at correction_high) | mask
-    (0 outside of its bounds) | none | auto (truncate where algorithm.proximal is not behaviour)."""
+    (0 outside of its bounds) | none | auto (truncate where the proximal policy is not the behaviour)."""
     correction_level: str = "token"
     """The weight is of each token | geometric (mean of the sample's) | sequence (product of the sample's)."""
     correction_low: float = 0.5
@@ -181,7 +182,8 @@ class Algorithm:
     """Bound of reject, per token [nats]."""
     teacher: str = ""
     """Model of the same vocabulary to learn from on the policy's own answers (on-policy distillation): each token's
-    advantage gains teacher_coef (teacher's log-prob - ours). Empty: none."""
+    advantage gains teacher_coef (teacher's log-prob - ours). In the forms of model.path, or the address of a vLLM
+    server: http://host:port/v1/completions#MODEL. Empty: none."""
     teacher_coef: float = 1.0
     """Weight of the teacher."""
     dynamic_sampling: bool = False
@@ -199,7 +201,9 @@ class Algorithm:
     mask_truncated: bool = False
     """Answers cut by the length limit count in the baseline but are not trained on."""
     updates_per_batch: int = 1
-    """Optimizer steps per pass over a batch of rollouts; the batch is split by groups."""
+    """Optimizer steps in one pass over a batch of rollouts; the batch is split by groups."""
+    passes: int = 1
+    """Passes over each batch of rollouts (PPO's epochs)."""
 
 
 @dataclass(kw_only=True)
@@ -477,7 +481,7 @@ class Stage:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: Lora = field(default_factory=Lora)
     learner: Compute = field(default_factory=Compute)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    checkpoint: Checkpoint = field(default_factory=lambda: Checkpoint(every=100))
     track: Reports = field(default_factory=Reports)
     batch_size: int = 32
     """Rows per optimizer step."""

@@ -130,9 +130,10 @@ def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[R
             done = "cut" if config.too_long == "truncate" else "dropped"
             print(f"{rows.name}: {done} {long} of {len(rows)} rows, they have more than {limit} tokens.")
         if not kept:
+            way = "" if config.too_long == "truncate" else ", or set data.too_long=truncate"
             raise BirlError(
-                f"{rows.name}: every row has more than {limit} tokens, or nothing to learn within them. Raise "
-                "model.max_length as far as the model allows, or set data.too_long=truncate."
+                f"{rows.name}: every row has more than {limit} tokens, and nothing to learn within them. Raise "
+                f"model.max_length as far as the model allows{way}."
             )
         found.append(Examples(rows.name, kept))
     return found
@@ -158,6 +159,8 @@ class Texts:
     def example(self, name: str, row: dict[str, Any], where: str) -> Example:
         value = pick(row, self.prompt) if self.prompt else None
         answer = pick(row, self.response) if self.response else None
+        if value is None and self.prompt and row.get("text") is None:
+            raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. One form of rows a file.")
         if value is None:
             ids, mask = self._raw(text_of(row.get("text"), where, "text"))
             key = self.chat.decode(ids)

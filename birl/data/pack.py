@@ -34,9 +34,11 @@ class Batch:
 
     tokens, positions [T]; trees: (prefix, branch lengths) of each stretch of the row;
     source [N]: which packed token's hidden state predicts the trained token; targets [N]: its id;
-    logprobs [N]: the engine's; versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one;
+    logprobs [N]: the engine's; proximal [N]: the learner's before the batch's first update, or the engine's;
+    versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; said [N]: what a critic on the
+    same backbone says now, with its gradient;
     sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
-    tokens within a sample; said [N]: what a critic on the same backbone says now, with its gradient;
+    tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
@@ -48,6 +50,7 @@ class Batch:
     source: Tensor
     targets: Tensor
     logprobs: Tensor
+    proximal: Tensor
     versions: Tensor
     advantages: Tensor
     returns: Tensor
@@ -158,6 +161,7 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
         source=torch.tensor(source, dtype=torch.long),
         targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),
         logprobs=torch.tensor([s.logprobs[i] for s, _, i in rows]),
+        proximal=torch.tensor([(s.proximal or s.logprobs)[i] for s, _, i in rows]),
         versions=torch.tensor([s.versions[i] for s, _, i in rows], dtype=torch.long),
         advantages=torch.tensor(
             [s.advantage[i] if isinstance(s.advantage, tuple) else s.advantage for s, _, i in rows]

@@ -207,8 +207,9 @@ def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
         table = _load(path, kind)
     except Exception:
         return list(parse_json(path))
-    # JSON has no dates, so these were text
-    return list(parse_json(path)) if "timestamp[" in str(table.features) else table
+    # JSON has no dates, so these were text; and of a column with text and lists, text such as "7." has become a number
+    changed = any(kind in str(table.features) for kind in ("timestamp[", "Json("))
+    return list(parse_json(path)) if changed else table
 
 
 def _read_csv(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:

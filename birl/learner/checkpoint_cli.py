@@ -6,6 +6,7 @@ from pathlib import Path
 from birl.errors import BirlError
 from birl.learner import checkpoint
 
+SCORES = ("validation/all/score", "validation/accuracy", "validation/nll")
 USAGE = "birl checkpoints RUN [verify [STEP] | export STEP FOLDER | export-adapter STEP FOLDER | prune N]"
 
 
@@ -40,7 +41,8 @@ def _list(root: Path) -> int:
     table = Table("step", "saved", "size", "validation score", "")
     for entry in checkpoint.saved(root):
         state = checkpoint.read_state(entry.path)
-        score = ((state.get("last_validation") or {}).get("metrics") or {}).get("validation/all/score")
+        metrics = (state.get("last_validation") or {}).get("metrics") or {}
+        score = next((metrics[name] for name in SCORES if name in metrics), None)
         size = sum(f.stat().st_size for f in entry.path.rglob("*") if f.is_file()) / 2**30
         from datetime import datetime
 

@@ -14,7 +14,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
 from birl.models.heads import HEADS
-from birl.models.load import load_model, load_tokenizer, resolve, skeleton
+from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
 
 
 def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -43,8 +43,10 @@ def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloa
         if scores:
             tokenizer = load_tokenizer(run / "model")
             model.config.pad_token_id = tokenizer.pad_token_id = padding(tokenizer)  # pyright: ignore
+            model.config.problem_type = "regression"  # pyright: ignore  otherwise vLLM would give its sigmoid
             tokenizer.save_pretrained(part)
-        model.to(dtype).save_pretrained(part)  # pyright: ignore
+        with quiet():
+            model.to(dtype).save_pretrained(part)  # pyright: ignore
 
 
 def padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -60,7 +62,8 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    found = adapters(checkpoint.read_tensors(path, "model."))
+    weights = checkpoint.read_tensors(path, "model.")
+    found, score = adapters(weights), weights.get("score.weight")
     if not found:
         raise BirlError(
             f"{path} holds whole weights and no adapter: lora.rank was 0. `birl checkpoints {run} export` writes them."
@@ -73,11 +76,14 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
         target_modules=short(list(found), skeleton(run / "model")),
         use_dora="lora_magnitude" in first,
         base_model_name_or_path=base_name(run),
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
+        modules_to_save=None if score is None else ["score"],
         inference_mode=True,
     )
     names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
     tensors = {f"base_model.model.{n}.{names[key]}": t for n, parts in found.items() for key, t in parts.items()}
+    if score is not None:
+        tensors["base_model.model.score.weight"] = score
     with written(target) as part:
         config.save_pretrained(str(part))
         save_file(tensors, part / "adapter_model.safetensors", metadata={"format": "pt"})

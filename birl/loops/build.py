@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from birl.config import schema
+from birl.config.check import proximal
 from birl.config.load import flatten, run_folder
 from birl.data.stream import Stream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
@@ -28,9 +29,10 @@ from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy, longest_prompt
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.loops.scorer import RewardModel
+from birl.loops.teacher import ServedTeacher
 from birl.models.forward import head
 from birl.models.heads import add_score_head
-from birl.models.load import cast, load_model, load_tokenizer, resolve
+from birl.models.load import cast, load_model, load_reward_model, load_tokenizer, resolve, score_weight
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
@@ -88,7 +90,10 @@ class Parts:
 
     @property
     def total_updates(self) -> int | None:
-        return self.total_steps and self.total_steps * self.config.algorithm.updates_per_batch
+        return (
+            self.total_steps
+            and self.total_steps * self.config.algorithm.updates_per_batch * self.config.algorithm.passes
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = self.learner.tensors()
@@ -226,7 +231,9 @@ def models(config: schema.RL, policy: Policy, rewards: Rewards) -> tuple[Learner
     reference = teacher = critic = None
     if keys.kl_coef > 0 or "ref_logp" in surrogate.tensors:
         reference = frozen(deepcopy(policy.model))
-    if keys.teacher:
+    if keys.teacher.startswith(("http://", "https://")):
+        teacher = ServedTeacher(keys.teacher)
+    elif keys.teacher:
         teacher = frozen(other_model(config, keys.teacher, policy, "algorithm.teacher"))
     if own:
         path = config.critic.path
@@ -240,21 +247,29 @@ def models(config: schema.RL, policy: Policy, rewards: Rewards) -> tuple[Learner
     says = critic.forward if critic is not None else learner.values if keys.advantage in CRITIC else None
     usage = Usage(failed=config.rollout.failed, truncated=config.rollout.truncated)
     credit = Credit(
-        config=config, usage=usage, reference=reference, critic=says, teacher=teacher, weights=rewards.weights
+        config=config,
+        usage=usage,
+        reference=reference,
+        critic=says,
+        teacher=teacher,
+        learner=learner if proximal(config) == "recompute" else None,
+        weights=rewards.weights,
     )
     return learner, objective, credit, critic
 
 
 def other_model(config: schema.RL, path: str, policy: Policy, key: str) -> nn.Module:
     """A model that reads the policy's own tokens."""
-    folder = resolve(path)
+    folder = resolve(path, key=key)
     tokenizer = load_tokenizer(folder)
     if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise BirlError(
             f"{key}={path}: has another vocabulary than model.path={config.model.path}, so its tokens mean something "
             "else. Take a model of the same family."
         )
-    return load_model(folder).to(head(policy.model).weight.device)
+    scores = key == "critic.path" and any(score_weight(file) is not None for file in folder.glob("*.safetensors"))
+    load = load_reward_model if scores else load_model
+    return load(folder).to(head(policy.model).weight.device)
 
 
 def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None:

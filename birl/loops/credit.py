@@ -1,7 +1,7 @@
 """Groups -> samples with advantages: who is to be thanked for the reward.
 
     episodes   rewards + length penalties - KL in the reward -> one advantage each (algorithms/advantages.py)
-    tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours
+    tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours; the proximal policy
 
 What needs a model (reference, critic, teacher) is computed here for the whole batch of rollouts, before any update.
 """
@@ -20,6 +20,7 @@ from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.loops.custom import Part, part
+from birl.loops.teacher import ServedTeacher
 from birl.rollout import assemble
 from birl.types import Group, Outcome, Sample
 
@@ -87,7 +88,8 @@ class Credit:
     usage: assemble.Usage
     reference: Learner | None = None
     critic: Callable[[Batch], Tensor] | None = None
-    teacher: Learner | None = None
+    teacher: Learner | ServedTeacher | None = None
+    learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Sequence[float] = ()  # of the reward functions
     estimator: Part | None = field(init=False)
 
@@ -123,6 +125,8 @@ class Credit:
             found = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
         if self.teacher is not None:
             found = self._taught(batches, found)
+        if self.learner is not None:
+            found = self._remembered(batches, found)
         return Credited(
             samples=self._trained(found, owner, kept),
             by_episode=_by_episode(found, owner, kept),
@@ -165,7 +169,7 @@ class Credit:
         return found
 
     def _needs_models(self) -> bool:
-        return self._kl_in_reward() or self.critic is not None or self.teacher is not None
+        return self._kl_in_reward() or any(m is not None for m in (self.critic, self.teacher, self.learner))
 
     def _kl_in_reward(self) -> bool:
         return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
@@ -216,12 +220,21 @@ class Credit:
         sampled reverse KL."""
         assert self.teacher is not None
         coef = self.config.algorithm.teacher_coef
-        says = by_sample(batches, [self.teacher.forward(b) for b in batches], len(samples))
+        if isinstance(self.teacher, ServedTeacher):
+            says = self.teacher.logprobs(samples)
+        else:
+            says = by_sample(batches, [self.teacher.forward(b) for b in batches], len(samples))
         found = []
         for sample, theirs in zip(samples, says, strict=True):
             own = torch.tensor([a for a, m in zip(per_token(sample), sample.mask, strict=True) if m])
             found.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
         return found
+
+    def _remembered(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
+        """Decoupled PPO: the proximal policy is the learner as it is now, for all updates of the batch."""
+        assert self.learner is not None
+        now = by_sample(batches, [self.learner.forward(b) for b in batches], len(samples))
+        return [replace(s, proximal=spread(s, p)) for s, p in zip(samples, now, strict=True)]
 
     def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:
         keys = self.config.algorithm

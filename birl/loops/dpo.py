@@ -3,6 +3,7 @@
 One loss of `algorithms/preference.py`, chosen by preference.loss. KTO judges every answer alone; the others compare.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -19,6 +20,7 @@ from birl.config import schema
 from birl.data.examples import Example, Tokens, load_pairs
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.lora import digest
 from birl.loops import build, offline
 from birl.loops.policy import DTYPES, Policy
 from birl.track.log import replace as write_whole
@@ -38,6 +40,11 @@ def train(
 
 def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
     return load_pairs(data, which, policy.chat, limit, given)
+
+
+def preferred(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """1 where the chosen one is ahead, 0 where the other is, 0.5 where they are equal, as before the first step."""
+    return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +99,10 @@ class Preferences:
         """reference=precomputed: the sums of all answers under the first weights, once for the run."""
         if self.kind != "precomputed":
             return
-        file = run / "reference.json"
-        if file.is_file():
-            self.known = json.loads(file.read_text())
-        if any(e.id not in self.known for e in examples):
-            self.known = {}
+        file, mark = run / "reference.json", self._mark(examples)
+        if file.is_file() and (stored := json.loads(file.read_text())).get("of") == mark:
+            self.known = stored["sums"]
+        else:
             for start in range(0, len(examples), self.config.batch_size):
                 part = examples[start : start + self.config.batch_size]
                 samples, owners = self._samples(part), [e for e in part for _ in e.sequences]
@@ -104,7 +110,16 @@ class Preferences:
                 for owner, total in zip(owners, sums.tolist(), strict=True):
                     self.known.setdefault(owner.id, []).append(total)
             if run.is_dir():
-                write_whole(file, json.dumps(self.known).encode())
+                write_whole(file, json.dumps({"of": mark, "sums": self.known}).encode())
+
+    def _mark(self, examples: Sequence[Example]) -> str:
+        """What the sums belong to: these weights and these tokens."""
+        found = hashlib.sha256(digest(self.trained.model))
+        for example in examples:
+            found.update(example.id.encode())
+            for side in example.sequences:
+                found.update(side.ids.tobytes() + side.mask)
+        return found.hexdigest()
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = self._samples(examples)
@@ -162,7 +177,7 @@ class Preferences:
             coefficient = 1.0 if self.loss == "orpo" else keys.nll_coef
             if coefficient:
                 each = each + coefficient * nll
-            figures = {"loss": each, "nll": nll, "accuracy": (chosen > rejected).float()}
+            figures = {"loss": each, "nll": nll, "accuracy": preferred(chosen, rejected)}
             figures |= {"chosen": keys.beta * chosen, "rejected": keys.beta * rejected}
             return (each * a.weight[0::2]).sum(), {n: v.detach() for n, v in figures.items()}
 
@@ -181,7 +196,7 @@ class Preferences:
             for n, (e, o) in enumerate(zip(examples, others, strict=True))
             for i in range(len(e.sequences))
         ]
-        mixed = [s for s in mixed if len(s.tokens) <= self.capacity]
+        mixed = [s for s in mixed if len(s.tokens) <= self.capacity and len(examples) > 1]
         gained = self._sums(self.trained, mixed)
         if self.reference is not None:
             gained = gained - self._sums(self.reference, mixed)

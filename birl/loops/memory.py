@@ -168,8 +168,14 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
         "weights, bfloat16": shape.wide * shape.parameters if separate else 0,
         "optimizer state, float32": 8 * trained.stepped,
     }
+    frozen = shape.wide * shape.parameters + (laid_out if shape.on_kernels else 0)
     if config.algorithm.kl_coef > 0:
-        always["reference model"] = shape.wide * shape.parameters + (laid_out if shape.on_kernels else 0)
+        always["reference model"] = frozen
+    if config.algorithm.teacher:
+        always["teacher, if as large"] = frozen
+    if config.algorithm.advantage in ("gae", "turn_gae") and not config.critic.shared:
+        state = 8 * trained.stepped + (beside if lora else 4 * shape.parameters + 4 * trained.gradient)
+        always["critic and its optimizer"] = frozen + state
     phases = {
         "generation": always | {"weights laid out": laid_out} | generation(shape, config.engine, load),
         "training": always

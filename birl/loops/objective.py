@@ -5,7 +5,7 @@ gradient, and the loss itself.
     loss    one micro-batch and what is known of it -> a number, and figures
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +16,12 @@ from torch import Tensor
 from birl.algorithms import corrections, selection
 from birl.algorithms.online import online_dpo
 from birl.algorithms.policy import policy_loss
-from birl.algorithms.surrogates import SURROGATES
+from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
 from birl.config import schema
-from birl.config.check import corrects
+from birl.config.check import corrects, proximal
 from birl.data.pack import Batch
+from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss
 from birl.loops.custom import Part
 
@@ -52,22 +53,24 @@ class Objective:
         keys, reference = self.config.algorithm, self.reference
         refs = [None if reference is None or not self.needs_reference() else reference.forward(b) for b in batches]
         if not self.needs_look():
-            start = None if keys.proximal == "interpolate" else True
-            return [Known(ref_logp=r, old_logp=start and b.logprobs) for r, b in zip(refs, batches, strict=True)]
+            interpolated = proximal(self.config) == "interpolate"
+            starts = [None if interpolated else b.proximal for b in batches]
+            return [Known(ref_logp=r, old_logp=s) for r, s in zip(refs, starts, strict=True)]
         sizes = [len(b.source) for b in batches]
         fresh = [self.learner.look(b) for b in batches]
         logp, entropy = (torch.cat([f[i] for f in fresh]).cpu() for i in (0, 1))
-        behaviour, advantages, sample = (
-            torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")
+        behaviour, start, advantages, sample = (
+            torch.cat([getattr(b, name).cpu() for b in batches])
+            for name in ("logprobs", "proximal", "advantages", "sample")
         )
         order = sample.argsort(stable=True)  # ties and draws must not depend on how the samples were packed
-        logp, entropy, behaviour, advantages, sample = (
-            x[order] for x in (logp, entropy, behaviour, advantages, sample)
+        logp, entropy, behaviour, start, advantages, sample = (
+            x[order] for x in (logp, entropy, behaviour, start, advantages, sample)
         )
         moved = logp - behaviour
         factor = torch.ones_like(logp)
-        if corrects(self.config) and keys.proximal == "recompute":
-            factor *= self.correction(moved, sample)
+        if corrects(self.config) and proximal(self.config) == "recompute":
+            factor *= self.correction(start - behaviour, sample)
         if keys.second_moment > 0:
             factor *= corrections.second_moment_mask(moved, advantages, keys.second_moment)
         if keys.reject != "none":
@@ -83,7 +86,7 @@ class Objective:
                 factor *= ~selection.clip_cov(cov, share=keys.entropy_share, generator=generator, **limits)
             case "kl_cov":
                 held = selection.kl_cov(selection.covariance(logp, advantages), share=keys.entropy_share)
-        start = {"recompute": logp, "behaviour": behaviour}.get(keys.proximal)
+        start = None if proximal(self.config) == "interpolate" else start
 
         def pieces(x: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * len(batches) if x is None else torch.empty_like(x).scatter_(0, order, x).split(sizes)
@@ -116,7 +119,7 @@ class Objective:
             advantages=batch.advantages,
             sample=batch.sample,
             weights=batch.weights,
-            surrogate=self.surrogate.bound(tensors),
+            surrogate=partial(self.checked, self.surrogate.bound(tensors)),
             factor=factor,
             ref_logp=known.ref_logp,
             kl=keys.kl,
@@ -132,6 +135,19 @@ class Objective:
             loss = loss + self.config.critic.coef * value_weight * each.sum()
             figures |= critic_figures(batch.said, batch.returns, each, clipped)
         return loss, figures
+
+    def checked(self, function: Callable[..., Any], logp: Tensor, *rest: Tensor) -> Surrogate:
+        """What a surrogate gives; of one's own function a tensor of losses is enough."""
+        found = function(logp, *rest)
+        if isinstance(found, Tensor):
+            found = Surrogate(found, (logp - rest[0]).detach().exp(), torch.zeros_like(logp, dtype=torch.bool))
+        if not isinstance(found, Surrogate) or found.loss.shape != logp.shape:
+            shape = f"a tensor of shape {tuple(found.loss.shape)}" if isinstance(found, Surrogate) else repr(found)
+            raise BirlError(
+                f"algorithm.surrogate={self.config.algorithm.surrogate}: must give the loss of each of {len(logp)} "
+                f"tokens, as a tensor or a Surrogate, not {shape}."
+            )
+        return found
 
     def correction(self, log_ratio: Tensor, sample: Tensor) -> Tensor:
         keys = self.config.algorithm
@@ -152,7 +168,7 @@ class Objective:
     def needs_look(self) -> bool:
         keys = self.config.algorithm
         masks = keys.second_moment > 0 or keys.reject != "none" or keys.entropy_control != "none"
-        return masks or keys.proximal == "recompute"
+        return masks or (proximal(self.config) == "recompute" and corrects(self.config))
 
 
 def critic_figures(said: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:

@@ -295,11 +295,14 @@ class _Run(Run):
         self.parts.tracker.phase("validating")
         parts, stats, size = self.parts, Stats(), self.config.batch_size
         pieces = [parts.held_out[i : i + size] for i in range(0, len(parts.held_out), size)]
+        total = 0.0
         for piece in pieces:
             if self.stop.is_set():
                 return False
+            stats.loss = 0.0  # the mean over one piece, which may be smaller than the others
             await self.on_compute_thread(partial(self.measure, piece, stats))
-        stats.loss /= len(pieces)
+            total += stats.loss * len(piece)
+        stats.loss = total / len(parts.held_out)
         figures = parts.objective.figures(stats)
         metrics = {f"validation/{name}": value for name, value in figures.items()}
         score = parts.objective.score(figures)

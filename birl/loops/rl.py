@@ -144,7 +144,9 @@ class _Run(Run):
 
     def learn(self, groups: Sequence[Group]) -> tuple[Credited, Stats]:
         """Rewards to advantages, advantages to optimizer steps (compute thread)."""
-        greedy = {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}
+        newest = max((g.index for g in groups), default=-1)
+        greedy = {index: reward for index, reward in self.greedy.items() if index <= newest}
+        self.greedy = {index: reward for index, reward in self.greedy.items() if index > newest}
         credited = self.parts.credit.of(groups, greedy, self.kl.coef)
         stats = self.update(credited.samples)
         if credited.kl == credited.kl:
@@ -158,7 +160,8 @@ class _Run(Run):
         oldest = min((v for s in samples for v in s.versions if v >= 0), default=self.parts.learner.version)
         stats.staleness = self.parts.learner.version - oldest
         self.rate = self.learning_rate()
-        for part in split_by_group(samples, self.config.algorithm.updates_per_batch):
+        parts = split_by_group(samples, self.config.algorithm.updates_per_batch)
+        for part in parts * self.config.algorithm.passes:
             self.update_once(part, stats)
         return stats
 

@@ -14,6 +14,7 @@ from birl.data.examples import Example, load_pairs
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
 from birl.loops import build, offline
+from birl.loops.dpo import preferred
 from birl.loops.policy import Policy
 from birl.loops.scorer import scored
 from birl.models.heads import add_score_head
@@ -63,7 +64,7 @@ class Ranking:
             each = bradley_terry(chosen, rejected, margin=margin, centering=self.config.ranking.centering)
             figures = {
                 "bt": each.detach(),
-                "accuracy": (chosen > rejected).float() + 0.5 * (chosen == rejected).float(),
+                "accuracy": preferred(chosen, rejected),
                 "margin": (chosen - rejected).detach(),
                 "chosen": chosen.detach(),
                 "rejected": rejected.detach(),

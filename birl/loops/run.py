@@ -168,7 +168,7 @@ class Run:
             "best": self.best,
             "best_step": self.best_step,
             "totals": dict(self.totals),
-            "next": next_commands(self.parts.run, finished),
+            "next": next_commands(self.parts.run, finished, not isinstance(self.config, schema.RM)),
         }
         self.parts.tracker.finish(summary)
         return summary

@@ -172,7 +172,9 @@ def _free(key: str) -> bool:
     return key in FREE or key.startswith(FREE_SECTIONS)
 
 
-def next_commands(run: Path, finished: bool) -> list[str]:
+def next_commands(run: Path, finished: bool, talks: bool = True) -> list[str]:
+    """`talks`: it is a language model, not one that scores."""
     if not finished:
         return ["run the same command again to go on"]
-    return [f"birl chat {run}", f"birl checkpoints {run}", f"tensorboard --logdir {run.parent}"]
+    use = f"birl chat {run}" if talks else f"birl checkpoints {run} export last FOLDER  # then reward.model=FOLDER"
+    return [use, f"birl checkpoints {run}", f"tensorboard --logdir {run.parent}"]

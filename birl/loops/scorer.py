@@ -45,7 +45,7 @@ class RewardModel:
     __name__ = "model"
 
     def __init__(self, path: str, config: schema.Model, compute: Executor, tokens: int = 8192) -> None:
-        folder = resolve(path)
+        folder = resolve(path, key="reward.model")
         model = load_reward_model(folder).to(choose(config.device))
         verify(model)
         tokenizer = load_tokenizer(folder)

@@ -25,7 +25,7 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
     "sapo": {"surrogate": "sapo", "denominator": "sequence"},
     "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence"},
 }
-SCALES = {"group": "group", "batch": "batch", "none": "none", True: "group", False: "none"}
+SCALES = {"group": "group", "batch": "rewards", "none": "none", True: "group", False: "none"}
 RENAMED = {  # what TRL calls a parameter
     "per_device_train_batch_size": "batch_size",
     "max_completion_length": "max_tokens",

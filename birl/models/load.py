@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,23 +29,24 @@ WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
-def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True) -> Path:
-    """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out."""
+def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:
+    """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out. `key`
+    is what the errors call it."""
     if path == "smollm2":
         return converted(bundled(), say)
     local = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not local.is_file():
-            raise BirlError(f"model.path={path}: there is no such file.")
+            raise BirlError(f"{key}={path}: there is no such file.")
         return converted(local.resolve(), say)
     if local.is_dir():
         return local
     if local.exists():
-        raise BirlError(f"model.path={path} is a file; expected a folder in Hugging Face format or a .gguf file.")
-    return from_hub(path, WANTED if weights else [p for p in WANTED if "safetensors" not in p])
+        raise BirlError(f"{key}={path} is a file; expected a folder in Hugging Face format or a .gguf file.")
+    return from_hub(path, WANTED if weights else [p for p in WANTED if "safetensors" not in p], key)
 
 
-def from_hub(name: str, wanted: list[str]) -> Path:
+def from_hub(name: str, wanted: list[str], key: str = "model.path") -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -54,7 +55,7 @@ def from_hub(name: str, wanted: list[str]) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BirlError(
-            f"model.path={name}: there is no such folder, and it could not be had from the hub either ({reason}). "
+            f"{key}={name}: there is no such folder, and it could not be had from the hub either ({reason}). "
             "Name an existing folder, a .gguf file, a hub id, or smollm2."
         ) from error
 
@@ -62,16 +63,9 @@ def from_hub(name: str, wanted: list[str]) -> Path:
 def load_reward_model(folder: Path) -> nn.Module:
     """The language model's body with its score head (`models/heads.py`), from a sequence-classification folder with one
     label. Raises `BirlError` for anything else."""
-    from safetensors import safe_open
-
     check_files(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            if "score.weight" in opened.keys():  # noqa: SIM118  safetensors' file is no mapping
-                weight = opened.get_tensor("score.weight").float()
-                break
-    else:
+    weight = next((w for file in sorted(folder.glob("*.safetensors")) if (w := score_weight(file)) is not None), None)
+    if weight is None:
         raise BirlError(
             f"{folder} is no reward model: it has no score.weight. Train one with `birl rm`, then `birl checkpoints "
             "RUN export last FOLDER`."
@@ -82,6 +76,14 @@ def load_reward_model(folder: Path) -> nn.Module:
     add_score_head(model, 0)
     model.get_submodule("score").weight.data.copy_(weight)  # pyright: ignore
     return model
+
+
+def score_weight(file: Path) -> Tensor | None:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        found = "score.weight" in opened.keys()  # noqa: SIM118  safetensors' file is no mapping
+        return opened.get_tensor("score.weight").float() if found else None
 
 
 def load_model(
@@ -158,6 +160,11 @@ def check_files(folder: Path) -> None:
 
 def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
     """transformers would initialise a missing weight at random and go on."""
+    if "score.weight" in (report.get("unexpected_keys") or ()):
+        raise BirlError(
+            f"{folder} is a reward model, not a language model. It can judge (reward.functions=[model] "
+            f"reward.model={folder}) or begin as a critic (critic.path={folder})."
+        )
     problems = {kind: sorted(report.get(f"{kind}_keys") or []) for kind in ("missing", "unexpected")}
     problems["mismatched"] = [
         f"{name} ({tuple(stored)} instead of {tuple(wanted)})"

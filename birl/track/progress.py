@@ -60,15 +60,25 @@ def headline(metrics: Iterable[str]) -> str:
     return "reward/mean" if "reward/mean" in metrics else "loss"
 
 
-def validation_score(metrics: Mapping[str, Any]) -> float | None:
-    """The one figure of a validation: pass@1 over all sources, or the nearest to it that there is."""
+VALIDATIONS = ("validation/all/pass@1", "validation/all/score", "validation/accuracy", "validation/nll")
+
+
+def validation_name(metrics: Mapping[str, Any]) -> str:
+    """The one figure of a validation: pass@1 over all sources, or the nearest to it that there is; empty for none."""
     names = [
         name for name, value in metrics.items() if name.startswith("validation/") and isinstance(value, (int, float))
     ]
-    for wanted in ("validation/all/pass@1", "validation/all/score", *names):
-        if wanted in names:
-            return float(metrics[wanted])
-    return None
+    return next((wanted for wanted in (*VALIDATIONS, *names) if wanted in names), "")
+
+
+def validation_score(metrics: Mapping[str, Any]) -> float | None:
+    name = validation_name(metrics)
+    return float(metrics[name]) if name else None
+
+
+def is_share(name: str) -> bool:
+    """A validation figure from 0 to 1 that should rise; otherwise it is a loss, which should fall."""
+    return not name.endswith(("nll", "loss"))
 
 
 def stored(path: Path) -> list[dict[str, Any]]:

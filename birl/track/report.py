@@ -8,9 +8,9 @@ from typing import Any
 
 from birl.track.log import replace
 from birl.track.panel import PHASES
-from birl.track.progress import headline, numbers, stored
+from birl.track.progress import headline, is_share, numbers, stored
 from birl.track.style import CSS
-from birl.track.summary import Pair, facts, pairs, shown, tally
+from birl.track.summary import Pair, change, facts, pairs, shown, tally
 from birl.track.svg import Series, curves, escape, stacked
 from birl.track.units import count, duration
 from birl.types import Outcome
@@ -73,8 +73,8 @@ def _head(run: Path, title: str, found: Mapping[str, Any]) -> str:
 
 def _fact_cards(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
     if v := found.get("validation"):
-        rise = 100 * (v["last"] - v["first"])
-        note = f"validation, step {v['first_step']} → {v['last_step']} ({rise:+.1f} points)"
+        label = "validation" if is_share(v["name"]) else f"held-out {v['name']}"
+        note = f"{label}, step {v['first_step']} → {v['last_step']} ({change(v)})"
         yield f"{v['first']:.3f}", f"{v['last']:.3f}", note
     name = found.get("headline", "loss")
     if curve := found.get(name):

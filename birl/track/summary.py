@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from birl.track.progress import headline, stored, validation_score
+from birl.track.progress import headline, is_share, stored, validation_name, validation_score
 from birl.track.units import count, duration
 from birl.track.visible import visible
 
@@ -82,7 +82,8 @@ def facts(run: Path) -> dict[str, Any]:
             "first_step": scores[0][0],
             "last": scores[-1][1],
             "last_step": scores[-1][0],
-            "best": max(value for _, value in scores),
+            "best": (max if is_share(name := validation_name(validations[-1])) else min)(value for _, value in scores),
+            "name": name.removeprefix("validation/"),
         }
     for key, metric in (("seconds", "time/step"), ("generated", "tokens/generated"), ("trained", "tokens/trained")):
         values = [record[metric] for record in steps if math.isfinite(record.get(metric, math.nan))]
@@ -94,11 +95,8 @@ def facts(run: Path) -> dict[str, Any]:
 def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Label and words for each fact."""
     if v := found.get("validation"):
-        rise = 100 * (v["last"] - v["first"])
-        yield (
-            "validation",
-            f"{v['first']:.3f} before  ->  {v['last']:.3f} after  ({rise:+.1f} points, best {v['best']:.3f})",
-        )
+        label = "validation" if is_share(v["name"]) else f"held-out {v['name']}"
+        yield label, f"{v['first']:.3f} before  ->  {v['last']:.3f} after  ({change(v)}, best {v['best']:.3f})"
     name = found.get("headline", "loss")
     if curve := found.get(name):
         label = "reward" if name == "reward/mean" else name
@@ -107,6 +105,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "time", f"{duration(found['seconds'])} for {count(found['steps'])} steps"
     if "generated" in found:
         yield "tokens", f"{count(found['generated'])} generated, {count(found.get('trained', 0))} trained on"
+
+
+def change(validation: Mapping[str, Any]) -> str:
+    """From the first validation to the last, in points where it is a share."""
+    rise = validation["last"] - validation["first"]
+    return f"{100 * rise:+.1f} points" if is_share(validation["name"]) else f"{rise:+.3f}"
 
 
 def shown(all_pairs: list[Pair], number: int) -> list[Pair]:

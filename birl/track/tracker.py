@@ -52,7 +52,8 @@ class Tracker:
         after it goes, so that the files end up like those of an uninterrupted run. None empties them: a new run."""
         with writing(self.run):
             self.run.mkdir(parents=True, exist_ok=True)
-        self._logs = {name: JsonLog(self.run / name) for name in FILES}
+        names = FILES if isinstance(self.track, Track) else [name for name in FILES if name != "rollouts.jsonl"]
+        self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
         if self.track.tensorboard:
             self._events = EventFile(self.run / "tensorboard", purge_step=0 if offsets is None else step + 1)

@@ -2,36 +2,46 @@
 
     python examples/data/make.py       # the committed files, byte for byte
 
-A pair is a right and a wrong answer to one prompt; wrong ones are near misses (off by a little, the other operation, two
-digits exchanged), so that a reward model has something to learn.
+SFT teaches two forms of an answer, half and half: "The answer is 12." and "3 * 4 = 12." The pairs prefer the second, if
+it is right: to the first form, and to a wrong equation.
 """
 
 import json
 import random
+import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ARITHMETIC = HERE.parents[1] / "recipes" / "data" / "arithmetic"
-FORMS = ("{}", "The answer is {}.", "It is {}.", "{}.")
+Row = dict[str, str]
+
+
+def equation(row: Row, answer: int) -> str:
+    a, b = (int(number) for number in re.findall(r"\d+", row["prompt"]))
+    return f"{a} {'+' if a + b == int(row['answer']) else '*'} {b} = {answer}."
 
 
 def wrong(answer: int, rng: random.Random) -> int:
-    near = [answer + d for d in (-10, -3, -2, -1, 1, 2, 3, 10) if answer + d >= 0]
-    swapped = int(str(answer)[::-1])
-    return rng.choice([n for n in (*near, swapped, answer * 2) if n != answer])
+    """A near miss."""
+    return rng.choice([n for n in (*range(max(answer - 3, 0), answer + 4), answer + 10) if n != answer])
 
 
-def write(name: str, rows: list[dict[str, str]]) -> None:
-    (HERE / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+def responses(rows: list[Row]) -> list[Row]:
+    forms = (lambda row: f"The answer is {row['answer']}.", lambda row: equation(row, int(row["answer"])))
+    return [{"prompt": row["prompt"], "response": forms[i % 2](row)} for i, row in enumerate(rows)]
 
 
-def pairs(rows: list[dict[str, str]], rng: random.Random) -> list[dict[str, str]]:
+def pairs(rows: list[Row], rng: random.Random) -> list[Row]:
     found = []
     for row in rows:
-        form = rng.choice(FORMS)
-        bad = wrong(int(row["answer"]), rng)
-        found.append({"prompt": row["prompt"], "chosen": form.format(row["answer"]), "rejected": form.format(bad)})
+        answer = int(row["answer"])
+        worse = equation(row, wrong(answer, rng)) if rng.random() < 0.4 else f"The answer is {answer}."
+        found.append({"prompt": row["prompt"], "chosen": equation(row, answer), "rejected": worse})
     return found
+
+
+def write(name: str, rows: list[Row]) -> None:
+    (HERE / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
@@ -40,9 +50,9 @@ def main() -> None:
         [json.loads(line) for line in (ARITHMETIC / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "validation")
     )
-    write("sft.jsonl", [{"prompt": r["prompt"], "response": f"The answer is {r['answer']}."} for r in train[:160]])
-    write("pairs.jsonl", pairs(train, rng))
-    write("held_out_pairs.jsonl", pairs(held_out, rng))
+    write("sft.jsonl", responses(train[:120]))
+    write("pairs.jsonl", pairs(train[:640], rng))
+    write("held_out_pairs.jsonl", pairs(held_out[:100], rng))
 
 
 if __name__ == "__main__":

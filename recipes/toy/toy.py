@@ -131,8 +131,8 @@ def stage(folder: Path, name: str, model: Path, *words: str) -> tuple[Path, list
 def rl(data: Path, reward: str = "partly") -> tuple[str, ...]:
     judge = (f"reward={Path(__file__).resolve()}:{reward}",) if reward else ()
     return (
-        *("rl", f"data.train={data}", "rollout.prompts=48", "rollout.group_size=8", "rollout.max_tokens=7"),
-        *("optimizer.lr=3e-4", "optimizer.warmup_steps=10", "engine.max_batch=256", *judge),
+        *("rl", f"data.train={data}", "rollout.prompts=64", "rollout.group_size=8", "rollout.max_tokens=7"),
+        *("optimizer.lr=2e-4", "optimizer.warmup_steps=10", "engine.max_batch=256", *judge),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from birl.config.check import CHOICES, RANGES, did_you_mean, problems
+from birl.config.check import CHOICES, RANGES, corrects, did_you_mean, problems, proximal
 from birl.config.help import documentation
 from birl.config.load import flatten
 from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Texts, check
@@ -34,6 +34,13 @@ def _set(target: T, values: dict[str, object]) -> T:
 def test_an_unbounded_loss_is_refused_where_answers_are_old(surrogate: str):
     found = problems(config(algorithm__surrogate=surrogate, rollout__max_staleness=1))
     assert any(f"algorithm.surrogate={surrogate}: is not bounded" in text for text in found)
+
+
+def test_answers_of_older_weights_are_corrected_unless_somebody_says_otherwise():
+    stale = config(rollout__max_staleness=1)
+    assert (proximal(config()), proximal(stale)) == ("behaviour", "recompute")
+    assert corrects(stale) and not corrects(config())
+    assert not corrects(config(rollout__max_staleness=1, algorithm__correction="none"))
 
 
 def preferences(**values: object) -> DPO:
@@ -149,7 +156,8 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"algorithm__dynamic_sampling": True, "algorithm__baseline": "none"}, ["algorithm.dynamic_sampling=true"]),
         ({"algorithm__dynamic_sampling": True, "algorithm__max_refill": 0.0}, ["algorithm.max_refill=0"]),
         ({"algorithm__max_refill": 2.0}, ["algorithm.dynamic_sampling is false"]),
-        ({"algorithm__kl": "k1"}, ["algorithm.kl=k1", "algorithm.kl_coef"]),
+        ({"algorithm__kl_corrected": True}, ["algorithm.kl_corrected=true", "algorithm.kl_coef"]),
+        ({"algorithm__surrogate": "sapo", "algorithm__clip_high": 0.3}, ["algorithm.surrogate=sapo does not read it"]),
         ({"algorithm__overlong_penalty": 0.5}, ["algorithm.overlong_buffer=0"]),
         ({"algorithm__overlong_buffer": 256}, ["algorithm.overlong_buffer=256", "51"]),
         ({"algorithm__mask_truncated": True, "rollout__truncated": "drop"}, ["rollout.truncated=drop"]),

@@ -234,7 +234,8 @@ SAMPLED = HELD_OUT + "validation.temperature=1 "
 UNEQUAL = "algorithm.updates_per_batch=2 optimizer.lr=0.002 "
 IN_REWARD = "algorithm.kl_coef=0.1 algorithm.kl=k1 algorithm.kl_in=reward steps=3 "
 COVARIANCE = "algorithm.entropy_control=clip_cov algorithm.entropy_share=0.5 "
-RECOMPUTED = "algorithm.proximal=recompute " + UNEQUAL
+# engine and learner differ only off the kernels, and there in the last bits
+RECOMPUTED = "algorithm.proximal=recompute model.path=plain " + UNEQUAL
 PPO = "algorithm=ppo "
 RL_CASES = {
     **MODEL,
@@ -278,11 +279,11 @@ RL_CASES = {
     "algorithm.held_coef": Case(
         "9", weights, under="algorithm.entropy_control=kl_cov algorithm.entropy_share=0.5 " + UNEQUAL
     ),
-    "algorithm.proximal": Case("recompute", last("ratio/max"), under=UNEQUAL),
+    "algorithm.proximal": Case("interpolate", last("ratio/max"), under="algorithm.passes=2 " + UNEQUAL),
     "algorithm.correction": Case("none", last("factor"), under=RECOMPUTED),
     "algorithm.correction_level": Case("sequence", last("factor"), under=RECOMPUTED),
-    "algorithm.correction_low": Case("0.9999", last("factor"), under="algorithm.correction=mask " + RECOMPUTED),
-    "algorithm.correction_high": Case("1.0001", last("factor"), under=RECOMPUTED),
+    "algorithm.correction_low": Case("1.5", last("factor"), under="algorithm.correction=mask " + RECOMPUTED),
+    "algorithm.correction_high": Case("0.5", last("factor"), under=RECOMPUTED),
     "algorithm.second_moment": Case("1e-9", last("factor"), under=UNEQUAL),
     "algorithm.reject": Case("divergence", last("factor"), under=UNEQUAL),
     "algorithm.reject_limit": Case("1e-9", last("factor"), under="algorithm.reject=divergence " + UNEQUAL),
@@ -312,6 +313,7 @@ RL_CASES = {
     "algorithm.overlong_buffer": Case("7", advantages, under="algorithm.baseline=none"),
     "algorithm.overlong_penalty": Case("3", advantages, under="algorithm.baseline=none algorithm.overlong_buffer=7"),
     "algorithm.mask_truncated": Case("true", last("tokens/trained"), 0.0, "rollout.max_tokens=2"),  # all are cut
+    "algorithm.passes": Case("2", last("updates/done"), 2.0),
     "algorithm.updates_per_batch": Case("2", last("updates/done"), 2.0),
     "rollout.prompts": Case("3", last("groups/kept"), 3.0),
     "rollout.group_size": Case("3", last("outcome/asked"), 6.0),

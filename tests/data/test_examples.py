@@ -148,6 +148,7 @@ BROKEN = {
     "silent": ({"messages": TALK[:2]}, "no message of assistant"),
     "first": ({"messages": TALK[2:]}, "begins with the assistant"),
     "columns": ({"a": "b"}, "no column messages"),
+    "mixed": ({"messages": None, "prompt": "Hi", "response": "x"}, "has no `messages`, which other rows have"),
     "content": ({"messages": [{"role": "user", "content": 3}]}, "content is a number"),
 }
 

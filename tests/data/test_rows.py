@@ -362,3 +362,10 @@ def test_torch_is_not_needed() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_text_beside_lists_stays_text(tmp_path: Path) -> None:
+    """datasets reads a column of text and lists as JSON, and "7." then becomes a number."""
+    rows = [{"chosen": "7."}, {"chosen": [{"role": "user", "content": "Hi"}]}, {"chosen": "0.50"}]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["chosen"] for row in read(str(tmp_path / "mixed.jsonl"))] == [row["chosen"] for row in rows]

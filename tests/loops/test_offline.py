@@ -302,3 +302,40 @@ def test_packing_shares_the_prompt_of_a_pair(tiny: Path) -> None:
     separate = sum(len(s) + 1 for e in examples for s in e.sequences)
     assert len(batch.tokens) < 0.7 * separate and len(batch.source) == 2 * len(examples)
     assert isinstance(policy.chat, Chat)
+
+
+def test_the_sums_of_another_model_are_not_taken_for_this_one(tiny: Path, tmp_path: Path) -> None:
+    words = ("preference.reference=precomputed", "steps=1", "batch_size=12")
+    run(tiny, tmp_path / "other", "dpo", *words)
+    (tmp_path / "run").mkdir()
+    stored = json.loads((tmp_path / "other/run/reference.json").read_text())
+    wrong = {"of": "another", "sums": {name: [x - 5 for x in sums] for name, sums in stored["sums"].items()}}
+    (tmp_path / "run/reference.json").write_text(json.dumps(wrong))
+    run(tiny, tmp_path, "dpo", *words)
+    assert log(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_the_adapter_of_a_reward_model_has_its_head(tiny: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    run(tiny, tmp_path, "rm", "lora.rank=2", "optimizer.lr=1e-2", "steps=3")
+    newest = checkpoint.latest(tmp_path / "run/checkpoints")
+    assert newest is not None
+    export.export(newest, tmp_path / "run", tmp_path / "merged", torch.float32)
+    export.export_adapter(newest, tmp_path / "run", tmp_path / "adapter")
+    base = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    ids = torch.tensor([[5, 9, 33, 7, 100]])
+    with torch.no_grad():
+        assert adapted(ids).logits.item() == pytest.approx(merged(ids).logits.item(), abs=1e-5)
+
+
+def test_a_summary_does_not_take_a_loss_for_a_share(tiny: Path, tmp_path: Path) -> None:
+    from birl.track.summary import facts, lines
+
+    run(tiny, tmp_path, "sft", "steps=20", "validation.every=10", held_out=TEXTS[:3])
+    words = dict(lines(facts(tmp_path / "run")))["held-out nll"]
+    best = min(v["validation/nll"] for v in log(tmp_path, "validation"))
+    assert f"best {best:.3f}" in words and "points" not in words
+    assert not (tmp_path / "run/rollouts.jsonl").exists()

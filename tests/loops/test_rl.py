@@ -193,3 +193,37 @@ def test_dry_run_writes_nothing(tiny: Path, tmp_path: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "hello" in said and "GB" in said.replace("GiB", "GB")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_proximal_policy_stays_for_all_updates_of_a_batch(plain: Path, tmp_path: Path) -> None:
+    """Decoupled PPO: recomputed before every update, the ratios would be 1 and the clip could never act."""
+    run(plain, tmp_path, "algorithm=decoupled", "algorithm.updates_per_batch=4", "optimizer.lr=0.01", "steps=2")
+    last = log(tmp_path)[-1]
+    assert last["ratio/max"] > 1.2 and last["clip_fraction"] > 0
+
+
+def test_passes_over_a_batch_are_updates(plain: Path, tmp_path: Path) -> None:
+    run(plain, tmp_path, "algorithm.updates_per_batch=2", "algorithm.passes=3", "optimizer.schedule=linear", "steps=2")
+    steps = log(tmp_path)
+    assert [m["updates/done"] for m in steps] == [6, 6] and steps[-1]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+SURROGATES = {
+    "tensor": ("-(logp - old_logp).exp() * advantages", ""),
+    "one number": ("(-logp * advantages).mean()", r"must give the loss of each of \d+ tokens"),
+    "words": ("'loss'", r"must give the loss of each of \d+ tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", SURROGATES)
+def test_a_surrogate_of_ones_own(tiny: Path, tmp_path: Path, kind: str) -> None:
+    value, message = SURROGATES[kind]
+    (tmp_path / "mine.py").write_text(f"def loss(logp, old_logp, advantages, sample): return {value}\n")
+    words = (f"algorithm.surrogate={tmp_path}/mine.py:loss", "steps=1")
+    if message:
+        with pytest.raises(BirlError, match=message):
+            run(tiny, tmp_path, *words)
+    else:
+        run(tiny, tmp_path / "mine", *words)
+        run(tiny, tmp_path / "own", "algorithm.surrogate=importance", "steps=1")
+        assert log(tmp_path / "mine")[0]["grad_norm"] == log(tmp_path / "own")[0]["grad_norm"]

@@ -198,7 +198,7 @@ def test_every_parameter_is_a_key(make: Make) -> None:
         overrides={"optimizer.schedule": "cosine"},
     ).config
     algorithm, rollout = config.algorithm, config.rollout
-    assert (algorithm.denominator, algorithm.kl_coef, algorithm.scale_rewards) == ("sequence", 0.1, "batch")
+    assert (algorithm.denominator, algorithm.kl_coef, algorithm.scale_rewards) == ("sequence", 0.1, "rewards")
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.mask_truncated) == (0.1, 0.3, True)
     assert (rollout.group_size, rollout.prompts, rollout.max_tokens, rollout.temperature) == (3, 5, 9, 0.8)
     assert (config.steps, config.seed, config.run, config.reward.weights) == (7, 3, "there", [2.0])
@@ -231,7 +231,7 @@ def test_loss_types_with_another_surrogate_train(make: Make, loss: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "key"), [(True, "group"), (False, "none"), ("group", "group"), ("batch", "batch"), ("none", "none")]
+    ("scale", "key"), [(True, "group"), (False, "none"), ("group", "group"), ("batch", "rewards"), ("none", "none")]
 )
 def test_scales_of_rewards(make: Make, scale: str | bool, key: str) -> None:
     assert make(scale_rewards=scale).config.algorithm.scale_rewards == key

@@ -75,7 +75,8 @@ def test_finish_writes_and_prints_what_the_run_came_to(tmp_path: Path, capsys: p
         runs.train(tracker, 1, 10)
         tracker.finish({"next": ["birl chat here"]})
     summary = json.loads((tmp_path / "summary.json").read_text("utf-8"))
-    assert summary["validation"] == {"first": 0.2, "first_step": 0, "last": 0.4, "last_step": 10, "best": 0.4}
+    measured = {"first": 0.2, "first_step": 0, "last": 0.4, "last_step": 10, "best": 0.4, "name": "all/pass@1"}
+    assert summary["validation"] == measured
     assert summary["generated"] == 9000
     out = capsys.readouterr().out
     for words in (
