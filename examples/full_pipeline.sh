@@ -1,5 +1,5 @@
 #!/bin/sh
-# SmolLM2-135M-Instruct through every stage, on two CPU cores in about ten minutes:
+# SmolLM2-135M-Instruct through every stage, on two CPU cores in about five minutes:
 #
 #     SFT -> reward model -> RL against it         and        SFT -> DPO
 #

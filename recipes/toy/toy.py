@@ -76,6 +76,16 @@ def make(folder: Path) -> None:
     for name, start, end in (("held_out", 0, 300), ("sft", 300, 600), ("pairs", 600, 3600), ("rl", 3600, 6000)):
         lines = "".join(json.dumps(row) + "\n" for row in rows[start:end])
         (folder / f"{name}.jsonl").write_text(lines)
+    (folder / "taste.jsonl").write_text("".join(json.dumps(sevens(rng)) + "\n" for _ in range(4000)))
+
+
+def sevens(rng: random.Random) -> dict[str, str]:
+    """Two answers, of which the better has more sevens, by two at least."""
+    while True:
+        texts = ["".join(rng.choices("01234567777789", k=rng.randint(2, 7))) for _ in range(2)]
+        worse, better = sorted(texts, key=lambda text: text.count("7"))
+        if better.count("7") > worse.count("7") + 1:
+            return {"prompt": "".join(rng.choices("0123456789", k=LENGTH)) + "=", "chosen": better, "rejected": worse}
 
 
 def spoiled(answer: str, rng: random.Random) -> str:
@@ -142,10 +152,11 @@ class Notes:
     def __init__(self, data: Path, seed: int) -> None:
         self.data, self.seed, self.table = data, seed, []
 
-    def add(self, name: str, done: tuple[Path, list[dict[str, Any]], float], figure: str, judge: bool = True) -> Path:
+    def add(self, name: str, done: tuple[Path, list[dict[str, Any]], float], figure: str, score: Any = None) -> Path:
+        """`score`: what was measured on held-out rows; None: the share of right answers."""
         model, metrics, seconds = done
         curve = [round(m[figure], 4) for m in metrics if m[figure] is not None]
-        score = round(accuracy(self.data, model), 4) if judge else None
+        score = round(accuracy(self.data, model), 4) if score is None else score
         record = {"stage": name, "seconds": round(seconds, 1), "figure": figure, "curve": curve, "held_out": score}
         self.table.append(record)
         print(
@@ -170,11 +181,22 @@ def stages(data: Path, seeds: list[int]) -> None:
         grpo = notes.add("grpo", stage(folder, "grpo", dpo, *ask, "steps=60", s), "reward/mean")
         words = ("algorithm=ppo", "algorithm.kl_coef=0.001", "critic.lr=1e-3", "steps=60")
         notes.add("ppo", stage(folder, "ppo", grpo, *ask, *words, s), "reward/mean")
-        words = ("batch_size=64", "epochs=3", "optimizer.lr=1e-3")
-        rm = notes.add("rm", stage(folder, "rm", sft, "rm", pairs, *words, s), "accuracy", judge=False)
-        words = ("reward.functions=[model]", f"reward.model={rm}", "steps=60", "algorithm.kl_coef=0.05")
-        notes.add("rl against rm", stage(folder, "rl_rm", sft, *rl(data / "rl.jsonl", ""), *words, s), "reward/mean")
+        taste(data, folder, sft, notes, s)
         notes.write()
+
+
+def taste(data: Path, folder: Path, sft: Path, notes: Notes, seed: str) -> None:
+    """A reward model that likes sevens, and RL against it: the model must see the taste, the policy must follow it."""
+    words = (f"data.train={data}/taste.jsonl", "data.validation_split=0.1", "batch_size=64", "optimizer.lr=1e-3", seed)
+    rm, metrics, seconds = stage(folder, "rm", sft, "rm", *words)
+    measured = [json.loads(line) for line in (folder / "rm" / "validation.jsonl").read_text().splitlines()]
+    notes.add("rm", (rm, metrics, seconds), "accuracy", measured[-1]["validation/accuracy"])
+    words = ("reward.functions=[model]", f"reward.model={rm}", "steps=25", seed)
+    model, metrics, seconds = stage(folder, "rl_rm", sft, *rl(data / "rl.jsonl", ""), *words)
+    records = [json.loads(line) for line in (folder / "rl_rm" / "rollouts.jsonl").read_text().splitlines()]
+    sevens = [[r["text"].count("7") for r in records if first <= r["step"] < first + 3] for first in (1, 23)]
+    before, after = (round(statistics.mean(counts), 3) for counts in sevens)
+    notes.add("rl against rm", (model, metrics, seconds), "reward/mean", {"sevens before": before, "after": after})
 
 
 WORDS = {  # what a preset needs beside its name

@@ -41,6 +41,8 @@ def run(tiny: Path, folder: Path, *words: str, reward: Any = many_a, rows: int =
             "optimizer.lr=3e-3",
             "steps=2",
             "track.console=off",
+            "track.tensorboard=false",
+            "track.report=false",
             "threads=1",
             f"run={folder}/run",
             *words,
@@ -88,7 +90,7 @@ def test_micro_batches_change_nothing(tiny: Path, tmp_path: Path, preset: str) -
         words.append("rollout.group_size=8")
     reward = any_a if preset == "pass_at_k" else many_a
     for name, size in (("one", 4096), ("many", 120)):
-        more = (f"learner.tokens_per_microbatch={size}", "steps=1", "track.report=false", "track.tensorboard=false")
+        more = (f"learner.tokens_per_microbatch={size}", "steps=1")
         run(tiny, tmp_path / name, *words, *more, reward=reward)
     one, many = log(tmp_path / "one")[0], log(tmp_path / "many")[0]
     for figure in ("loss", "grad_norm", "entropy", "reward/mean"):
@@ -160,7 +162,8 @@ def test_several_updates_leave_the_policy_behind(plain: Path, tmp_path: Path) ->
 def test_the_run_folder_tells_the_whole_story(tiny: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "What is 1 + 2?", "answer": "3"}]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = run(tiny, tmp_path, f"data.validation={tmp_path}/held.jsonl", "validation.every=1")
+    words = ("validation.every=1", "track.report=true", "track.tensorboard=true")
+    summary = run(tiny, tmp_path, f"data.validation={tmp_path}/held.jsonl", *words)
     folder = tmp_path / "run"
     names = {p.name for p in folder.iterdir()}
     assert {
