@@ -40,6 +40,17 @@ def partly(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [sum(x == y for x, y in zip(t, a, strict=False)) / max(len(t), len(a)) for t, a in pairs]
 
 
+def share(completions: list[str], **_: Any) -> list[float]:
+    """The share of sevens."""
+    texts = [c.removesuffix("<eos>") for c in completions]
+    return [t.count("7") / max(len(t), 1) for t in texts]
+
+
+def one(completions: list[str], **_: Any) -> list[float]:
+    """1 where there is a seven."""
+    return [float("7" in c) for c in completions]
+
+
 def make(folder: Path) -> None:
     """A Llama of two layers, a tokenizer with one token a character, and the rows of every stage."""
     words = ["<eos>", *"0123456789=", "<unk>"]
@@ -132,7 +143,7 @@ def stage(folder: Path, name: str, model: Path, *words: str) -> tuple[Path, list
     """One run and its exported model: (model, metrics of its steps, seconds)."""
     run = folder / name
     began = time.perf_counter()
-    birl(*words, f"model.path={model}", f"run={run}", *THREADS, *TEXTS)
+    birl(words[0], f"model.path={model}", f"run={run}", *THREADS, *TEXTS, *words[1:])
     seconds = time.perf_counter() - began
     birl("checkpoints", str(run), "export", "last", str(run / "exported"))
     return run / "exported", [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], seconds
@@ -187,7 +198,14 @@ def stages(data: Path, seeds: list[int]) -> None:
 
 def taste(data: Path, folder: Path, sft: Path, notes: Notes, seed: str) -> None:
     """A reward model that likes sevens, and RL against it: the model must see the taste, the policy must follow it."""
-    words = (f"data.train={data}/taste.jsonl", "data.validation_split=0.1", "batch_size=64", "optimizer.lr=1e-3", seed)
+    words = (
+        f"data.train={data}/taste.jsonl",
+        "data.validation_split=0.1",
+        "validation.every=20",
+        "batch_size=64",
+        "optimizer.lr=1e-3",
+        seed,
+    )
     rm, metrics, seconds = stage(folder, "rm", sft, "rm", *words)
     measured = [json.loads(line) for line in (folder / "rm" / "validation.jsonl").read_text().splitlines()]
     notes.add("rm", (rm, metrics, seconds), "accuracy", measured[-1]["validation/accuracy"])
@@ -208,31 +226,34 @@ WORDS = {  # what a preset needs beside its name
 
 
 def presets(data: Path, seeds: list[int]) -> None:
+    """Every preset learns another taste, as many sevens as possible, from the SFT model."""
     from birl.config.help import presets as known
     from birl.config.schema import RL
 
     start = data / "stages-0" / "sft" / "exported"
-    found: dict[str, Any] = {"start": accuracy(data, start)}
-    for name in sorted(known(RL)["algorithm"]):
-        if name == "distill":
-            continue
-        reward = "right" if name in ("pass_at_k", "maxrl") else "partly"
-        scores, seconds = [], []
+    found: dict[str, Any] = {}
+    for name in sorted(known(RL)["algorithm"].keys() - {"distill"}):
+        reward = "one" if name in ("pass_at_k", "maxrl") else "share"
+        first, last, seconds = [], [], []
         for seed in seeds:
             words = [
                 f"algorithm={name}",
                 "algorithm.overlong_buffer=0",
-                "steps=60",
+                "steps=40",
                 f"seed={seed}",
                 *WORDS.get(name, []),
             ]
-            model, _, took = stage(data, f"preset-{name}-{seed}", start, *rl(data / "rl.jsonl", reward), *words)
-            scores.append(round(accuracy(data, model), 4))
-            seconds.append(round(took, 1))
-        found[name] = {"held_out": scores, "seconds": seconds}
-        print(
-            f"{name:24} {found['start']:.3f} -> {' '.join(f'{x:.3f}' for x in scores)}  {statistics.median(seconds)} s"
-        )
+            run = data / f"preset-{name}-{seed}"
+            began = time.perf_counter()
+            more = ("rollout.prompts=16", "optimizer.lr=1e-3", f"model.path={start}", f"run={run}")
+            birl(*rl(data / "rl.jsonl", reward), *THREADS, *TEXTS, *more, *words)
+            seconds.append(round(time.perf_counter() - began, 1))
+            metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            rewards = [m["reward/mean"] for m in metrics]
+            first.append(round(rewards[0], 3))
+            last.append(round(statistics.mean(rewards[-3:]), 3))
+        found[name] = {"reward": reward, "first": first, "last": last, "seconds": seconds}
+        print(f"{name:24} {reward:6} {first} -> {last}  {statistics.median(seconds)} s", flush=True)
         (HERE / "presets.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
