@@ -477,8 +477,7 @@ def corrects(config: RL) -> bool:
     return proximal(config) != "behaviour" and config.algorithm.correction != "none"
 
 
-CRITIC = ("gae", "turn_gae")
-PARTS = ("relative", "gdpo", "pass_at_k", "best_and_worst", "zero")
+CRITIC = ("gae", "turn_gae")  # advantages that need one
 UNCLIPPED = ("reinforce", "importance")
 
 #: key of `algorithm` that was set -> (key that must have one of these values, or nothing reads it)

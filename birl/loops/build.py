@@ -7,22 +7,22 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from birl.config import schema
-from birl.config.check import proximal
+from birl.config.check import CRITIC, proximal
 from birl.config.load import flatten, run_folder
-from birl.data.stream import Stream
+from birl.data.stream import Source, Stream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.single_turn import SingleTurn
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
-from birl.loops.credit import CRITIC, Credit
+from birl.loops.credit import Credit
 from birl.loops.custom import part
 from birl.loops.evaluate import Plan, plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
@@ -41,6 +41,7 @@ from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import Sample, SamplingParams, Task
 
+T = TypeVar("T")
 EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
 
 
@@ -120,17 +121,7 @@ class Parts:
         return replace(self.rollout, seed=derive_seed(self.config.seed, -1))
 
     def stream(self, position: int) -> Iterator[Task]:
-        config = self.config
-        return iter(
-            Stream(
-                self.train,
-                weights=config.data.weights,
-                seed=config.seed,
-                shuffle=config.data.shuffle,
-                epochs=None if config.steps else config.epochs,
-                start=position,
-            )
-        )
+        return stream(self.config, self.train, position)
 
     def take_counters(self) -> Counters:
         """What the engine did since the last call."""
@@ -143,6 +134,18 @@ class Parts:
         await self.engine.close()
         await self.rewards.close()
         self.tracker.close()
+
+
+def stream(config: schema.RL | schema.Stage, sources: Sequence[Source[T]], position: int) -> Stream[T]:
+    """The training rows from `position` on: as many as the run takes, or endlessly where it counts steps."""
+    return Stream(
+        sources,
+        weights=config.data.weights,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        epochs=None if config.steps else config.epochs,
+        start=position,
+    )
 
 
 async def training(config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool, compute: Executor) -> Parts:

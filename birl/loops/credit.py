@@ -16,6 +16,7 @@ from birl.algorithms import advantages as estimate
 from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
 from birl.config import schema
+from birl.config.check import CRITIC
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -65,7 +66,6 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "best_and_worst": best_and_worst,
     "zero": zero,
 }
-CRITIC = ("gae", "turn_gae")
 TENSORS = ("lengths", "greedy", "parts", "weights", "right")  # what an advantage may ask for by name
 
 
@@ -226,7 +226,7 @@ class Credit:
             says = by_sample(batches, [self.teacher.forward(b) for b in batches], len(samples))
         found = []
         for sample, theirs in zip(samples, says, strict=True):
-            own = torch.tensor([a for a, m in zip(per_token(sample), sample.mask, strict=True) if m])
+            own = torch.tensor(trained(sample, per_token(sample)))
             found.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
         return found
 
@@ -257,7 +257,12 @@ def by_sample(batches: Sequence[Batch], outputs: Sequence[Tensor], count: int) -
 
 def behaviour(sample: Sample) -> Tensor:
     """Log-probs of the trained tokens under the weights that sampled them."""
-    return torch.tensor([p for p, m in zip(sample.logprobs, sample.mask, strict=True) if m])
+    return torch.tensor(trained(sample, sample.logprobs))
+
+
+def trained(sample: Sample, column: Sequence[float]) -> list[float]:
+    """Of one value for each token those of the trained ones."""
+    return [value for value, m in zip(column, sample.mask, strict=True) if m]
 
 
 def per_token(sample: Sample) -> tuple[float, ...]:
@@ -274,7 +279,7 @@ def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode
     found: dict[tuple[int, int], list[float]] = {}
     for sample, e in zip(samples, owner.tolist(), strict=True):
         group, i = kept[e]
-        own = [a for a, m in zip(per_token(sample), sample.mask, strict=True) if m]
+        own = trained(sample, per_token(sample))
         found.setdefault((group.index, i), []).extend(own)
     return {place: own[0] if len(set(own)) == 1 else sum(own) / len(own) for place, own in found.items()}
 

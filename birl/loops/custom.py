@@ -60,11 +60,6 @@ def part(
     return Part(function, options, tuple(tensors))
 
 
-def read_by(key: str, name: str, table: Mapping[str, Callable[..., Any]]) -> set[str]:
-    """Names of the options of a function, to tell keys that it does not read."""
-    return {p.name for p in _options(table.get(name) or load(key, name, table), key, name)}
-
-
 def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     place, colon, attribute = name.rpartition(":")
     if not colon:

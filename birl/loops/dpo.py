@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from birl.algorithms import preference
+from birl.algorithms.segments import starts, totals
 from birl.config import schema
 from birl.data.examples import Example, Tokens, load_pairs
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.lora import digest
 from birl.loops import build, offline
+from birl.loops.custom import part
 from birl.loops.policy import DTYPES, Policy
 from birl.track.log import replace as write_whole
 from birl.types import Sample
@@ -63,10 +65,8 @@ class Answers:
 
 def answers(logp: Tensor, batch: Batch) -> Answers:
     """Log-probs of trained tokens [N] -> of answers [A]."""
-    number, place, length = torch.unique_consecutive(batch.sample, return_inverse=True, return_counts=True)
-    total = torch.zeros(len(number), dtype=logp.dtype, device=logp.device).index_add(0, place, logp)
-    first = length.cumsum(0) - length
-    return Answers(number, total, length, batch.weights[first])
+    first, length = starts(batch.sample), totals(torch.ones_like(batch.sample), batch.sample)
+    return Answers(batch.sample[first], totals(logp, batch.sample), length, batch.weights[first])
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Preferences:
         if self.loss == "kto":
             make = partial(self._kto, self._good(examples), self._divergence(examples))
         else:
-            make = partial(self._paired)
+            make = self._paired
         return [(batch, make(self._reference(batch, examples))) for batch in batches]
 
     def _samples(self, examples: Sequence[Example]) -> list[Sample]:
@@ -154,25 +154,14 @@ class Preferences:
 
     def _paired(self, reference: Tensor) -> Loss:
         keys = self.config.preference
+        compare = part("preference.loss", self.loss, preference.PREFERENCE, keys, (), ()).bound({})
 
         def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             """Answers 2i and 2i + 1 are the chosen and the rejected one of row i."""
             a = answers(logp, batch)
             gained = (a.mean if self.loss in MEANS else a.total) - reference.to(logp.device)
             chosen, rejected = gained[0::2], gained[1::2]
-            match self.loss:
-                case "dpo":
-                    each = preference.dpo(chosen, rejected, beta=keys.beta, label_smoothing=keys.label_smoothing)
-                case "robust":
-                    each = preference.robust(chosen, rejected, beta=keys.beta, label_smoothing=keys.label_smoothing)
-                case "simpo":
-                    each = preference.simpo(chosen, rejected, beta=keys.beta, margin=keys.margin)
-                case "ipo":
-                    each = preference.ipo(chosen, rejected, beta=keys.beta)
-                case "hinge":
-                    each = preference.hinge(chosen, rejected, beta=keys.beta)
-                case _:
-                    each = preference.orpo(chosen, rejected, beta=keys.beta)
+            each = compare(chosen, rejected)
             nll = -a.mean[0::2]
             coefficient = 1.0 if self.loss == "orpo" else keys.nll_coef
             if coefficient:

@@ -17,6 +17,7 @@ from torch import nn
 
 from birl import kernels
 from birl.config import schema
+from birl.config.check import CRITIC
 from birl.engine.pages import pages_for
 from birl.engine.runner import cache_shape
 from birl.engine.scheduler import PREFILL
@@ -173,7 +174,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
         always["reference model"] = frozen
     if config.algorithm.teacher:
         always["teacher, if as large"] = frozen
-    if config.algorithm.advantage in ("gae", "turn_gae") and not config.critic.shared:
+    if config.algorithm.advantage in CRITIC and not config.critic.shared:
         state = 8 * trained.stepped + (beside if lora else 4 * shape.parameters + 4 * trained.gradient)
         always["critic and its optimizer"] = frozen + state
     phases = {

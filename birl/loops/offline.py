@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,6 @@ from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.data.examples import Example, Examples
 from birl.data.pack import Batch
-from birl.data.stream import Stream
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
@@ -76,6 +75,7 @@ class Parts:
     held_out: list[Example]
     tracker: Tracker
     resume_from: Path | None
+    total_steps: int
 
     @property
     def compute(self) -> Executor:
@@ -85,11 +85,6 @@ class Parts:
     def total_updates(self) -> int | None:
         return self.total_steps
 
-    @property
-    def total_steps(self) -> int:
-        config = self.config
-        return config.steps or -(-config.epochs * sum(map(len, self.train)) // config.batch_size)
-
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.learner.tensors()
 
@@ -97,15 +92,7 @@ class Parts:
         self.learner.loaded(version)
 
     def rows(self, position: int) -> Iterator[Example]:
-        config = self.config
-        return Stream(
-            self.train,
-            weights=config.data.weights,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            epochs=None if config.steps else config.epochs,
-            start=position,
-        )
+        return build.stream(self.config, self.train, position)
 
 
 def train(
@@ -161,6 +148,7 @@ def assembled(
         train, held_out = split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
     objective = make(config, policy, max(_size(e) for s in (*train, *held_out) for e in s))
     learner = objective.learner(policy)
+    total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)
     parts = Parts(
         config=config,
         run=run,
@@ -169,10 +157,10 @@ def assembled(
         objective=objective,
         train=train,
         held_out=[e for s in held_out for e in s],
-        tracker=Tracker(run, config.track, title=run.name, total_steps=None, config=flatten(config)),
+        tracker=Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config)),
         resume_from=resume_from,
+        total_steps=total,
     )
-    parts.tracker.total_steps(parts.total_steps)
     if not dry_run:
         claim(run, config, policy)
         objective.before(run, [e for s in (*train, *held_out) for e in s])
@@ -230,7 +218,6 @@ class _Run(Run):
 
     config: schema.Stage
     parts: Parts
-    stats: Stats = field(default_factory=Stats)
 
     async def to_the_end(self) -> dict[str, Any]:
         self.resume()

@@ -16,6 +16,7 @@ from birl.data.pack import pack
 from birl.data.tasks import messages_of
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.loops.credit import by_sample
 from birl.loops.policy import DTYPES
 from birl.models.device import choose
 from birl.models.forward import verify
@@ -63,11 +64,8 @@ class RewardModel:
         """One score for each completion. Raises `BirlError` for what is longer than the model's context."""
         pairs = enumerate(zip(prompts, completions, strict=True))
         samples = [scored(self.read(p, c), self.group(prompts, i)) for i, (p, c) in pairs]
-        found = [0.0] * len(samples)
-        for batch in pack(samples, [0.0] * len(samples), self.tokens):
-            for number, value in zip(batch.sample.tolist(), self.learner.forward(batch).tolist(), strict=True):
-                found[number] = value
-        return found
+        batches = pack(samples, [0.0] * len(samples), self.tokens)
+        return [each.item() for each in by_sample(batches, [self.learner.forward(b) for b in batches], len(samples))]
 
     def read(self, prompt: Any, completion: str) -> Tokens:
         asked = prompt if isinstance(prompt, str) else messages_of(prompt, "reward model", "prompt")

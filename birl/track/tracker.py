@@ -43,10 +43,6 @@ class Tracker:
         self._events: EventFile | None = None
         self._wandb: WandbRun | None = None
 
-    def total_steps(self, steps: int | None) -> None:
-        """How long the run will be, where that is known only now."""
-        self._progress.total = steps
-
     def rewind(self, offsets: dict[str, int] | None, step: int) -> None:
         """Open everything, once, at the start. `offsets` are those stored in the checkpoint of `step`: what was written
         after it goes, so that the files end up like those of an uninterrupted run. None empties them: a new run."""

@@ -228,3 +228,11 @@ def test_problems_do_not_change_the_configuration():
 
 def test_did_you_mean_says_nothing_when_nothing_is_close():
     assert did_you_mean("zzzz", ["grpo"]) == ""
+
+
+def test_the_unbounded_losses_are_those_of_the_algorithms():
+    """The configuration imports no torch, so it has their names once more."""
+    from birl.algorithms import surrogates
+    from birl.config import check as rules
+
+    assert set(rules.UNCLIPPED) == surrogates.UNCLIPPED
