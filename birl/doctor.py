@@ -58,6 +58,11 @@ REQUIRED = (
     Package("sympy", "sympy", "1.13", "numbers of the math reward"),
     Package("rich", "rich", "13.7", "the live view in the terminal"),
     Package("tensorboard", "tensorboard", "2.17", "writes curves; track.tensorboard=false does without"),
+    Package("xxhash", "xxhash", "3.4", "digests of weights"),
+    Package("httpx", "httpx", "0.27", "speaks to engines in other processes"),
+    Package("starlette", "starlette", "0.40", "`birl serve`"),
+    Package("uvicorn", "uvicorn", "0.30", "`birl serve`"),
+    Package("prometheus_client", "prometheus-client", "0.20", "/metrics of `birl serve`"),
 )
 
 OPTIONAL = (

@@ -1,5 +1,20 @@
-"""The one exception that means "the user can fix this": the command line prints it without a traceback and exits 2."""
+"""The exceptions that cross layers."""
 
 
 class BirlError(Exception):
-    """A problem with the input, the configuration or the machine, in words that name the place and the fix."""
+    """A problem with the input, the configuration or the machine, in words that name the place and the fix: the command
+    line prints it without a traceback and exits 2."""
+
+
+class WeightsFailed(BirlError):
+    """New weights did not arrive at an engine, which then holds what it held before. `cause` is one of: stale (another
+    version than asked for), missing (a tensor, or an adapter, is not there), truncated, mismatch (other bytes), numbers
+    (the engine computes other log-probs with them), unreachable."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class EngineDown(Exception):
+    """An engine in another process does not answer, or not as it should: try another one."""

@@ -54,7 +54,9 @@ class Stop(StrEnum):
 class SamplingParams:
     """How to sample one completion. The defaults sample from the model itself.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None takes one from the system.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None takes one from the system. The
+    first tokens are `forced`, if any: taken instead of drawn, with the log-probs they have. With max_tokens =
+    len(forced) and ignore_eos that scores a given answer.
 
     Example: SamplingParams(max_tokens=64, temperature=1.0, stop=("</answer>",), seed=7)
     """
@@ -68,6 +70,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +202,37 @@ class Env(Protocol):
     async def start(self) -> tuple[Message, ...] | str: ...
     async def step(self, reply: Message) -> Feedback: ...
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """New weights on their way to an engine: which, what they must be, and where they are: in `folder` (Hugging Face
+    format, complete, never changed afterwards) or in `tensors` (name -> torch.Tensor in the engine's type).
+
+    `digests`: name -> `birl.models.digests.digest` of each tensor. An engine proves with its own that it holds them.
+
+    Example: Update(version=12, digests={"model.norm.weight": "5f0e..."}, folder="runs/a/weights/v000012")
+    """
+
+    version: int
+    digests: Mapping[str, str]
+    folder: str = ""
+    tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What an engine says after a load. `digest` is `birl.models.digests.whole` of the tensors that it holds now, read
+    from its own memory; empty where it cannot tell (vLLM and SGLang do not show their weights): then the canary alone
+    proves them. Generation stood still for `seconds`, `bytes` were read.
+
+    Example: Held(version=12, digest="9c1d...", seconds=0.08, bytes=269_000_000)
+    """
+
+    version: int
+    digest: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
 
 
 class Engine(Protocol):

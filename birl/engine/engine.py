@@ -1,5 +1,5 @@
-"""The embedded engine: continuous batching over the module that the learner trains. No second copy of the weights, no
-sync.
+"""The embedded engine: continuous batching over the module that the learner trains, without a second copy of the
+weights; or, in a process of its own (`birl serve`), over one that takes new weights at a token boundary.
 
     generate() --adds--> Scheduler.waiting --plan--> running --run, sample--> finished --resolves--> generate()
     (event loop)                            (compute thread, one for the whole process)           (event loop)
@@ -8,17 +8,19 @@ A token depends on its request's weights, context and random number alone. Whate
 prompts, guessed tokens, preemption) is not allowed to change it.
 
 Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared
-out twice.
+out twice. When the weights change while somebody is in the middle of an answer, the answer goes on with the new ones:
+its next token comes from them and says so (`versions`). With `recompute_kv` its keys and values are computed anew, so
+that the log-prob of a token of version v is exactly what version v gives it; without, those of the older tokens stay.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from birl.engine.drafts import REMEMBERED, Drafts
@@ -26,29 +28,35 @@ from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.engine.runner import Runner, page_bytes
-from birl.engine.sampler import sample
+from birl.engine.sampler import given, sample
 from birl.engine.scheduler import Scheduler, Work
-from birl.errors import BirlError
+from birl.engine.weights import Weights
+from birl.errors import BirlError, EngineDown
 from birl.text.chat import StopChecker
-from birl.types import Completion, SamplingParams, Stop
+from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 
 @dataclass(slots=True)
 class Counters:
     tokens: int = 0  # sampled
+    scored: int = 0  # given ones that only got their log-prob
+    dropped: int = 0  # sampled for nobody: whoever asked was cancelled
     prefilled: int = 0  # prompt tokens that were computed: those of a group once
     drafted: int = 0  # tokens that were guessed (`engine/drafts.py`),
     accepted: int = 0  # and those of them that were right
     seconds: float = 0.0  # spent computing
     running: int = 0
+    waiting: int = 0
     finished: int = 0
+    restarts: int = 0  # times that keys and values were computed anew because the weights had changed
 
 
 class EmbeddedEngine:
     """Implements `birl.types.Engine`.
 
-    `version` is asked for at every step, and stamped on the tokens of that step. `context` is the longest sequence
-    [tokens], `kv_cache_gb` the memory for keys and values [GiB].
+    `version` is asked for at every step, and stamped on the tokens of that step; without it the engine has weights of
+    its own, which `load` replaces. `context` is the longest sequence [tokens], `kv_cache_gb` the memory for keys and
+    values [GiB].
     """
 
     def __init__(
@@ -59,13 +67,18 @@ class EmbeddedEngine:
         end_ids: frozenset[int],
         context: int,
         compute: Executor,
-        version: Callable[[], int] = lambda: 0,
+        version: Callable[[], int] | None = None,
+        recompute_kv: bool = True,
         max_batch: int = 64,
         kv_cache_gb: float = 1.0,
         draft_rows: int = 16,
     ) -> None:
         self.tokenizer, self.end_ids, self.context = tokenizer, end_ids, context
-        self.compute, self._version = compute, version
+        self.compute, self.recompute_kv = compute, recompute_kv
+        self.weights = None if version else Weights(model)
+        self._version = version or (lambda: self.weights.version if self.weights else 0)
+        self._seen = self._version()  # version of the keys and values in the cache
+        self.paused = self.asleep = False
         self.runner = Runner(model)
         pages = min(int(kv_cache_gb * 2**30) // page_bytes(model), max_batch * pages_for(context))
         on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU launches captured graphs instead of guessing
@@ -79,10 +92,18 @@ class EmbeddedEngine:
     def version(self) -> int:
         return self._version()
 
-    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+    async def generate(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        session: str = "",
+        watch: Callable[[Request], None] | None = None,
+    ) -> Completion:
         """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
 
-        Cancelling the caller aborts the request. Raises `BirlError` when the KV cache could not hold it.
+        `watch` is told of the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
+        ends it with what it has. While the engine is paused it waits. Raises `BirlError` when the KV cache could not
+        hold it, and `EngineDown` when the engine was closed.
         """
         room = min(params.max_tokens, self.context - len(prompt_ids))
         if not prompt_ids:
@@ -97,11 +118,11 @@ class EmbeddedEngine:
             checker=StopChecker(self.tokenizer, params.stop) if params.stop else None,
             future=asyncio.get_running_loop().create_future(),
             session=session,
+            watch=watch,
         )
         self._arrivals.append(request)
         self._open.add(request)
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run())
+        self._start()
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -110,18 +131,99 @@ class EmbeddedEngine:
         finally:
             self._open.discard(request)
 
-    async def close(self) -> None:
+    def _start(self) -> None:
+        if not self.paused and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.create_task(self._run())
+
+    async def pause(self, abort: bool = False) -> None:
+        """Stop at the next token boundary. What is running is kept and goes on at `resume`; with `abort` it ends with
+        what it has. What is asked from now on waits."""
+        if abort:
+            await self.abort()
+        self.paused = True
         if self._pump is not None and not self._pump.done():
-            for request in self._open:
-                request.aborted = True
             await asyncio.wait([self._pump])
-        self.runner.release()
+
+    async def resume(self) -> None:
+        if self.asleep:
+            raise BirlError("The engine sleeps: wake it and load weights first.")
+        self.paused = False
+        if self._open:
+            self._start()
+
+    async def abort(self, sessions: Collection[str] | None = None) -> int:
+        """End the requests of these sessions, or all, with what they have; says how many."""
+        chosen = [r for r in self._open if sessions is None or r.session in sessions]
+        for request in chosen:
+            request.aborted = True
+        if self.paused and chosen:
+            self._arrivals = [r for r in self._arrivals if not r.aborted]
+            self.scheduler.retire()
+            for request in chosen:
+                self._finish(request)
+        elif chosen:
+            self._start()
+            await asyncio.wait([r.future for r in chosen])
+        return len(chosen)
+
+    async def load(self, update: Update) -> Held:
+        """Take new weights: read and compared beside generation, then swapped in at a token boundary. Raises
+        `WeightsFailed`, and then the old ones are still there."""
+        weights = self._own_weights()
+        loop = asyncio.get_running_loop()
+        staged = await asyncio.to_thread(weights.stage, update)
+
+        def swap() -> Held:
+            began = time.perf_counter()
+            self.scheduler.restart() if self.recompute_kv else None
+            held = weights.swap(staged, update)
+            self._seen = update.version
+            return Held(version=held.version, digest=held.digest, bytes=held.bytes, seconds=time.perf_counter() - began)
+
+        return await loop.run_in_executor(self.compute, swap)
+
+    async def digests(self) -> dict[str, str]:
+        """Of every weight that the engine holds now, by name."""
+        return await asyncio.get_running_loop().run_in_executor(self.compute, self._own_weights().digests)
+
+    async def sleep(self) -> None:
+        """Give weights and cache back. Running requests stay; they go on after `wake` and a `load`."""
+        weights = self._own_weights()
+        await self.pause()
+        self.asleep = True
+
+        def drop() -> None:
+            self.scheduler.restart()
+            self.runner.release(cache=True)
+            weights.drop()
+
+        await asyncio.get_running_loop().run_in_executor(self.compute, drop)
+
+    async def wake(self) -> None:
+        """Have room for weights again. There are none until `load`; then `resume`."""
+        if self.asleep:
+            await asyncio.get_running_loop().run_in_executor(self.compute, self._own_weights().allocate)
+            self.asleep = False
+
+    def _own_weights(self) -> Weights:
+        if self.weights is None:
+            raise BirlError("This engine samples from the learner's own weights: there is nothing to load.")
+        return self.weights
+
+    async def close(self) -> None:
+        """Ends what is open: whoever waits gets `EngineDown`."""
+        for request in self._open:
+            request.aborted = True
+        if self._pump is not None and not self._pump.done():
+            await asyncio.wait([self._pump])
+        self._fail(EngineDown("the engine was closed"))
+        self.runner.release(cache=True)
 
     async def _run(self) -> None:
-        """Compute until nobody waits. One task at a time owns the scheduler."""
+        """Compute until nobody waits, or the engine is paused. One task at a time owns the scheduler."""
         loop = asyncio.get_running_loop()
         try:
-            while True:
+            while not self.paused:
                 await self._settle()
                 for request in self._arrivals:
                     self._accept(request)
@@ -132,10 +234,24 @@ class EmbeddedEngine:
                     self.scheduler.drafts.trim(REMEMBERED if self.runner.same_bits else 0)
                     return
                 for request in await loop.run_in_executor(self.compute, self._compute):
-                    if not request.future.done():
-                        request.future.set_result(request.completion())
+                    self._finish(request)
+                for request in [r for r in self._open if r.watch and len(r.tokens) > r.told]:
+                    self._tell(request)
         except Exception as error:
             self._fail(error)
+
+    def _finish(self, request: Request) -> None:
+        if request.watch:
+            self._tell(request)
+        if request.future.done():
+            self.counters.dropped += len(request.tokens)
+        else:
+            request.future.set_result(request.completion())
+
+    def _tell(self, request: Request) -> None:
+        if request.watch is not None and len(request.tokens) > request.told:
+            request.watch(request)
+            request.told = len(request.tokens)
 
     async def _settle(self) -> None:
         """Let everybody who is about to ask do so. A batch then holds the same requests in every run of the same
@@ -164,13 +280,20 @@ class EmbeddedEngine:
         """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who
         watch)."""
         start = time.perf_counter()
-        finished: list[Request] = []
+        watched = any(r.watch for r in self._open)
+        if self.version != self._seen:
+            self._seen = self.version
+            if self.recompute_kv and self.scheduler.running:
+                self.scheduler.restart()
+                self.counters.restarts += 1
+        finished = self.scheduler.retire()
         with torch.no_grad(), self.runner.steady(self.version, self.scheduler.pages):
             while not finished and self.scheduler.busy:
                 finished = self.step()
-                if self._arrivals or time.perf_counter() - start > 0.125:
+                if self._arrivals or watched or time.perf_counter() - start > 0.125:
                     break
         self.counters.seconds += time.perf_counter() - start
+        self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         return finished
 
     def step(self) -> list[Request]:
@@ -182,7 +305,6 @@ class EmbeddedEngine:
         elif plan:
             self.single(plan)
         finished = self.scheduler.retire()
-        self.counters.running = len(self.scheduler.running)
         self.counters.finished += len(finished)
         return finished
 
@@ -198,14 +320,29 @@ class EmbeddedEngine:
                 [r.params for r, n in draws for _ in range(n)],
                 [u for r, n in draws for u in r.uniforms(n)],
             )
+            scored = self.score(plan, logits)
             tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
             drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
             for work in plan:
-                self.append(work, [[next(drawn) for _ in range(len(work.drafts) + 1)] for _ in work.samplers])
+                found = [[next(drawn) for _ in range(len(work.drafts) + 1)] for _ in work.samplers]
+                self.append(work, [scored[work.request]] if work.request in scored else found)
+
+    def score(self, plan: list[Work], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
+        """For requests whose next tokens are given: these, with their log-probs."""
+        found: dict[Request, list[tuple[int, float]]] = {}
+        end = 0
+        for work in plan:
+            start, end = end, end + len(work.samplers) * (len(work.drafts) + 1)
+            if work.complete and work.request.forced:
+                tokens = work.request.forced[: len(work.drafts) + 1]
+                logprobs = given(logits[start:end], tokens, work.request.params, self.runner.kernels)
+                found[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
+        return found
 
     def append(self, work: Work, drawn: list[list[tuple[int, float]]]) -> None:
         """What each of the samplers drew: its next token, and the ones after as far as the guesses were right."""
         for request, (first, *later) in zip(work.samplers, drawn, strict=True):
+            given = bool(request.forced)
             request.append(*first, self.version)
             right = 0
             for guess, found in zip(work.drafts, later, strict=True):
@@ -214,6 +351,9 @@ class EmbeddedEngine:
                 request.append(*found, self.version)
                 right += 1
             request.computed += right
+            if given:
+                self.counters.scored += right + 1
+                continue
             if work.drafts:
                 self.scheduler.drafts.judge(request, right)
             self.counters.tokens += right + 1

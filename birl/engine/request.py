@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,8 @@ class Request:
     checker: StopChecker | None
     future: "asyncio.Future[Completion]"
     session: str = ""
+    watch: "Callable[[Request], None] | None" = None  # told after every step that gave it tokens
+    told: int = 0  # tokens that `watch` has heard of
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -56,6 +59,11 @@ class Request:
     def left(self) -> int:
         """Tokens that it may still be given."""
         return self.max_tokens - len(self.tokens)
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """The next tokens, where they are given."""
+        return self.params.forced[len(self.tokens) : self.max_tokens]
 
     def uniforms(self, n: int) -> list[float]:
         """The random numbers of the next n tokens, in [0, 1); fewer at the end."""

@@ -118,12 +118,12 @@ class Runner:
         layout = Paged.plain(self.cache, table, lengths)
         return head(self.model)(hidden_states(self.model, tokens, lengths.long() - 1, layout))
 
-    def release(self) -> None:
-        """Give back what is only needed while generating. On a GPU the cache stays: graphs know its address, and
-        capturing them again would take longer than a step."""
+    def release(self, cache: bool = False) -> None:
+        """Give back what is only needed while generating. On a GPU the cache stays, unless `cache`: graphs know its
+        address, and capturing them again would take longer than a step."""
         self.packed.release()
-        if self.graphs is None:
-            self.cache = None
+        if self.graphs is None or cache:
+            self.graphs = self.cache = None
 
     @property
     def same_bits(self) -> bool:

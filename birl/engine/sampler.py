@@ -37,6 +37,20 @@ def sample(
     return draw(logits, temperatures, torch.tensor(uniforms, dtype=torch.float32, device=device))
 
 
+def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:
+    """logits [B, V] float32, tokens [B] -> log-probs [B] float32 of these tokens under what `sample` draws from, with
+    the same bits where there are kernels."""
+    targets = torch.tensor(tokens, device=logits.device)
+    temperature = params.temperature or 1.0
+    if not plain(params):
+        logits = torch.stack([restrict(row / temperature, params) for row in logits])
+        temperature = 1.0
+    if kernels is not None:
+        return kernels.logprobs(logits.contiguous(), targets, temperature)[0]
+    logits = logits.float() / temperature
+    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+
+
 def plain(params: SamplingParams) -> bool:
     """From the whole distribution, or greedy?"""
     return not params.temperature or not (params.top_k or params.top_p < 1 or params.min_p)

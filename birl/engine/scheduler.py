@@ -17,6 +17,7 @@ from birl.kernels import PAGE
 from birl.types import Stop
 
 PREFILL = 2048  # prompt tokens in one step, about
+FORCED = 128  # given tokens in one step: each needs logits of its own
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class Scheduler:
                 plan.append(Work(request=request, start=request.computed, tokens=pending))
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             request = self.waiting[0]
-            leader = next((w for w in plan if w.complete and w.request.ids == request.ids), None)
+            leader = None if request.forced else next((w for w in plan if leads(w, request)), None)
             if not self.admit(request, leader):
                 break
             self.running.append(self.waiting.popleft())
@@ -89,9 +90,20 @@ class Scheduler:
             else:
                 plan.append(Work(request=request, start=request.computed, tokens=request.pending()[:budget]))
                 budget -= len(plan[-1].tokens)
+        for work in plan:
+            self.force(work)
         if plan and budget == self.prefill:
             self.guess(plan)
         return plan
+
+    def force(self, work: Work) -> None:
+        """Given tokens are computed like guesses, as many at once as there are pages for."""
+        request = work.request
+        if request.forced and work.complete:
+            work.drafts = list(request.forced[:FORCED])[:-1]
+            while len(request.pages) < pages_for(len(request) + len(work.drafts)) and self.pages.free:
+                request.pages.append(self.pages.take())
+            del work.drafts[len(request.pages) * PAGE - len(request) :]
 
     def guess(self, plan: list[Work]) -> None:
         """Of the last few sequences, rows that cost no time are used for guesses, as evenly as possible; nobody is
@@ -101,6 +113,8 @@ class Scheduler:
             if spare <= 0:
                 return
             request = work.request
+            if request.forced:
+                continue
             guesses = self.drafts.guess(request, -(-spare // (len(plan) - place)))
             while len(request.pages) < pages_for(len(request) + len(guesses)) and self.pages.free:
                 request.pages.append(self.pages.take())
@@ -158,15 +172,23 @@ class Scheduler:
 
     def retire(self) -> list[Request]:
         """Take out finished and aborted requests."""
-        for request in [r for r in self.waiting if r.aborted]:
+        waiting = [r for r in self.waiting if r.aborted]
+        for request in waiting:
             self.waiting.remove(request)
-        finished = [r for r in self.running if r.stop is not None or r.aborted]
-        for request in finished:
-            request.stop = Stop.ABORT if request.aborted else request.stop
+        running = [r for r in self.running if r.stop is not None or r.aborted]
+        for request in (*waiting, *running):
+            request.stop = request.stop or Stop.ABORT
             self.give_back(request)
-        if finished:
+        if running:
             self.running = [r for r in self.running if r.stop is None]
-        return finished
+        return waiting + running
+
+    def restart(self) -> None:
+        """Everybody's keys and values are computed anew, with the weights as they are then; what was sampled stays."""
+        for request in reversed(self.running):
+            self.give_back(request)
+            self.waiting.appendleft(request)
+        self.running.clear()
 
     def clear(self) -> None:
         """Forget everybody."""
@@ -180,6 +202,11 @@ class Scheduler:
         for page in request.pages:
             self.pages.release(page)
         request.pages, request.computed = [], 0
+
+
+def leads(work: Work, request: Request) -> bool:
+    """Does `request` go on from the very tokens whose logits `work` gives?"""
+    return work.complete and not work.request.forced and work.request.ids == request.ids
 
 
 def sharing(tables: list[list[int]], lengths: list[int], most: int = 8) -> tuple[list[int], list[int]]:

@@ -111,5 +111,5 @@ def test_abort_works_for_waiting_and_running() -> None:
     scheduler.add(b)
     scheduler.plan()
     a.aborted = b.aborted = True
-    assert scheduler.retire() == [a] and a.stop is Stop.ABORT and not scheduler.busy
+    assert scheduler.retire() == [b, a] and a.stop is b.stop is Stop.ABORT and not scheduler.busy
     assert len(scheduler.pages.free) == 9

@@ -1,0 +1,111 @@
+"""The weights of an engine that has its own: replaced in place, all of them or none, and never without a proof.
+
+stage   read the new tensors beside the old ones, compare names, shapes, types and digests
+swap    copy them over the old ones (compute thread, between two steps), and digest what is there then
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from birl.errors import WeightsFailed
+from birl.models import decoder, fused_decoder
+from birl.models.digests import digests, whole
+from birl.types import Held, Update
+
+
+class Weights:
+    """All parameters of a module by name; tied ones once. `version` names what is in them now."""
+
+    def __init__(self, model: nn.Module, version: int = 0) -> None:
+        self.model, self.version = model, version
+        self.shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: p.data for name, p in self.model.named_parameters()}
+
+    def digests(self) -> dict[str, str]:
+        return digests(self.tensors)
+
+    def stage(self, update: Update) -> dict[str, Tensor]:
+        """The new tensors in this module's type. Raises `WeightsFailed`."""
+        if update.version < self.version:
+            raise WeightsFailed(
+                "stale", f"The engine has version {self.version} of the weights and was given {update.version}."
+            )
+        found = dict(update.tensors) or read(Path(update.folder), set(self.shapes))
+        problems = [f"{name} is missing" for name in sorted(self.shapes.keys() - found.keys())]
+        problems += [f"{name} is not in the model" for name in sorted(found.keys() - self.shapes.keys())]
+        if problems:
+            raise WeightsFailed("missing", _told(f"Version {update.version} of the weights", problems))
+        for name, (shape, dtype) in self.shapes.items():
+            if found[name].shape != shape or found[name].dtype != dtype:
+                problems.append(f"{name} is {_shape(found[name])} and should be {list(shape)} {dtype}")
+        if problems:
+            raise WeightsFailed("mismatch", _told(f"Version {update.version} of the weights", problems))
+        if update.digests:
+            arrived = digests(found)
+            problems = [name for name in self.shapes if update.digests.get(name) != arrived[name]]
+            if problems:
+                raise WeightsFailed(
+                    "mismatch", _told(f"Version {update.version} arrived with other bytes than were sent", problems)
+                )
+        return found
+
+    def swap(self, staged: Mapping[str, Tensor], update: Update) -> Held:
+        """Put what `stage` gave in place, in place."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.data.copy_(staged[name])
+        decoder.weights_changed(self.model)
+        fused_decoder.weights_changed(self.model)
+        held = self.digests()
+        self.version = update.version
+        if update.digests and held != dict(update.digests):
+            raise WeightsFailed("mismatch", f"Version {update.version} was copied, and is not what was sent.")
+        size = sum(t.nbytes for t in staged.values())
+        return Held(version=self.version, digest=whole(held), bytes=size)
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        decoder.weights_changed(self.model)
+        fused_decoder.weights_changed(self.model)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    def allocate(self) -> None:
+        """Room for weights, with nothing in it."""
+        for name, parameter in self.model.named_parameters():
+            shape, dtype = self.shapes[name]
+            parameter.data = torch.full(shape, float("nan"), dtype=dtype, device=parameter.device)
+
+
+def read(folder: Path, wanted: set[str]) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face folder; those that are neither wanted nor tied to a wanted one stay in, so that
+    they can be refused."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsFailed("missing", f"{folder} has no weights: no .safetensors file is there.")
+    found: dict[str, Tensor] = {}
+    try:
+        with ExitStack() as stack:
+            for file in files:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WeightsFailed("truncated", f"{folder}: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def _told(what: str, problems: list[str]) -> str:
+    more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+    return f"{what}: {'; '.join(problems[:4])}{more}."
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"

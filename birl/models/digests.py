@@ -1,0 +1,24 @@
+"""What weights are, in 32 letters: the same bytes give the same digest on every machine."""
+
+from collections.abc import Mapping
+
+import torch
+import xxhash
+from torch import Tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """xxh3-128 of type, shape and bytes. It finds damage and mix-ups, not malice."""
+    found = xxhash.xxh3_128(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
+    found.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of each tensor, by name."""
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def whole(digests: Mapping[str, str]) -> str:
+    """One digest of all: independent of their order."""
+    return xxhash.xxh3_128("\n".join(f"{n} {d}" for n, d in sorted(digests.items())).encode()).hexdigest()

@@ -1,0 +1,97 @@
+"""How an engine in another process is spoken to: birl's own dialect, JSON over HTTP. Token ids and log-probs cross it
+exactly (a float is written with all its digits).
+
+    POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}
+    POST /load       {version, digests, folder}             -> {version, digest, seconds, bytes}
+    PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
+    POST /pause {mode: keep | abort}   /resume   /abort {sessions}   /sleep   /wake
+    GET  /health   /ready   /info   /digests   /metrics
+
+An error is {"error": {"message", "type"}} with a status of 400 or more; a refused load has the type "weights" and its
+`cause` beside it (`WeightsFailed`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from birl.types import Completion, Held, SamplingParams, Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Info:
+    """GET /info. `digest` is `whole` of the weights that are held; `context` and `vocabulary` in tokens; `counters` are
+    those of the engine since its start."""
+
+    engine: str
+    model: str
+    version: int
+    digest: str
+    dtype: str
+    context: int
+    vocabulary: int
+    running: int
+    waiting: int
+    paused: bool
+    asleep: bool
+    pid: int
+    counters: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def params_to(params: SamplingParams) -> dict[str, Any]:
+    """Only what differs from the defaults."""
+    default = SamplingParams(max_tokens=params.max_tokens)
+    found = {f.name: getattr(params, f.name) for f in fields(params)}
+    return {k: v for k, v in found.items() if k == "max_tokens" or v != getattr(default, k)}
+
+
+def params_from(data: Mapping[str, Any]) -> SamplingParams:
+    """Raises `ValueError` naming the key that is unknown, missing or of a wrong type."""
+    kinds = {
+        **{"max_tokens": int, "top_k": int, "seed": int, "ignore_eos": bool},
+        **{"temperature": float, "top_p": float, "min_p": float, "stop": str, "stop_ids": int, "forced": int},
+    }
+    if unknown := sorted(set(data) - set(kinds)):
+        raise ValueError(f"params.{unknown[0]}: there is no such key; there are {', '.join(sorted(kinds))}")
+    if "max_tokens" not in data:
+        raise ValueError("params.max_tokens is missing")
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        listed = key in ("stop", "stop_ids", "forced")
+        if key == "seed" and value is None:
+            continue
+        if listed and not isinstance(value, list | tuple):
+            raise ValueError(f"params.{key} must be a list")
+        for item in value if listed else [value]:
+            good = isinstance(item, kinds[key]) or (kinds[key] is float and isinstance(item, int))
+            if not good or (isinstance(item, bool) and kinds[key] is not bool):
+                raise ValueError(f"params.{key}: {item!r} is no {kinds[key].__name__}")
+        found[key] = tuple(value) if listed else value
+    return SamplingParams(**found)
+
+
+def completion_to(completion: Completion) -> dict[str, Any]:
+    return {
+        "tokens": completion.tokens,
+        "logprobs": completion.logprobs,
+        "versions": completion.versions,
+        "stop": str(completion.stop),
+    }
+
+
+def completion_from(data: Mapping[str, Any]) -> Completion:
+    """Raises `ValueError` or `KeyError` where that is no completion."""
+    return Completion(
+        tokens=tuple(map(int, data["tokens"])),
+        logprobs=tuple(map(float, data["logprobs"])),
+        versions=tuple(map(int, data["versions"])),
+        stop=Stop(data["stop"]),
+    )
+
+
+def held_to(held: Held) -> dict[str, Any]:
+    return asdict(held)
+
+
+def held_from(data: Mapping[str, Any]) -> Held:
+    return Held(**{f.name: data[f.name] for f in fields(Held)})
