@@ -97,7 +97,7 @@ def _dispatch(argv: list[str]) -> int:
     if command in (*TRAINING, "eval"):
         return _configured(command, words)
     if command not in USAGE:
-        from birl.config.check import did_you_mean
+        from birl.config.words import did_you_mean
 
         what = (
             "a command comes first, as in `birl rl key=value`" if "=" in command else f"there is no command {command}"
@@ -186,7 +186,7 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
         raise BirlError(f"--dry-run belongs to training; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
     for word in words:
         if word.startswith("--") and "=" not in word and word not in FLAGS:
-            from birl.config.check import did_you_mean
+            from birl.config.words import did_you_mean
 
             near = did_you_mean(word, FLAGS)
             raise BirlError(f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are key=value.{near}")

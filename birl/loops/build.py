@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from birl.config import schema
-from birl.config.check import CRITIC, proximal
 from birl.config.load import flatten, run_folder
+from birl.config.rules_algorithm import CRITIC, proximal
 from birl.data.stream import Source, Stream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.engine.engine import Counters, EmbeddedEngine
