@@ -158,6 +158,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.keep_last": ANY,
     "steps": ANY,
     "epochs": COUNT,
+    "watchdog": ANY,
     "seed": Range(0, 2**32 - 1),
     "threads": ANY,
 }

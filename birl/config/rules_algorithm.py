@@ -128,7 +128,8 @@ def _surrogate(config: RL) -> list[str]:
             "algorithm.surrogate=reinforce: has no importance ratio, so only the first update of a batch would be "
             "right; set algorithm.updates_per_batch=1 and algorithm.passes=1, or another surrogate."
         )
-    if name in UNCLIPPED and config.rollout.max_staleness > 0:
+    bounded = name == "importance" and algorithm.second_moment > 0  # M2PO, which is made for old answers
+    if name in UNCLIPPED and config.rollout.max_staleness > 0 and not bounded:
         found.append(
             f"algorithm.surrogate={name}: is not bounded, and rollout.max_staleness={config.rollout.max_staleness} "
             "trains on answers of older weights; set algorithm.surrogate=clip or another bounded one."

@@ -524,6 +524,8 @@ class RL:
     """Training steps (batches of rollouts). 0: until data.train was seen `epochs` times."""
     epochs: int = 1
     """Passes over the training data when steps is 0."""
+    watchdog: float = 1800.0
+    """End the run when nothing has happened for so long, and print who waits for whom [s]. 0: never."""
     seed: int = 0
     """Seed of everything random: data order, sampling, initialisation."""
     run: str = ""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from birl.learner.learner import Learner
 from birl.learner.lora import Lora
 from birl.loops.credit import Credit
 from birl.loops.custom import part
-from birl.loops.evaluate import Plan, plan
+from birl.loops.evaluate import Plan, data_digest, plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy, longest_prompt
 from birl.loops.run_folder import claim, find_checkpoint
@@ -40,6 +40,7 @@ from birl.rollout.group import Rollout, derive_seed
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import Sample, SamplingParams, Task
+from birl.weights.publish import Memory
 
 T = TypeVar("T")
 EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
@@ -54,7 +55,7 @@ class Given:
     validation: Any = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Parts:
     """All objects of one training run."""
 
@@ -73,6 +74,7 @@ class Parts:
     train: list[Tasks]
     plan_validation: Plan | None
     tracker: Tracker
+    publisher: Memory
     resume_from: Path | None
     total_steps: int | None
     counted: Counters = field(default_factory=Counters)
@@ -114,6 +116,11 @@ class Parts:
         everything = ranked or keys.advantage in CRITIC or keys.entropy_coef > 0 or self.objective.needs_reference()
         own = sample.advantage
         return everything or (any(own) if isinstance(own, tuple) else own != 0)
+
+    @cached_property
+    def validation_digest(self) -> str:
+        """Of the questions that are validated on."""
+        return data_digest(self.plan_validation.tasks if self.plan_validation else ())
 
     @property
     def validation_rollout(self) -> Rollout:
@@ -221,6 +228,7 @@ def assembled(
         if validation
         else None,
         tracker=Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config)),
+        publisher=Memory(),
         resume_from=resume_from,
         total_steps=total,
     )

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import xxhash
+
 from birl.algorithms.pass_at_k import pass_at_k, wilson
 from birl.config import schema
 from birl.errors import BirlError
@@ -52,6 +54,14 @@ async def evaluate(plan: Plan, rollout: Rollout) -> tuple[dict[str, float], list
         *(rollout.group(i, task, max(plan.samples, own_k(task)), plan.params) for i, task in enumerate(plan.tasks))
     )
     return measure(groups, plan.k), list(groups)
+
+
+def data_digest(tasks: Sequence[Task]) -> str:
+    """Of the questions and right answers, in their order."""
+    found = xxhash.xxh3_128()
+    for task in tasks:
+        found.update(f"{task.id}\n{task.prompt!r}\n{task.answer!r}\n".encode())
+    return found.hexdigest()
 
 
 def own_k(task: Task) -> int:

@@ -129,7 +129,9 @@ class Objective:
             held_coef=keys.held_coef,
             entropy_coef=keys.entropy_coef,
         )
-        figures["gap"] = (logp - batch.logprobs).abs()
+        fresh = batch.versions.to(logp.device) == self.learner.version  # sampled by these very weights
+        figures["gap"] = (logp - batch.logprobs).abs() * fresh
+        figures["fresh"] = fresh.float()
         if batch.said is not None:
             each, clipped = value_loss(batch.said, batch.values, batch.returns, clip=self.config.critic.clip)
             loss = loss + self.config.critic.coef * value_weight * each.sum()

@@ -52,6 +52,7 @@ class Policy:
             context=context,
             compute=self.compute,
             version=version,
+            recompute_kv=config.recompute_kv,
             max_batch=config.max_batch,
             kv_cache_gb=config.kv_cache_gb or cache_bytes(self.model, config.max_batch, longest or context) / 2**30,
             draft_rows=config.draft_rows,

@@ -79,10 +79,15 @@ class Tracker:
         self._progress.add(step, metrics)
         self._view.step()
 
-    def validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """One validation after `step` steps, with a few dozen samples (prompt, completion, answer, score, source)."""
+    def validation(
+        self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], about: dict[str, Any] | None = None
+    ) -> None:
+        """One validation after `step` steps, with a few dozen samples (prompt, completion, answer, score, source).
+        `about`: what was measured (digests of weights and data, seed, number of answers)."""
         metrics = {name: float(value) for name, value in metrics.items()}
-        self._logs["validation.jsonl"].append([{"step": step, "time": _now(), **metrics, "samples": samples}])
+        self._logs["validation.jsonl"].append(
+            [{"step": step, "time": _now(), **(about or {}), **metrics, "samples": samples}]
+        )
         self._send(step, metrics)
         few = samples[:SAMPLES_IN_TRACKERS]
         if self._events and few:
