@@ -170,9 +170,9 @@ def _configured(command: str, words: list[str]) -> int:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
     elif command == "eval":
-        from birl.loops import evaluate
+        from birl.loops import evaluation
 
-        evaluate.run(config)
+        evaluation.run(config)
     else:
         loop = import_module(f"birl.loops.{command}")
         loop.train(config, choices, dry_run="--dry-run" in flags)

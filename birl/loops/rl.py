@@ -27,6 +27,7 @@ from birl.learner.learner import Stats
 from birl.loops import build
 from birl.loops import plan as planning
 from birl.loops.credit import Credited
+from birl.loops.engines import learner_threads
 from birl.loops.evaluate import answers, evaluate
 from birl.loops.ledger import Ledger, settle
 from birl.loops.machine import compute_thread
@@ -64,7 +65,7 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
     with (
         saving_signals(stop),
         nullcontext() if dry_run else held(folder),
-        compute_thread(config.threads) as compute,
+        compute_thread(learner_threads(config)) as compute,
     ):
         parts = await build.training(config, choices, given, dry_run, compute)
         try:
