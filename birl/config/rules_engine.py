@@ -56,6 +56,19 @@ def engine_problems(config: RL | Eval) -> list[str]:
     return found
 
 
+def _debug_problems(config: RL) -> list[str]:
+    debug, found = config.debug, []
+    if not debug.replay:
+        return without_effect(config, "debug.resample", "debug.replay is empty; name the run to replay")
+    if config.engine.kind != "embedded":
+        found.append("debug.replay: samples nothing, or in this process; set engine.kind=embedded.")
+    if debug.only_rollout:
+        found.append("debug.only_rollout=true: a replay samples nothing; use one of them.")
+    if Path(debug.replay) == Path(config.run):
+        found.append(f"debug.replay={debug.replay}: a replay is a run of its own; name another folder with run=...")
+    return found
+
+
 def asynchronous_problems(config: RL) -> list[str]:
     rollout, weights, engine, found = config.rollout, config.weights, config.engine, []
     method, allowed = weights_method(config), METHODS.get(engine.kind, ())
@@ -89,6 +102,7 @@ def asynchronous_problems(config: RL) -> list[str]:
                 f"rollout.order_window={rollout.order_window}: no step could be filled; at most (max_staleness - "
                 f"sync_every + 1) x prompts = {most}."
             )
+    found += _debug_problems(config)
     if engine.sleep and rollout.max_staleness > 0:
         found.append(
             f"engine.sleep=true: servers that sleep while the learner trains sample nothing meanwhile, and "

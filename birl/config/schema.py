@@ -460,6 +460,20 @@ class Reports:
 class Track(Reports):
     rollouts: bool = True
     """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
+    record: bool = False
+    """Write every step with all digits to record.jsonl, for debug.replay."""
+
+
+@dataclass(kw_only=True)
+class Debug:
+    replay: str = ""
+    """Folder of a run that was recorded (track.record): train on what it trained on, and stop at the first figure that
+    comes out otherwise. Nothing is sampled."""
+    resample: bool = False
+    """With replay: also sample every recorded answer again, under the weights that it came from, and compare tokens and
+    log-probs bit for bit. For runs of the embedded engine or of birl's servers, in bfloat16 on birl's kernels."""
+    only_rollout: bool = False
+    """Sample, reward and write down, but train nothing."""
 
 
 @dataclass(kw_only=True)
@@ -520,6 +534,7 @@ class RL:
     learner: Learner = field(default_factory=Learner)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     track: Track = field(default_factory=Track)
+    debug: Debug = field(default_factory=Debug)
     steps: int = 0
     """Training steps (batches of rollouts). 0: until data.train was seen `epochs` times."""
     epochs: int = 1

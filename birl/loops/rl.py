@@ -33,6 +33,7 @@ from birl.loops.ledger import Ledger, settle
 from birl.loops.machine import compute_thread
 from birl.loops.metrics import episode_records, step_metrics
 from birl.loops.objective import critic_loss
+from birl.loops.replay import replay, resample, row_of
 from birl.loops.run import Run
 from birl.loops.run_folder import held
 from birl.loops.signals import saving_signals
@@ -88,6 +89,7 @@ class _Run(Run):
     kl: FixedKL | AdaptiveKL = field(init=False)
     ages: Ages = field(default_factory=Ages)
     ledger: Ledger = field(init=False)
+    last_metrics: dict[str, float] = field(default_factory=dict)
     sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
 
     def __post_init__(self) -> None:
@@ -105,6 +107,9 @@ class _Run(Run):
         if self.validation_due() and (self.step > 0 or config.validation.at_start):
             await self.validate()
         self.clock = time.perf_counter()
+        if config.debug.replay:
+            await self.replay()
+            return self.summary(True)
         await pipeline.run(
             parts.stream(self.position),
             self.rollout,
@@ -156,16 +161,32 @@ class _Run(Run):
         self.report_refill(step)
         await self.parts.publisher.rest()
         credited, stats = await self.on_compute_thread(partial(self.learn, step.groups))
+        self.parts.tracker.record(row_of(step))
         self.step, self.position, self.ahead = step.number, step.position, step.ahead
         trained = time.perf_counter()
         if self.step % self.config.weights.sync_every == 0:
             await self.publish()
         metrics = step_metrics(self, step, credited, stats, rolled_out - self.clock, trained - rolled_out)
         self.settle(step, credited)
+        self.last_metrics = metrics
         if self.config.track.rollouts:
             records = episode_records(step, self.parts.chat, credited.by_episode)
             self.parts.tracker.rollouts(self.step, records)
         await self.finish_step(metrics, time.perf_counter())
+
+    async def replay(self) -> None:
+        """Train on what another run trained on (`replay.py`)."""
+        config, parts = self.config, self.parts
+        again = partial(resample, engine=parts.engine, params=parts.params, seed=config.seed)
+        steps, tokens = await replay(
+            Path(config.debug.replay),
+            self.train,
+            lambda: self.last_metrics,
+            lambda: parts.learner.version,
+            again if config.debug.resample else None,
+        )
+        more = f", {tokens:,} tokens sampled again with the same bits" if config.debug.resample else ""
+        parts.tracker.message(f"Replayed {steps} steps of {config.debug.replay}: every figure is equal{more}.")
 
     async def publish(self) -> None:
         """The engines get the weights as they are now, and prove that they have them."""
@@ -184,7 +205,7 @@ class _Run(Run):
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
         credited = self.parts.credit.of(groups, greedy, self.kl.coef)
-        stats = self.update(credited.samples)
+        stats = Stats() if self.config.debug.only_rollout else self.update(credited.samples)
         if credited.kl == credited.kl:
             self.kl.update(credited.kl, credited.episodes)
             self.extra["kl_coef"] = self.kl.coef
