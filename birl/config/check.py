@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.config.help import documentation, written
-from birl.config.schema import DPO, RL, SFT, Config, Eval, Stage
+from birl.config.schema import DPO, RL, SFT, Config, Eval, Model, Serve, Stage
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32"),
@@ -158,6 +158,11 @@ RANGES: dict[str, Range] = {
     "epochs": COUNT,
     "seed": Range(0, 2**32 - 1),
     "threads": ANY,
+    "port": Range(0, 65535),
+    "max_request_mb": POSITIVE,
+    "max_waiting": ANY,
+    "request_timeout": POSITIVE,
+    "drain_timeout": ANY,
 }
 
 # What `birl eval` shares with training but has no use for.
@@ -187,7 +192,10 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 def problems(config: Config) -> list[str]:
     """Every reason why this configuration cannot run; empty when it can."""
-    found = [*_choices(config), *_ranges(config), *_model(config)]
+    found = [*_choices(config), *_ranges(config), *_files(config.model)]
+    if isinstance(config, Serve):
+        return found + ["host is empty: name an address, as in host=127.0.0.1."] * (not config.host.strip())
+    found += _model(config)
     if isinstance(config, Stage):
         return [*found, *_data(config), *_stage(config), *_optimizer(config, 1), *_lora(config), *_run(config)]
     found += [*_rewards(config), *_validation(config)]
@@ -244,14 +252,19 @@ def _without_effect(config: Config, key: str, reason: str) -> list[str]:
     return [f"{_said(config, key)}: has no effect because {reason}."] if _changed(config, key) else []
 
 
-def _model(config: Config) -> list[str]:
-    model, data, found = config.model, config.data, []
+def _files(model: Model) -> list[str]:
+    found = []
     if not model.path.strip():
         found.append("model.path is empty: name a folder, a .gguf file, a hub id, or smollm2.")
     if model.path.endswith(".gguf") and not Path(model.path).is_file():
         found.append(f"model.path={model.path}: there is no such file.")
     if model.chat_template and not Path(model.chat_template).is_file():
         found.append(f"model.chat_template={model.chat_template}: there is no such file; it must be a Jinja template.")
+    return found
+
+
+def _model(config: RL | Stage | Eval) -> list[str]:
+    model, data, found = config.model, config.data, []
     if data.system_prompt and not data.apply_chat_template:
         found.append(
             "data.system_prompt is set, but data.apply_chat_template=false continues the raw text, which has "

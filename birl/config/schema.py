@@ -545,7 +545,36 @@ class Eval:
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
-Config = RL | Stage | Eval
+@dataclass(kw_only=True)
+class Serve:
+    """A model behind HTTP, for OpenAI clients and as an engine of training runs: `birl serve`."""
+
+    model: Model = field(default_factory=Model)
+    engine: Engine = field(default_factory=Engine)
+    host: str = "127.0.0.1"
+    """Address to listen at. Any but this machine's own needs a token, in the environment variable BIRL_TOKEN."""
+    port: int = 0
+    """Port to listen at. 0: a free one, which is printed."""
+    name: str = ""
+    """Register the server as experiment/trial in the cache folder, where other processes of this user find its address.
+    Empty: nowhere."""
+    served_name: str = ""
+    """What clients call the model. Empty: the last part of model.path."""
+    max_request_mb: float = 32.0
+    """Largest request, weights not counted [MiB]."""
+    max_waiting: int = 1024
+    """Most answers that wait while engine.max_batch are being decoded; more are refused with 429."""
+    request_timeout: float = 600.0
+    """Longest a request may take, waiting included [s]; after that it is aborted, with 504."""
+    drain_timeout: float = 30.0
+    """Longest to wait for running requests once the server was told to stop [s]."""
+    seed: int = 0
+    """Seed of requests that bring none, together with their number since the start. 0: from the system."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+Config = RL | Stage | Eval | Serve
 
 
 def check(config: Config) -> None:

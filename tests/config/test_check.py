@@ -8,7 +8,7 @@ import pytest
 from birl.config.check import CHOICES, RANGES, corrects, did_you_mean, problems, proximal
 from birl.config.help import documentation
 from birl.config.load import flatten
-from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Texts, check
+from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Serve, Texts, check
 from birl.errors import BirlError
 
 T = TypeVar("T")
@@ -76,12 +76,14 @@ def test_defaults_pass():
     assert problems(evaluation()) == []
 
 
-SCHEMAS = (RL, SFT, RM, DPO, Eval)
+SCHEMAS = (RL, SFT, RM, DPO, Eval, Serve)
 
 
 def with_key(key: str) -> Any:
     """A configuration that passes, of the first schema that has the key."""
     schema = next(s for s in SCHEMAS if key in documentation(s))
+    if schema is Serve:
+        return Serve()
     files = next(f for f in (Data, Texts, RankedPairs, LabelledPairs) if type(schema().data) is f)
     return schema(data=files(train=["a.jsonl"]))
 
