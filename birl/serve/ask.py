@@ -114,8 +114,6 @@ def common(
     n, stream = typed(data, "n", int, 1), typed(data, "stream", bool, False)
     if not 1 <= n <= CHOICES:
         raise invalid("n", f"must be at least 1 and at most {CHOICES}, got {n}")
-    if n > 1 and data.get("temperature") == 0:
-        raise invalid("n", f"is {n}, but temperature 0 gives the same answer each time; raise the temperature")
     options = typed(data, "stream_options", dict, {})
     if options and not stream:
         raise invalid("stream_options", "goes with stream=true only")
