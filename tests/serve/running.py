@@ -37,7 +37,7 @@ class Running:
 
 def config(folder: Path, **keys) -> Serve:
     model = Model(path=str(folder), **{"dtype": "bfloat16"} | keys.pop("model", {}))
-    return Serve(model=model, engine=keys.pop("engine", Engine(kv_cache_gb=0.01)), threads=1, **keys)
+    return Serve(model=model, engine=keys.pop("engine", Engine(kv_cache_gb=0.01, draft_rows=0)), threads=1, **keys)
 
 
 @contextlib.contextmanager
