@@ -31,6 +31,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   dpo          train a model on pairs of answers
   rl           train a model by reinforcement learning
   eval         measure a model on data
+  serve        a model behind HTTP: OpenAI's dialect and birl's own
   plan         how much memory a training will take, and what would still fit
   chat         talk to a model or to a run
   checkpoints  list, verify, export and prune the checkpoints of a run
@@ -66,7 +67,8 @@ USAGE = {
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
-COMMANDS = (*TRAINING, "eval", *USAGE)
+CONFIGURED = (*TRAINING, "eval", "serve")
+COMMANDS = (*CONFIGURED, *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,7 +96,7 @@ def _dispatch(argv: list[str]) -> int:
     if command == "--version":
         print(f"birl {__version__}")
         return 0
-    if command in (*TRAINING, "eval"):
+    if command in CONFIGURED:
         return _configured(command, words)
     if command not in USAGE:
         from birl.config.words import did_you_mean
@@ -153,11 +155,11 @@ def _plan(words: list[str]) -> int:
 
 
 def _configured(command: str, words: list[str]) -> int:
-    """Training and `eval`: words are flags, YAML files and key=value."""
+    """Training, `eval` and `serve`: words are flags, YAML files and key=value."""
     from birl.config.load import load_with_choices, to_yaml
-    from birl.config.schema import DPO, RL, RM, SFT, Eval
+    from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 
-    schema: type[Any] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval}[command]
+    schema: type[Any] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval, "serve": Serve}[command]
     flags, overrides = _split_flags(command, words)
     if "--help" in flags:
         _help(command, schema, overrides)
@@ -173,6 +175,10 @@ def _configured(command: str, words: list[str]) -> int:
         from birl.loops import evaluation
 
         evaluation.run(config)
+    elif command == "serve":
+        from birl.loops import serve
+
+        serve.run(config)
     else:
         loop = import_module(f"birl.loops.{command}")
         loop.train(config, choices, dry_run="--dry-run" in flags)
@@ -184,6 +190,8 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     flags = {word for word in words if word in FLAGS}
     if "--dry-run" in flags and command not in TRAINING:
         raise BirlError(f"--dry-run belongs to training; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
+    if "--multirun" in flags and command == "serve":
+        raise BirlError("--multirun runs one job after another, and a server does not end; start one for each")
     for word in words:
         if word.startswith("--") and "=" not in word and word not in FLAGS:
             from birl.config.words import did_you_mean

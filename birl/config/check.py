@@ -14,7 +14,7 @@ from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import algorithm_problems
 from birl.config.rules_engine import asynchronous_problems, engine_problems
 from birl.config.rules_stages import stage_problems
-from birl.config.schema import RL, Config, Eval, Stage
+from birl.config.schema import RL, Config, Eval, Model, Serve, Stage
 from birl.config.words import command, did_you_mean, said, value_of, without_effect
 
 REWARDS = ("math", "format", "length", "model")
@@ -36,7 +36,10 @@ ONLY_TRAINING = (
 
 def problems(config: Config) -> list[str]:
     """Every reason why this configuration cannot run; empty when it can."""
-    found = [*_choices(config), *_ranges(config), *_model(config)]
+    found = [*_choices(config), *_ranges(config), *_files(config.model)]
+    if isinstance(config, Serve):
+        return found + ["host is empty: name an address, as in host=127.0.0.1."] * (not config.host.strip())
+    found += _model(config)
     if isinstance(config, Stage):
         return [*found, *_data(config), *stage_problems(config), *_optimizer(config, 1), *_lora(config), *_run(config)]
     found += [*_rewards(config), *_validation(config), *engine_problems(config)]
@@ -75,14 +78,19 @@ def _ranges(config: Config) -> list[str]:
     return found
 
 
-def _model(config: Config) -> list[str]:
-    model, data, found = config.model, config.data, []
+def _files(model: Model) -> list[str]:
+    found = []
     if not model.path.strip():
         found.append("model.path is empty: name a folder, a .gguf file, a hub id, or smollm2.")
     if model.path.endswith(".gguf") and not Path(model.path).is_file():
         found.append(f"model.path={model.path}: there is no such file.")
     if model.chat_template and not Path(model.chat_template).is_file():
         found.append(f"model.chat_template={model.chat_template}: there is no such file; it must be a Jinja template.")
+    return found
+
+
+def _model(config: RL | Stage | Eval) -> list[str]:
+    model, data, found = config.model, config.data, []
     if data.system_prompt and not data.apply_chat_template:
         found.append(
             "data.system_prompt is set, but data.apply_chat_template=false continues the raw text, which has "

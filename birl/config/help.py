@@ -39,6 +39,11 @@ birl dpo data.train=votes.jsonl preference.loss=kto data.chosen_column=answer da
 birl eval data.validation=test.jsonl                         # SmolLM2-135M, greedy
 birl eval data.validation=test.jsonl model=/path/to/model
 birl eval data.validation=test.jsonl validation.samples=8 validation.k=[1,8] validation.temperature=1""",
+    "serve": """\
+birl serve                                                   # SmolLM2-135M at a free port of this machine
+birl serve model=/path/to/model port=8000
+birl serve port=8000 host=0.0.0.0                            # for other machines: BIRL_TOKEN must be set
+birl serve name=arithmetic/0                                 # to be found by that name""",
 }
 
 
@@ -123,8 +128,10 @@ def render(command: str, schema: type, width: int, only: tuple[str, ...] = (), b
         return keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
     title = " ".join((inspect.getdoc(schema) or "").split())
     usage = f"birl {command} [FILE.yaml] [key=value ...] [--print-config] [--dry-run] [--multirun] [--help [WORD ...]]"
-    if command == "eval":
+    if command in ("eval", "serve"):
         usage = usage.replace("[--dry-run] ", "")
+    if command == "serve":
+        usage = usage.replace("[--multirun] ", "")
     parts = [
         _wrap(title, width, ""),
         _wrap(usage, width, strong("Usage: "), "       "),

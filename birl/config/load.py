@@ -22,12 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from birl.config.help import PRESETS, Doc, documentation, presets, written
-from birl.config.schema import DPO, RL, RM, SFT, Eval, Stage, check
+from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
 from birl.config.words import command, did_you_mean
 from birl.errors import BirlError
 
-Config = TypeVar("Config", RL, SFT, RM, DPO, Eval)
+Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 
 DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 SHORTHANDS = {"reward": "reward.functions"}

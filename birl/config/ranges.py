@@ -161,6 +161,11 @@ RANGES: dict[str, Range] = {
     "watchdog": ANY,
     "seed": Range(0, 2**32 - 1),
     "threads": ANY,
+    "port": Range(0, 65535),
+    "max_request_mb": POSITIVE,
+    "max_waiting": ANY,
+    "request_timeout": POSITIVE,
+    "drain_timeout": ANY,
 }
 
 # What `birl eval` shares with training but has no use for.

@@ -310,7 +310,24 @@ class Reward:
 
 
 @dataclass(kw_only=True)
-class Engine:
+class Generation:
+    """What birl's own engine reads."""
+
+    recompute_kv: bool = True
+    """When the weights change in the middle of an answer, compute its keys and values anew, so that the log-prob of
+    each token is exactly that of the version it names. False: keep the old ones (faster, approximate)."""
+    max_batch: int = 64
+    """Most sequences decoded at once."""
+    kv_cache_gb: float = 0.0
+    """Memory for keys and values [GiB]. 0: what max_batch of the longest possible sequences need, at most half of the
+    memory that is free once the model is loaded. When it is full, sequences wait for one another."""
+    draft_rows: int = 16
+    """While no more than a quarter as many sequences are decoded, fill a step up to so many tokens with guesses from
+    the prompt and its other answers. What is sampled stays the same. 0: off."""
+
+
+@dataclass(kw_only=True)
+class Engine(Generation):
     kind: str = "embedded"
     """What samples: embedded (in this process, from the learner's own weights) | birl | vllm | sglang (servers in
     processes of their own)."""
@@ -341,17 +358,6 @@ class Engine:
     """Longest one answer may take [s]; then it is asked for again, from another server where there is one."""
     restarts: int = 3
     """How often each server that ended is started again before the run gives up."""
-    recompute_kv: bool = True
-    """When the weights change in the middle of an answer, compute its keys and values anew, so that the log-prob of
-    each token is exactly that of the version it names. False: keep the old ones (faster, approximate)."""
-    max_batch: int = 64
-    """Most sequences decoded at once."""
-    kv_cache_gb: float = 0.0
-    """Memory for keys and values [GiB]. 0: what max_batch of the longest possible sequences need, at most half of the
-    memory that is free once the model is loaded. When it is full, sequences wait for one another."""
-    draft_rows: int = 16
-    """While no more than a quarter as many sequences are decoded, fill a step up to so many tokens with guesses from
-    the prompt and its other answers. What is sampled stays the same. 0: off."""
 
 
 @dataclass(kw_only=True)
@@ -626,7 +632,39 @@ class Eval:
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
-Config = RL | Stage | Eval
+@dataclass(kw_only=True)
+class Serve:
+    """A model behind HTTP, for OpenAI clients and as an engine of training runs: `birl serve`."""
+
+    model: Model = field(default_factory=Model)
+    engine: Generation = field(default_factory=Generation)
+    host: str = "127.0.0.1"
+    """Address to listen at. Any but this machine's own needs a token, in the environment variable BIRL_TOKEN."""
+    port: int = 0
+    """Port to listen at. 0: a free one, which is printed."""
+    name: str = ""
+    """Register the server as experiment/trial in the cache folder, where other processes of this user find its address.
+    Empty: nowhere."""
+    served_name: str = ""
+    """What clients call the model. Empty: the last part of model.path."""
+    max_request_mb: float = 32.0
+    """Largest request, weights not counted [MiB]."""
+    max_waiting: int = 1024
+    """Most answers that wait while engine.max_batch are being decoded; more are refused with 429."""
+    request_timeout: float = 600.0
+    """Longest a request may take, waiting included [s]; after that it is aborted, with 504."""
+    volume: str = ""
+    """Folder in which a run with weights.method=volume puts new weights: look there and take them. Empty: they are only
+    taken where somebody sends them."""
+    drain_timeout: float = 30.0
+    """Longest to wait for running requests once the server was told to stop [s]."""
+    seed: int = 0
+    """Seed of requests that bring none, together with their number since the start. 0: from the system."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+Config = RL | Stage | Eval | Serve
 
 
 def check(config: Config) -> None:

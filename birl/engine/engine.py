@@ -268,7 +268,8 @@ class EmbeddedEngine:
         try:
             self.scheduler.add(request)
         except BirlError as error:
-            request.future.set_exception(error)
+            if not request.future.done():  # whoever asked may have gone
+                request.future.set_exception(error)
 
     def _fail(self, error: Exception) -> None:
         self._arrivals.clear()
@@ -281,7 +282,7 @@ class EmbeddedEngine:
         """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who
         watch)."""
         start = time.perf_counter()
-        watched = any(r.watch for r in self._open)
+        watched = any(r.watch for r in tuple(self._open))  # the event loop adds to it meanwhile
         if self.version != self._seen:
             self._seen = self.version
             if self.recompute_kv and self.scheduler.running:

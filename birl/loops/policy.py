@@ -51,9 +51,10 @@ class Policy:
         return context_limit(self.model)
 
     def engine(
-        self, config: schema.Engine, context: int, version: Callable[[], int], longest: int | None = None
+        self, config: schema.Generation, context: int, version: Callable[[], int] | None, longest: int | None = None
     ) -> EmbeddedEngine:
-        """`longest`: no sequence will be longer [tokens]; `context` where it is not known."""
+        """`version` None: the engine has weights of its own. `longest`: no sequence will be longer [tokens]; `context`
+        where it is not known."""
         return EmbeddedEngine(
             self.model,
             self.tokenizer,

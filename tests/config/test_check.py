@@ -10,7 +10,7 @@ from birl.config.help import documentation
 from birl.config.load import flatten
 from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import corrects, proximal
-from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Texts, check
+from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Serve, Texts, check
 from birl.config.words import did_you_mean
 from birl.errors import BirlError
 
@@ -79,12 +79,14 @@ def test_defaults_pass():
     assert problems(evaluation()) == []
 
 
-SCHEMAS = (RL, SFT, RM, DPO, Eval)
+SCHEMAS = (RL, SFT, RM, DPO, Eval, Serve)
 
 
 def with_key(key: str) -> Any:
     """A configuration that passes, of the first schema that has the key."""
     schema = next(s for s in SCHEMAS if key in documentation(s))
+    if schema is Serve:
+        return Serve()
     files = next(f for f in (Data, Texts, RankedPairs, LabelledPairs) if type(schema().data) is f)
     return schema(data=files(train=["a.jsonl"]))
 

@@ -1,0 +1,153 @@
+"""`birl serve`: a model behind HTTP, in a process of its own."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+
+import uvicorn
+
+from birl.config import schema
+from birl.errors import BirlError
+from birl.kernels import PAGE
+from birl.loops.machine import compute_thread
+from birl.loops.policy import DTYPES, check_cache, load_policy
+from birl.models.load import cast
+from birl.serve import names
+from birl.serve.limits import Gate, is_loopback
+from birl.serve.metrics import Metrics
+from birl.serve.server import app
+from birl.serve.service import Service
+from birl.serve.staging import Staging
+
+GRACE = 5  # seconds for connections to take what was answered, once nothing is sampled any more
+
+
+def run(config: schema.Serve) -> None:
+    """Until a signal. Raises `BirlError` for what can be known before the model is loaded."""
+    token = os.environ.get("BIRL_TOKEN", "")
+    if not is_loopback(config.host) and not token:
+        raise BirlError(
+            f"host={config.host}: others could reach the server, so it needs a token: set the environment variable "
+            "BIRL_TOKEN, or leave host at 127.0.0.1."
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise BirlError("BIRL_TOKEN must be made of ASCII letters, digits and signs, without spaces.")
+    if config.name:
+        names.folder(config.name)
+    with bind(config.host, config.port) as sock, compute_thread(config.threads) as compute:
+        asyncio.run(_run(config, token, sock, compute))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Does not listen yet: whoever comes before the model is loaded is turned away by the system."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise BirlError(f"host={host} port={port}: cannot be taken ({error.strerror or error}).") from error
+    return sock
+
+
+def address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: Executor) -> None:
+    service = await asyncio.get_running_loop().run_in_executor(compute, load, config, token, compute)
+    watching, entry, beating = asyncio.create_task(service.watch()), None, None
+
+    def leave() -> None:
+        """Nobody is to find the server any more."""
+        if entry is not None and beating is not None:
+            beating.cancel()
+            names.forget(entry)
+
+    try:
+        await service.start()
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app(service), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+                timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
+            )
+        )  # fmt: skip
+        server.capture_signals = contextlib.nullcontext  # uvicorn would end by the signal, not with 0
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if config.name and not serving.done():
+            entry = names.register(config.name, address(sock), os.getpid(), service.name)
+            beating = asyncio.create_task(names.beat(entry))
+        _listen_to_signals(service, server, config.drain_timeout, leave)
+        print(f"birl serve: {service.name} at {address(sock)} (version {service.engine.version})", flush=True)
+        await serving
+    finally:
+        watching.cancel()
+        leave()
+        await service.engine.close()
+
+
+def load(config: schema.Serve, token: str, compute: Executor) -> Service:
+    """Everything but the sockets."""
+    policy = load_policy(config.model, compute)
+    model = cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
+    context = min(config.model.max_length or policy.context, policy.context)
+    engine = policy.engine(config.engine, context, None)
+    check_cache(config.engine, engine, 1, 1)
+    room = engine.scheduler.pages.total * PAGE
+    if room < engine.context:
+        print(f"The KV cache holds {room} tokens, so the context is {room} instead of {engine.context}.", flush=True)
+        engine.context = room
+    return Service(
+        engine=engine,
+        chat=policy.chat,
+        name=config.served_name or short_name(config.model.path),
+        vocabulary=model.get_input_embeddings().weight.shape[0],  # pyright: ignore
+        dtype=config.model.dtype,
+        gate=Gate(most=config.engine.max_batch + config.max_waiting),
+        metrics=Metrics(engine),
+        staging=Staging(most=sum(p.nbytes for p in model.parameters())),
+        timeout=config.request_timeout,
+        most_bytes=int(config.max_request_mb * 2**20),
+        token=token,
+        seed=config.seed,
+    )
+
+
+def short_name(path: str) -> str:
+    """smollm2 for itself, model for /path/to/model/ and model.gguf."""
+    return Path(path).expanduser().resolve().name.removesuffix(".gguf")
+
+
+def _listen_to_signals(service: Service, server: uvicorn.Server, timeout: float, leave: Callable[[], None]) -> None:
+    """The first one drains, the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
+
+    def told() -> None:
+        leave()
+        if tasks:
+            os._exit(130)
+        tasks.append(loop.create_task(_drain(service, server, timeout)))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told)
+
+
+async def _drain(service: Service, server: uvicorn.Server, timeout: float) -> None:
+    if service.gate.open:
+        print(
+            f"birl serve: stopping; {service.gate.open} requests are open and have {timeout:g} s (once more: at once)",
+            flush=True,
+        )
+    if not await service.gate.drain(timeout):
+        print(f"birl serve: {service.gate.open} requests were not finished", flush=True)
+    await service.engine.close()
+    server.should_exit = True

@@ -1,0 +1,117 @@
+"""Where servers can be found by name: "experiment/trial" -> addresses, by files in the cache folder of this user.
+
+Each server writes one file and touches it every few seconds. One that was not touched for `LIFE` seconds belongs to a
+server that was killed: it is not found, and swept away. Tokens are never written here.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from birl.cache import cache_folder
+from birl.errors import BirlError
+
+LIFE = 30.0  # seconds
+BEAT = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One server, there since `since` [s of the clock].
+
+    Example: Entry(name="arithmetic/0", address="http://127.0.0.1:8000", pid=17, model="smollm2", since=1.7e9,
+                   file=Path(...))
+    """
+
+    name: str
+    since: float
+    address: str
+    pid: int
+    model: str
+    file: Path
+
+
+def folder(name: str) -> Path:
+    """Raises `BirlError` for a name that is none."""
+    parts = name.split("/")
+    if len(parts) != 2 or not all(re.fullmatch(r"[A-Za-z0-9_+=,@-][A-Za-z0-9_.+=,@-]{0,99}", part) for part in parts):
+        raise BirlError(
+            f"name={name}: must be experiment/trial, two parts of letters, digits and . _ - + = , @ that do not begin "
+            "with a dot."
+        )
+    return cache_folder("servers") / parts[0] / parts[1]
+
+
+def register(name: str, address: str, pid: int, model: str) -> Entry:
+    """Write down that a server is there; `beat` keeps it from being swept. Other servers may have the same name."""
+    place = folder(name)
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for one in (place, place.parent, place.parent.parent):
+            one.chmod(0o700)
+        file = place / f"{pid}-{secrets.token_hex(4)}.json"
+        entry = Entry(name=name, address=address, pid=pid, model=model, since=time.time(), file=file)
+        _write(entry)
+    except OSError as error:
+        raise BirlError(f"name={name}: {place} cannot be written: {error.strerror}. Set BIRL_CACHE.") from error
+    return entry
+
+
+def _write(entry: Entry) -> None:
+    part = entry.file.with_suffix(".part")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        json.dump({key: getattr(entry, key) for key in ("address", "pid", "model", "since")}, opened)
+    part.replace(entry.file)
+
+
+def find(name: str) -> list[str]:
+    """Addresses of the servers that live, the oldest first."""
+    return [entry.address for entry in entries(name)]
+
+
+def entries(name: str) -> list[Entry]:
+    """The servers that live, the oldest first; what is left of others is removed."""
+    found: list[Entry] = []
+    for file in folder(name).glob("*"):
+        try:
+            stat = file.stat()
+            if time.time() - stat.st_mtime > LIFE:
+                file.unlink()
+            elif file.suffix == ".json":
+                data = json.loads(file.read_text())
+                known = {key: data[key] for key in ("address", "pid", "model", "since")}
+                found.append(Entry(name=name, file=file, **known))
+        except (OSError, ValueError, KeyError, TypeError):  # swept by another, or not ours
+            continue
+    return sorted(found, key=lambda entry: (entry.since, entry.file.name))
+
+
+def touch(entry: Entry) -> None:
+    """Say that it lives. A file that somebody took away is written anew."""
+    try:
+        os.utime(entry.file)
+    except FileNotFoundError:
+        entry.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(entry)
+
+
+async def beat(entry: Entry) -> None:
+    """Until cancelled."""
+    while True:
+        with contextlib.suppress(OSError):
+            touch(entry)
+        await asyncio.sleep(BEAT)
+
+
+def forget(entry: Entry) -> None:
+    """The server has ended. Folders stay as long as another server has the name."""
+    with contextlib.suppress(OSError):
+        entry.file.unlink(missing_ok=True)
+        entry.file.parent.rmdir()
+        entry.file.parent.parent.rmdir()

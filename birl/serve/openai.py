@@ -1,0 +1,45 @@
+"""OpenAI's dialect: GET /v1/models, POST /v1/chat/completions and /v1/completions.
+
+Beyond OpenAI: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds `prompt_token_ids`
+and, for each choice, `token_ids` and `weight_versions`. Log-probs are those of the distribution that was sampled from.
+"""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from birl.serve import ask
+from birl.serve.ask import Ask
+from birl.serve.limits import answered, json_object
+from birl.serve.pieces import Pieces
+from birl.serve.service import Service
+from birl.serve.stream import streamed
+
+
+async def models(service: Service, request: Request) -> Response:
+    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "birl"}
+    return JSONResponse({"object": "list", "data": [card | {"max_model_len": service.engine.context}]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    if request.path_params["name"] != service.name:
+        ask.known({"model": request.path_params["name"]}, (), service)
+    return JSONResponse({"id": service.name, "object": "model", "created": service.created, "owned_by": "birl"})
+
+
+async def chat(service: Service, request: Request) -> Response:
+    return await completed(service, request, ask.chat(await json_object(request, service.most_bytes), service))
+
+
+async def completion(service: Service, request: Request) -> Response:
+    return await completed(service, request, ask.completion(await json_object(request, service.most_bytes), service))
+
+
+async def completed(service: Service, request: Request, asked: Ask) -> Response:
+    jobs = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
+    if asked.stream:
+        return streamed(service, asked, jobs)  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
+    with service.gate.enter(len(jobs)):
+        found = await answered(request, service.all(jobs), service.timeout)
+    pieces = Pieces(service, asked)
+    choices = [pieces.choice(i, c) for i, c in enumerate(found)]
+    return JSONResponse(pieces.head(chunk=False) | {"choices": choices, "usage": pieces.usage(found)})

@@ -1,0 +1,127 @@
+"""The JSON of an answer in OpenAI's dialect, whole or in chunks."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from birl.serve.ask import Ask
+from birl.serve.service import Service
+from birl.text import tools
+from birl.text.visible import INCOMPLETE, Visible
+from birl.types import Completion, Stop
+
+
+class Pieces:
+    """Those of one request."""
+
+    def __init__(self, service: Service, asked: Ask) -> None:
+        self.service, self.asked = service, asked
+        self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+
+    def visible(self) -> Visible:
+        asked, engine = self.asked, self.service.engine
+        hidden = engine.end_ids | frozenset(asked.params.stop_ids)
+        return Visible(engine.tokenizer, hidden, asked.params.stop, tools.OPENING if asked.tools else "")
+
+    def head(self, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.asked.chat else "text_completion"
+        found: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+        found["system_fingerprint"] = f"birl-version-{self.service.engine.version}"
+        if self.asked.chat and self.asked.token_ids and not chunk:
+            found["prompt_token_ids"] = self.asked.prompts[0]
+        return found
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A finished one."""
+        shown = self.visible()
+        shown.feed(completion.tokens)
+        content, calls = self.said(shown.whole())
+        found: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
+        found["logprobs"] = self.logprobs(completion.tokens, completion.logprobs, 0) if self.asked.logprobs else None
+        if self.asked.chat:
+            own: dict[str, Any] = {"role": "assistant", "content": content if content.strip() or not calls else None}
+            found["message"] = own | ({"tool_calls": self.calls(calls, False)} if calls else {})
+        else:
+            found["text"] = content
+            found |= {"prompt_token_ids": self.prompt(index)} if self.asked.token_ids else {}
+        return found | (self.ids(completion.tokens, completion.versions) if self.asked.token_ids else {})
+
+    def delta(
+        self,
+        index: int,
+        text: str,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        versions: Sequence[int] = (),
+        offset: int = 0,
+        calls: Sequence[tools.Call] = (),
+        reason: str | None = None,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        """A chunk with one choice. `offset`: characters before these tokens."""
+        found: dict[str, Any] = {"index": index, "finish_reason": reason}
+        found["logprobs"] = self.logprobs(tokens, logprobs, offset) if self.asked.logprobs and tokens else None
+        if self.asked.chat:
+            own: dict[str, Any] = {"role": "assistant"} if first else {}
+            own |= {"content": text} if text or first else {}
+            found["delta"] = own | ({"tool_calls": self.calls(calls, True)} if calls else {})
+        else:
+            found["text"] = text
+        extra: dict[str, Any] = {}
+        if self.asked.token_ids:
+            found |= self.ids(tokens, versions)
+            if first and self.asked.chat:
+                extra["prompt_token_ids"] = self.asked.prompts[0]
+            elif first:
+                found["prompt_token_ids"] = self.prompt(index)
+        extra |= {"usage": None} if self.asked.usage else {}
+        return self.head(chunk=True) | {"choices": [found]} | extra
+
+    def said(self, text: str) -> tuple[str, tuple[tools.Call, ...]]:
+        return tools.parse(text) if self.asked.tools else (text, ())
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        return self.asked.prompts[index // self.asked.n]
+
+    def ids(self, tokens: Sequence[int], versions: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens), "weight_versions": list(versions)}
+
+    def reason(self, stop: Stop, calls: Sequence[tools.Call]) -> str:
+        return "tool_calls" if calls and stop == Stop.STOP else str(stop)
+
+    def calls(self, calls: Sequence[tools.Call], numbered: bool) -> list[dict[str, Any]]:
+        return [
+            ({"index": i} if numbered else {})
+            | {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            | {"function": {"name": call.name, "arguments": call.arguments}}
+            for i, call in enumerate(calls)
+        ]
+
+    def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
+        """Of every sampled token, also of one that does not show in the text."""
+        texts = [self.service.chat.decode([token]) for token in tokens]
+        if self.asked.chat:
+            rows = [
+                {"token": text, "logprob": lp, "bytes": octets(text), "top_logprobs": []}
+                for text, lp in zip(texts, logprobs, strict=True)
+            ]
+            return {"content": rows, "refusal": None}
+        offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        prompt, made = sum(map(len, self.asked.prompts)), sum(len(c.tokens) for c in completions)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def octets(text: str) -> list[int] | None:
+    """None for part of a character."""
+    return None if INCOMPLETE in text else list(text.encode())
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,171 @@
+"""The engine as its server knows it: what may be asked of it now, and how that ends."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.request import Request
+from birl.errors import BirlError, WeightsFailed
+from birl.models.digests import whole
+from birl.serve.limits import Gate, Refused
+from birl.serve.metrics import Metrics
+from birl.serve.staging import Staging
+from birl.text.chat import Chat
+from birl.types import Completion, Held, SamplingParams, Update
+
+CONFLICT = "conflict"
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """`name`: what the model is called, `vocabulary`: valid token ids, `timeout`: of one request [s], `most_bytes`: of
+    one request, `stuck_after`: seconds without progress that are too many. With `seed` above 0, requests without a seed
+    of their own get one that depends on it and on their number."""
+
+    engine: EmbeddedEngine
+    chat: Chat
+    name: str
+    vocabulary: int
+    dtype: str
+    gate: Gate
+    metrics: Metrics
+    staging: Staging
+    timeout: float
+    most_bytes: int
+    token: str = ""
+    seed: int = 0
+    stuck_after: float = 60.0
+    digest: str = ""
+    hollow: bool = False  # awake, and without weights
+    asked: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+    _control: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _progress: tuple[float, ...] = ()
+    _moved: float = field(default_factory=time.monotonic)
+
+    def seeded(self, params: SamplingParams, n: int = 1) -> list[SamplingParams]:
+        """For n answers to one prompt: the first has the seed itself, the others one derived from it."""
+        self.asked += 1
+        seed = params.seed
+        if seed is None and self.seed:
+            seed = derived(self.seed, self.asked)
+        if seed is None:
+            return [params] * n
+        return [replace(params, seed=derived(seed, i) if i else seed) for i in range(n)]
+
+    async def generate(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        session: str = "",
+        watch: Callable[[Request], None] | None = None,
+    ) -> Completion:
+        return await self.engine.generate(prompt, params, session, watch)
+
+    async def all(self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[Completion]:
+        """Answers to all; when one fails, or the caller goes, the others are aborted."""
+        tasks = [asyncio.ensure_future(self.generate(prompt, params)) for prompt, params in asked]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @asynccontextmanager
+    async def control(self) -> AsyncIterator[None]:
+        """One at a time changes the engine's state, within `timeout`."""
+        try:
+            async with asyncio.timeout(self.timeout), self._control:
+                yield
+        except TimeoutError as error:
+            raise Refused(504, f"It took longer than {self.timeout:g} s (request_timeout).", "timeout") from error
+
+    async def load(self, version: int, digests: dict[str, str], folder: str) -> Held:
+        """Raises `WeightsFailed` and `Refused`; the old weights are still there then."""
+        if self.engine.asleep:
+            raise Refused(409, "The engine sleeps and has no room for weights: POST /wake first.", CONFLICT)
+        try:
+            if folder:
+                update = Update(version=version, digests=digests, folder=folder)
+            else:
+                update = Update(version=version, digests=digests, tensors=self.staging.take(version))
+            held = await self.engine.load(update)
+        except WeightsFailed as error:
+            self.metrics.load_failures.labels(error.cause).inc()
+            raise
+        finally:
+            self.staging.drop_until(version)
+        self.metrics.loads.inc()
+        self.digest, self.hollow = held.digest, False
+        return held
+
+    async def digests(self) -> dict[str, str]:
+        if self.engine.asleep or self.hollow:
+            raise Refused(409, f"There are no weights: {self.unready()}.", CONFLICT)
+        return await self.engine.digests()
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+        self.staging.drop()
+        self.digest, self.hollow = "", True
+
+    async def resume(self) -> None:
+        if self.engine.asleep or self.hollow:
+            raise Refused(409, f"The engine cannot go on: {self.unready()}.", CONFLICT)
+        await self.engine.resume()
+
+    async def start(self) -> None:
+        """Know what is held before the first request."""
+        self.digest = whole(await self.engine.digests())
+
+    def unready(self) -> str:
+        """Why no request would be answered now; empty when it would."""
+        if self.gate.draining:
+            return "the server is shutting down"
+        if self.engine.asleep:
+            return "it sleeps; POST /wake, then /load, then /resume"
+        if self.hollow:
+            return "it has no weights since it woke up; POST /load, then /resume"
+        if self.engine.paused:
+            return "it is paused; POST /resume"
+        return ""
+
+    def stuck(self) -> str:
+        """Why the engine is believed to hang; empty when it moves, or has nothing to do."""
+        now, counters = time.monotonic(), self.engine.counters
+        progress = (counters.tokens, counters.scored, counters.prefilled, counters.finished, counters.seconds)
+        idle = self.engine.paused or self._control.locked() or not self.engine.scheduler.busy
+        if idle or progress != self._progress:
+            self._progress, self._moved = progress, now
+        if now - self._moved <= self.stuck_after:
+            return ""
+        running = len(self.engine.scheduler.running)
+        return f"{running} sequences are running and nothing was computed for {now - self._moved:.0f} s"
+
+    async def watch(self) -> None:
+        """Look at the progress until cancelled, so that `stuck` knows since when there was none."""
+        while True:
+            self.stuck()
+            self.staging.sweep()
+            await asyncio.sleep(min(1.0, self.stuck_after / 4))
+
+    def check_prompt(self, ids: tuple[int, ...]) -> None:
+        """Raises `BirlError` where it leaves no room for an answer."""
+        if not ids:
+            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        if len(ids) >= self.engine.context:
+            raise BirlError(
+                f"The prompt has {len(ids)} tokens and leaves no room for an answer: the context has "
+                f"{self.engine.context}."
+            )
+
+
+def derived(*numbers: int) -> int:
+    """A 64-bit seed from a few numbers; neighbours give unrelated streams."""
+    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

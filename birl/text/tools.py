@@ -1,0 +1,98 @@
+"""Conversations with tools: rendered by the model's own chat template, and calls read back from what it says, in the
+format of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from birl.errors import BirlError
+from birl.text.chat import Chat
+
+OPENING = "<tool_call>"
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+TEMPLATE = "Take a model that was trained with tools, or another template (model.chat_template=FILE.jinja)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a tool; `arguments` is JSON.
+
+    Example: Call(name="weather", arguments='{"city": "Oslo"}')
+    """
+
+    name: str
+    arguments: str
+
+
+def render(
+    chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[int, ...]:
+    """Ids of a prompt, up to where the assistant's answer starts. `messages` are dicts as chat templates know them: an
+    assistant's `tool_calls` have their arguments as a mapping. Raises `BirlError` where the template would leave out
+    the tools, a call, or what a tool said."""
+    text = _text(chat, messages, tools)
+    if tools and text == _text(chat, messages, ()):
+        raise BirlError(f"The model's chat template leaves out tools, so the model would not see them. {TEMPLATE}")
+    for place, message in enumerate(messages):
+        if message.get("tool_calls"):
+            bare = {key: value for key, value in message.items() if key != "tool_calls"}
+            if text == _text(chat, [*messages[:place], bare, *messages[place + 1 :]], tools):
+                raise BirlError(
+                    f"The model's chat template leaves out tool_calls (messages.{place}), so the model would not "
+                    f"see them. {TEMPLATE}"
+                )
+        if message["role"] == "tool" and message["content"] and str(message["content"]).strip() not in text:
+            raise BirlError(
+                f"The model's chat template leaves out messages of role tool (messages.{place}), so the model would "
+                f"not see what they say. {TEMPLATE}"
+            )
+    return chat.encode(text)
+
+
+def _text(chat: Chat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    if not chat.has_template:
+        raise BirlError(
+            "The tokenizer has no chat template, so messages cannot be made into a prompt. Name one with "
+            "model.chat_template=FILE.jinja, or send a text prompt to /v1/completions."
+        )
+    try:
+        made = chat.tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    except Exception as error:  # Jinja raises whatever the template wants
+        roles = ", ".join(str(m["role"]) for m in messages)
+        raise BirlError(f"The chat template refuses a conversation of {roles}: {error}") from error
+    return str(made)
+
+
+def parse(text: str) -> tuple[str, tuple[Call, ...]]:
+    """What is said beside the calls, and the calls. What is no call in that format stays text."""
+    calls: list[Call] = []
+    rest, done = "", 0
+    for found in CALL.finditer(text):
+        call = read(found[1])
+        if call is not None:
+            calls.append(call)
+            rest += text[done : found.start()]
+            done = found.end()
+    rest += text[done:]
+    return (rest.rstrip() if calls else rest), tuple(calls)
+
+
+def read(text: str) -> Call | None:
+    """None where the text is no call."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
+        return None
+    arguments = data.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    return Call(name=data["name"], arguments=json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,76 @@
+"""Tool calls: what is read from a model's answer, and what a template must not leave out."""
+
+import json
+
+import pytest
+
+from birl.errors import BirlError
+from birl.text.chat import Chat
+from birl.text.tools import Call, parse, render
+from birl.types import Message
+from tests.tiny import CHATML, tiny_tokenizer
+
+# As Qwen2.5's, shorter.
+QWEN = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    '{% for c in m.tool_calls or [] %}{{ \'<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' }}'
+    "{{ c.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
+ASK = {"role": "user", "content": "What is 3 + 4?"}
+SAID = {"role": "tool", "content": "seven"}
+
+
+def chat(template: str) -> Chat:
+    return Chat(tiny_tokenizer(template=template))
+
+
+def test_plain_messages_are_rendered_as_everywhere() -> None:
+    own = chat(CHATML)
+    assert render(own, [ASK]) == own.render((Message(role="user", content="What is 3 + 4?"),))
+
+
+def test_tools_and_calls_are_in_the_prompt() -> None:
+    own = chat(QWEN)
+    text = own.decode(render(own, [ASK, CALLED, SAID], [TOOL]))
+    assert json.dumps(TOOL) in text and '"arguments": {"a": 1}' in text and "tool\nseven" in text
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "said"),
+    [
+        (CHATML, [ASK], [TOOL], "leaves out tools"),
+        (CHATML, [ASK, CALLED], [], r"leaves out tool_calls \(messages\.1\)"),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", [ASK, SAID], [], "of role tool"),
+        ("{{ raise_exception('no!') }}", [ASK], [], "refuses a conversation of user: no!"),
+        ("", [ASK], [], "no chat template"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(template, messages, tools, said) -> None:
+    with pytest.raises(BirlError, match=said):
+        render(chat(template), messages, tools)
+
+
+def test_calls_are_read() -> None:
+    text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "é": [2]}}\n</tool_call>\n'
+    text += '<tool_call>{"name": "b"}</tool_call>'
+    assert parse(text) == ("I add.", (Call(name="add", arguments='{"a": 1, "é": [2]}'), Call(name="b", arguments="{}")))
+
+
+@pytest.mark.parametrize(
+    "inside", ["{", '{"name": 3}', '{"name": ""}', "[]", '{"name": "a", "arguments": "x"}', "__import__('os')"]
+)
+def test_what_is_no_call_stays_text(inside: str) -> None:
+    text = f"I <tool_call>{inside}</tool_call> "
+    assert parse(text) == (text, ())
+
+
+def test_deep_nesting_is_no_call() -> None:
+    assert parse(f"<tool_call>{'[' * 100_000}</tool_call>")[1] == ()
