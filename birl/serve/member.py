@@ -21,8 +21,8 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What `Router.table` says of an engine. `in_flight`, `served` and `failures` count requests, `since` is the time of
-    the last change of state [s, Unix], `error` the last failure, also of an engine that is well again.
+    """What `Router.table` says of an engine. `in_flight`, `served` and `failures` count requests, `since` is the time
+    of the last change of state [s, Unix], `error` the last failure, also of an engine that is well again.
 
     Example: Row(address="http://127.0.0.1:8000", state="ready", version=12, in_flight=31, served=4096, failures=0,
                  error="", since=1760000000.0)
@@ -57,13 +57,15 @@ class Member:
     failures: int = 0
     strikes: int = 0  # looks in a row that failed
     row: int = 0  # requests in a row that failed
-    suspect: bool = False  # a request failed, and nobody has looked since
+    suspect: bool = False  # a request failed or was cut short, and nobody has looked since
     rest_until: float = 0.0  # no request before (the event loop's clock),
     load_after: float = 0.0  # nor another attempt to bring it up to date
     loads_failed: int = 0  # in a row
     held: bool = False  # the router paused it
     gone: "asyncio.Future[None] | None" = None  # done when it stops being one whose answers count
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one look or load at a time
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one load at a time
+    load: "asyncio.Task[Held] | None" = None
+    loads: int = 0  # begun and ended
     poke: asyncio.Event = field(default_factory=asyncio.Event)  # look now
 
     def line(self) -> Row:
@@ -89,22 +91,26 @@ class Member:
             self.gone = asyncio.get_running_loop().create_future()
         elif not counts and self.gone is not None and not self.gone.done():
             self.gone.set_result(None)
+        if state is State.DOWN and self.load is not None:
+            self.load.cancel()
         self.error = error or self.error
         if state is self.state:
             return False
         self.state, self.since = state, time.time()
         return True
 
-    def failed(self, error: EngineDown) -> None:
-        """A request failed: not the next one before somebody has looked, and later each time."""
+    def failed(self, error: EngineDown, counts: bool = True) -> None:
+        """A request failed: no other one before somebody has looked, and later each time. Not `counts`: its state tells
+        already why."""
         now = asyncio.get_running_loop().time()
         if error.retry_after:
             self.rest_until = max(self.rest_until, now + error.retry_after)
             return
         self.failures += 1
-        self.row += 1
-        self.suspect, self.error = True, str(error)
-        self.rest_until = max(self.rest_until, now + min(0.05 * 2**self.row, 30.0))
+        if not counts or now < self.rest_until:  # many fail together: once is enough
+            return
+        self.row, self.suspect, self.error = self.row + 1, True, str(error)
+        self.rest_until = max(self.rest_until, now + min(0.05 * 2 ** min(self.row, 10), 30.0))
         self.poke.set()
 
     def seen(self, info: Info) -> str:
@@ -118,14 +124,15 @@ class Member:
             why = f"its version {info.version} is no longer what it was: the digest is {info.digest}"
         elif self.proven and info.asleep:
             why = "it sleeps, and gave its weights back"
-        self.pid, self.engine = info.pid, info.engine
-        self.strikes, self.suspect = 0, False
+        self.digest = "" if why else self.digest
+        self.pid, self.engine, self.suspect = info.pid, info.engine, False
         self.proven = self.proven and not why
         return why
 
     def holds(self, version: int, digest: str) -> None:
         self.proven, self.version, self.digest = True, version, digest
         self.loads_failed, self.load_after = 0, 0.0
+        self.row, self.rest_until = 0, 0.0
 
 
 def check_held(held: Held, update: Update) -> bool:

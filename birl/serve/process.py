@@ -1,5 +1,5 @@
-"""An engine as a child process: started, waited for, drained, started again. It ends when this process ends, however that
-ends, and the terminal's Ctrl-C does not reach it: whoever started it decides."""
+"""An engine as a child process: started, waited for, drained, started again. It ends when this process ends, however
+that ends, and the terminal's Ctrl-C does not reach it: whoever started it decides."""
 
 import asyncio
 import contextlib
