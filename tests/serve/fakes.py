@@ -1,6 +1,7 @@
 """Engines that fail when they are told to, and a clock that does not wait: an hour of deadlines passes in milliseconds."""
 
 import asyncio
+import heapq
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
@@ -18,8 +19,12 @@ class Loop(asyncio.SelectorEventLoop):
         return self.now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        waiting: list[Any] = self._scheduled  # type: ignore[attr-defined]
+        while waiting and waiting[0]._cancelled:
+            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
+            heapq.heappop(waiting)._scheduled = False
+        if not self._ready and waiting:  # type: ignore[attr-defined]
+            self.now = max(self.now, waiting[0]._when)
         super()._run_once()  # type: ignore[misc]
 
 
