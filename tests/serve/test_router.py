@@ -75,7 +75,9 @@ def test_a_session_stays_while_its_engine_is_well() -> None:
             await asyncio.gather(*(router.generate(PROMPT, params(3), session=f"s{i}") for i in range(30)))
         homes = {s: [e for e in engines if ("generate", s) in e.log] for s in (f"s{i}" for i in range(30))}
         assert all(len(found) == 1 for found in homes.values())
-        assert Counter(found[0].address for found in homes.values()) == dict.fromkeys(("engine0", "engine1", "engine2"), 10)
+        assert Counter(found[0].address for found in homes.values()) == dict.fromkeys(
+            ("engine0", "engine1", "engine2"), 10
+        )
         lost = homes["s0"][0]
         lost.crash()
         await router.generate(PROMPT, params(3), session="s0")
@@ -431,7 +433,9 @@ def test_pause_holds_and_resume_goes_on_even_where_an_engine_missed_it() -> None
         assert len(engines[0].running) + len(engines[1].running) == 2
         engines[1].change(frozen=True)
         await router.resume()
-        assert [a.tokens for a in await asyncio.gather(*running)] == [expected(PROMPT, params(50, seed=i)) for i in (0, 1)]
+        assert [a.tokens for a in await asyncio.gather(*running)] == [
+            expected(PROMPT, params(50, seed=i)) for i in (0, 1)
+        ]
         await late
         engines[1].change(frozen=False)
         await until(lambda: states(router) == ["ready", "ready"])
