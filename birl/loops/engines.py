@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from birl.serve.router import Router
 from birl.types import Completion, SamplingParams
 from birl.waits import alive, event
 from birl.weights.canary import Canary
-from birl.weights.publish import Recreated, Sender, Volume, shared_memory
+from birl.weights.publish import Sender, Volume, shared_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ class Servers:
     remotes: dict[str, Remote]  # by address, without what the method of the weights puts around them
     counters: Counters = field(default_factory=Counters)
     say: Callable[[str], None] = lambda text: None
+    renewed: bool = False  # they are just being started from other weights
     _open: int = 0
     _since: float = 0.0
 
@@ -94,6 +95,32 @@ class Servers:
         event(text)
         if name != "retry":
             self.say(text)
+
+    async def restart(self, remote: Remote) -> Remote:
+        """What the router calls for an engine that does not answer."""
+        process = self.children[list(self.remotes).index(remote.address)]
+        if not process.alive and not self.renewed:
+            await process.restart()
+        return remote
+
+    async def renew(self, folder: str) -> None:
+        """weights.method=checkpoint: end every server and start it from another folder. Answers that were under way
+        are sampled anew."""
+
+        async def one(process: Process) -> None:
+            await process.terminate()
+            for place, word in enumerate(process.command):
+                if word.startswith("model.path="):
+                    process.command[place] = f"model.path={folder}"
+                elif word in ("--model", "--model-path"):
+                    process.command[place + 1] = folder
+            await process.start()
+
+        self.renewed = True
+        try:
+            await asyncio.gather(*map(one, self.children))
+        finally:
+            self.renewed = False
 
     async def close(self) -> None:
         with suppress(Exception):  # whatever is wrong with them, the processes must end
@@ -139,11 +166,8 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         if isinstance(error, Exception) and not isinstance(error, BirlError):
             raise BirlError(f"engine.kind={engine.kind}: {error}") from error
         raise
-    by_address = dict(zip(plain, children, strict=False))
     if wanted.method == "volume":
         remotes = [Volume(remote, wanted.timeout) for remote in remotes]
-    elif wanted.method == "checkpoint":
-        remotes = [Recreated(remote, anew(by_address[remote.address])) for remote in remotes]
     servers = Servers(
         router=Router(
             remotes,  # pyright: ignore[reportArgumentType]
@@ -152,12 +176,13 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
             attempt_timeout=engine.request_timeout,
             load_timeout=wanted.timeout,
             restart_timeout=engine.start_timeout,
-            restart=again(by_address) if children else None,
         ),
         children=children,
         remotes=plain,
     )
     servers.router.fleet.on_event = servers.heard
+    if children:
+        servers.router.fleet.restart = servers.restart
     return servers
 
 
@@ -232,33 +257,6 @@ def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, toke
     )
 
 
-def again(children: dict[str, Process]) -> Callable[[Remote], Awaitable[Remote]]:
-    """What the router calls for an engine that does not answer."""
-
-    async def restart(remote: Remote) -> Remote:
-        process = children[remote.address]
-        if not process.alive:
-            await process.restart()
-        return remote
-
-    return restart
-
-
-def anew(process: Process) -> Callable[[str], Awaitable[None]]:
-    """weights.method=checkpoint: end the server and start it from another folder."""
-
-    async def start(folder: str) -> None:
-        await process.terminate()
-        for place, word in enumerate(process.command):
-            if word.startswith("model.path="):
-                process.command[place] = f"model.path={folder}"
-            elif word in ("--model", "--model-path"):
-                process.command[place + 1] = folder
-        await process.start()
-
-    return start
-
-
 def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[int, int]], run: Path) -> Wanted:
     longest = min(max(map(sum, asked)), context)
     size = config.engine.kv_cache_gb or cache_bytes(policy.model, config.engine.max_batch, longest) / 2**30
@@ -308,6 +306,7 @@ def sender(
         canary=Canary(learner, prompts[: config.weights.canary], config.weights.max_gap),
         timeout=config.weights.timeout,
         sleeping=list(servers.remotes.values()) if config.engine.sleep else (),
+        recreate=servers.renew if weights_method(config) == "checkpoint" else None,
     )
     servers.router.fleet.prove = found.prove  # pyright: ignore[reportAttributeAccessIssue]
     servers.say = say

@@ -90,6 +90,7 @@ class Sender:
     canary: Canary
     timeout: float
     sleeping: Sequence[Remote] = ()
+    recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
     version: int = -1  # that was sent last
 
     async def publish(self) -> Sent:
@@ -103,6 +104,8 @@ class Sender:
                     update = await asyncio.get_running_loop().run_in_executor(self.compute, self.update)
                     for remote in self.sleeping:
                         await remote.wake()
+                    if self.recreate is not None:
+                        await self.recreate(update.folder)
                     held = await self.fleet.load(update)
                     if self.sleeping:
                         await self.fleet.resume()
@@ -175,22 +178,6 @@ class Volume:
             f"{self._remote.address} did not pick up version {update.version} from {update.folder} within "
             f"{self.timeout:g} s; {has}. Does it see that folder, and was it started with volume={update.folder}/..?",
         )
-
-
-class Recreated:
-    """A `Remote` whose process is started anew from every new folder: `start(folder)` ends the old one."""
-
-    def __init__(self, remote: Remote, start: Callable[[str], Awaitable[None]]) -> None:
-        self._remote, self._start = remote, start
-
-    def __getattr__(self, name: str):
-        return getattr(self._remote, name)
-
-    async def load(self, update: Update) -> Held:
-        began = time.perf_counter()
-        await self._start(update.folder)
-        held = await self._remote.load(update)  # the same bytes again, and the proof
-        return Held(version=held.version, digest=held.digest, bytes=held.bytes, seconds=time.perf_counter() - began)
 
 
 def shared_memory() -> Path:
