@@ -103,6 +103,9 @@ def test_an_engine_that_fails_in_the_middle_costs_nothing_but_time(way: str) -> 
         assert sum(row.served for row in router.table()) == 10
         assert asyncio.get_running_loop().time() < 40  # the freeze was found by looking, not by a request's deadline
         assert sum(name == "retry" for name, _ in events) >= 5
+        if way == "freeze":
+            told = [fields["error"] for name, fields in events if name == "retry"]
+            assert told == ["it did not say how it is within 5 s"] * 5
         if way != "garbage":
             assert ("engine_down", "engine0") in {(name, fields["address"]) for name, fields in events}
         await router.close()
@@ -302,12 +305,55 @@ def test_an_engine_without_a_digest_needs_a_proof() -> None:
     play(main)
 
 
+def test_an_answer_of_weights_that_are_not_proven_yet_waits_for_the_proof() -> None:
+    async def main() -> None:
+        engines, events = fakes(2, digest=False), []
+
+        async def prove(remote: Remote) -> None:
+            await asyncio.sleep(5)
+            if remote is engines[1]:
+                raise WeightsFailed("numbers", "other log-probs than it should")
+
+        router = Router(engines, prove=prove, on_event=lambda name, **fields: events.append((name, fields["address"])))
+        await router.start()
+        asked = [asyncio.create_task(router.generate(PROMPT, params(20, seed=i))) for i in range(6)]
+        await asyncio.sleep(0.5)
+        await router.load(update(5))
+        answers = await asyncio.gather(*asked)
+        assert all(5 in a.versions for a in answers)
+        assert [row.served for row in router.table()] == [6, 0] and events.count(("retry", "engine1")) == 3
+        assert events.count(("engine_stale", "engine1")) == 1 and ("engine_stale", "engine0") not in events
+        await router.close()
+
+    play(main)
+
+
+def test_a_look_that_is_overtaken_says_nothing() -> None:
+    async def main() -> None:
+        engines, events = fakes(2), []
+        for engine in engines:
+            engine.slow_info = 0.9
+        router = Router(engines, interval=0.1, on_event=lambda name, **fields: events.append(name))
+        await router.start()
+        for version in range(1, 8):
+            await router.load(update(version))
+            await asyncio.sleep(0.31 * version)
+            await router.pause()
+            await asyncio.sleep(0.23 * version)
+            await router.resume()
+        assert events == ["engine_ready", "engine_ready"]
+        await router.close()
+
+    play(main)
+
+
 def test_a_restarted_engine_is_brought_up_to_date_before_it_serves() -> None:
     async def main() -> None:
         engines = fakes(2)
         router = Router(engines, interval=5.0)
         await router.start()
         await router.load(update(5))
+        await asyncio.sleep(1)
         engines[0].log.clear()
         engines[0].restart()  # between two looks: nobody has noticed
         answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(20)))
