@@ -45,7 +45,11 @@ class Client:
             base_url=self.address,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(control_timeout, connect=min(5.0, control_timeout)),
-            limits=httpx.Limits(connections + CONTROL, connections + CONTROL, keepalive_expiry=IDLE),
+            limits=httpx.Limits(
+                max_connections=connections + CONTROL,
+                max_keepalive_connections=connections + CONTROL,
+                keepalive_expiry=IDLE,
+            ),
             trust_env=False,  # the proxy of the environment is for the world outside
         )
 

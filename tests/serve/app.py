@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from birl.serve import wire
 from birl.types import Update
 
 
-def tiny_engine(folder: str, slow: float = 0.0) -> EmbeddedEngine:
+def tiny_engine(folder: Path, slow: float = 0.0) -> EmbeddedEngine:
     model = cast(load_model(folder), torch.bfloat16).requires_grad_(False)
     compute = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
     keys: dict[str, Any] = {"end_ids": frozenset({2}), "context": 512, "compute": compute, "kv_cache_gb": 0.01}
@@ -114,4 +115,4 @@ def app(engine: EmbeddedEngine, token: str = "") -> Starlette:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     slow = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
-    uvicorn.run(app(tiny_engine(sys.argv[1], slow)), port=int(sys.argv[2]), log_level="warning")
+    uvicorn.run(app(tiny_engine(Path(sys.argv[1]), slow)), port=int(sys.argv[2]), log_level="warning")
