@@ -1,4 +1,4 @@
-"""Engines that fail when they are told to, and a clock that does not wait: an hour of deadlines passes in milliseconds."""
+"""Engines that fail when they are told to, and a clock that does not wait: hours of deadlines pass in milliseconds."""
 
 import asyncio
 import heapq

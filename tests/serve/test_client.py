@@ -82,7 +82,9 @@ def test_weights_arrive_as_tensors_and_as_a_folder(folders, tmp_path, bucket_mb)
         with served(folders[0]) as (address, engine):
             client = Client(address, bucket_mb=bucket_mb)
             tensors = weights(folders[1])
-            tensors = {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in tensors.items()}  # other strides
+            tensors = {
+                name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in tensors.items()
+            }  # other strides
             held = await client.load(Update(version=4, digests=digests(tensors), tensors=tensors))
             assert held.version == client.version == engine.version == 4 and held.digest == whole(digests(tensors))
             model = cast(load_model(folders[0]), torch.bfloat16)
@@ -212,6 +214,7 @@ GOOD = '{"tokens": [5, 6], "logprobs": [-1.0, -0.5], "versions": [0, 0], "stop":
         (http("", "302 Found", "Location: http://10.0.0.1/\r\n"), "302"),
         (http(GOOD)[:-9], "RemoteProtocolError"),
     ],
+    ids=range(13),
 )
 def test_what_is_no_answer_is_told(answer: bytes, told: str) -> None:
     async def main() -> None:
@@ -268,9 +271,9 @@ def test_nobody_there_and_nobody_answering() -> None:
 
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", control_timeout=0.2, load_timeout=0.3)
-        with pytest.raises(EngineDown, match="GET /info .*had no answer within 0.2 s"):
+        with pytest.raises(EngineDown, match=r"GET /info .*had no answer within 0.2 s"):
             await client.info()
-        with pytest.raises(WeightsFailed, match="had no answer within 0.3 s"):
+        with pytest.raises(WeightsFailed, match=r"had no answer within 0.3 s"):
             await client.load(Update(version=1, digests={}, folder="x"))
         await client.close()
         server.close()
