@@ -1,5 +1,5 @@
-"""A small server that speaks birl's dialect over a real engine: `python -m tests.serve.app FOLDER PORT [SECONDS]`, where
-each step of the engine takes that much longer."""
+"""A small server that speaks birl's dialect over a real engine: `python -m tests.serve.app FOLDER PORT [SECONDS]`, the
+last being how much longer each step of the engine takes."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from birl.serve import wire
 from birl.types import Update
 
 
-def tiny_engine(folder: str, slow: float = 0.0) -> EmbeddedEngine:
+def tiny_engine(folder: Path, slow: float = 0.0) -> EmbeddedEngine:
     model = cast(load_model(folder), torch.bfloat16).requires_grad_(False)
     compute = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
     keys: dict[str, Any] = {"end_ids": frozenset({2}), "context": 512, "compute": compute, "kv_cache_gb": 0.01}
@@ -39,6 +40,7 @@ def tiny_engine(folder: str, slow: float = 0.0) -> EmbeddedEngine:
 
 def app(engine: EmbeddedEngine, token: str = "") -> Starlette:
     staged: dict[int, dict[str, torch.Tensor]] = {}
+    held = [""]  # digest of the weights, read when they had come
 
     def answer(data: Any, status: int = 200) -> Response:
         return Response(json.dumps(data), status, media_type="application/json")
@@ -66,7 +68,9 @@ def app(engine: EmbeddedEngine, token: str = "") -> Starlette:
     async def load(request: Request) -> Response:
         data = await request.json()
         tensors = staged.pop(data["version"], {})
-        return answer(wire.held_to(await engine.load(Update(tensors=tensors, **{"folder": ""} | data))))
+        found = await engine.load(Update(tensors=tensors, **{"folder": ""} | data))
+        held[0] = found.digest
+        return answer(wire.held_to(found))
 
     async def command(request: Request) -> Response:
         data, name = await request.json(), request.url.path[1:]
@@ -77,10 +81,11 @@ def app(engine: EmbeddedEngine, token: str = "") -> Starlette:
         return answer({"done": await {"resume": engine.resume, "sleep": engine.sleep, "wake": engine.wake}[name]()})
 
     async def info(request: Request) -> Response:
+        held[0] = held[0] or whole(await engine.digests())
         told = wire.Info(
             **{"engine": "birl", "model": "tiny", "dtype": "bfloat16", "context": 512, "vocabulary": 320},
             version=engine.version,
-            digest="" if engine.asleep else whole(await engine.digests()),
+            digest="" if engine.asleep else held[0],
             running=len(engine.scheduler.running),
             waiting=len(engine.scheduler.waiting),
             paused=engine.paused,
@@ -114,4 +119,4 @@ def app(engine: EmbeddedEngine, token: str = "") -> Starlette:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     slow = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
-    uvicorn.run(app(tiny_engine(sys.argv[1], slow)), port=int(sys.argv[2]), log_level="warning")
+    uvicorn.run(app(tiny_engine(Path(sys.argv[1]), slow)), port=int(sys.argv[2]), log_level="warning")

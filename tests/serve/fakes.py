@@ -1,4 +1,4 @@
-"""Engines that fail when they are told to, and a clock that does not wait: an hour of deadlines passes in milliseconds."""
+"""Engines that fail when they are told to, and a clock that does not wait: hours of deadlines pass in milliseconds."""
 
 import asyncio
 import heapq
@@ -55,7 +55,7 @@ class Fake:
         self.pid, self.dead, self.frozen, self.garbage, self.full = 1, False, False, False, False
         self.paused = self.asleep = self.closed = False
         self.refuses = ""  # why it takes no weights
-        self.slow_load = 1.0
+        self.slow_load, self.slow_info = 1.0, 0.0
         self.log: list[tuple[str, Any]] = []
         self.running: dict[object, str] = {}  # request -> session
         self.aborted: set[object] = set()
@@ -88,11 +88,13 @@ class Fake:
 
     async def info(self) -> Info:
         await self._alive()
-        return Info(
+        told = Info(
             **{"engine": self.engine, "model": "fake", "dtype": "float32", "context": 512, "vocabulary": 1000},
             **{"running": len(self.running), "waiting": 0, "paused": self.paused, "asleep": self.asleep},
             **{"version": self.version, "digest": self.digest_of(self.truth), "pid": self.pid},
         )
+        await asyncio.sleep(self.slow_info)
+        return told
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         pid, me = self.pid, object()

@@ -1,17 +1,28 @@
 """Many engines as one: which gets a request, what happens to it when one fails, and whose tokens are taken."""
 
 import asyncio
+import os
 import random
+import signal
+import sys
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.models.digests import digests
+from birl.models.load import cast, load_model
+from birl.serve.client import Client
+from birl.serve.process import Process, answers, free_port
 from birl.serve.remote import Remote
 from birl.serve.router import Router
 from birl.types import Completion, Held, SamplingParams, Stop, Update
+from tests.serve.app import tiny_engine
 from tests.serve.fakes import Fake, digest_of, expected, play, update
+from tests.tiny import tiny_model_folder
 
 PROMPT = (1, 9, 4)
 
@@ -105,6 +116,9 @@ def test_an_engine_that_fails_in_the_middle_costs_nothing_but_time(way: str) -> 
         assert sum(row.served for row in router.table()) == 10
         assert asyncio.get_running_loop().time() < 40  # the freeze was found by looking, not by a request's deadline
         assert sum(name == "retry" for name, _ in events) >= 5
+        if way == "freeze":
+            told = [fields["error"] for name, fields in events if name == "retry"]
+            assert told == ["it did not say how it is within 5 s"] * 5
         if way != "garbage":
             assert ("engine_down", "engine0") in {(name, fields["address"]) for name, fields in events}
         await router.close()
@@ -172,7 +186,7 @@ def test_retries_come_to_an_end_and_a_wrong_request_is_not_tried_again() -> None
         for engine in engines:
             engine.garbage = True
         router = Router(engines, retries=3)
-        with pytest.raises(EngineDown, match="failed 4 times.*gave no completion"):
+        with pytest.raises(EngineDown, match=r"failed 4 times.*gave no completion"):
             await router.generate(PROMPT, params(5))
         assert sum(len(e.log) for e in engines) == 4
 
@@ -203,7 +217,7 @@ def test_new_weights_reach_all_and_requests_go_on() -> None:
         assert [a.tokens for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(6)]
         assert all(set(a.versions) == {0, 5} for a in answers)
         assert (await router.generate(PROMPT, params(3))).versions == (5, 5, 5)
-        with pytest.raises(WeightsFailed, match="older|given 4") as caught:
+        with pytest.raises(WeightsFailed, match="are given 4") as caught:
             await router.load(update(4))
         assert caught.value.cause == "stale" and router.version == 5
         await router.close()
@@ -304,12 +318,55 @@ def test_an_engine_without_a_digest_needs_a_proof() -> None:
     play(main)
 
 
+def test_an_answer_of_weights_that_are_not_proven_yet_waits_for_the_proof() -> None:
+    async def main() -> None:
+        engines, events = fakes(2, digest=False), []
+
+        async def prove(remote: Remote) -> None:
+            await asyncio.sleep(5)
+            if remote is engines[1]:
+                raise WeightsFailed("numbers", "other log-probs than it should")
+
+        router = Router(engines, prove=prove, on_event=lambda name, **fields: events.append((name, fields["address"])))
+        await router.start()
+        asked = [asyncio.create_task(router.generate(PROMPT, params(20, seed=i))) for i in range(6)]
+        await asyncio.sleep(0.5)
+        await router.load(update(5))
+        answers = await asyncio.gather(*asked)
+        assert all(5 in a.versions for a in answers)
+        assert [row.served for row in router.table()] == [6, 0] and events.count(("retry", "engine1")) == 3
+        assert events.count(("engine_stale", "engine1")) == 1 and ("engine_stale", "engine0") not in events
+        await router.close()
+
+    play(main)
+
+
+def test_a_look_that_is_overtaken_says_nothing() -> None:
+    async def main() -> None:
+        engines, events = fakes(2), []
+        for engine in engines:
+            engine.slow_info = 0.9
+        router = Router(engines, interval=0.1, on_event=lambda name, **fields: events.append(name))
+        await router.start()
+        for version in range(1, 8):
+            await router.load(update(version))
+            await asyncio.sleep(0.31 * version)
+            await router.pause()
+            await asyncio.sleep(0.23 * version)
+            await router.resume()
+        assert events == ["engine_ready", "engine_ready"]
+        await router.close()
+
+    play(main)
+
+
 def test_a_restarted_engine_is_brought_up_to_date_before_it_serves() -> None:
     async def main() -> None:
         engines = fakes(2)
         router = Router(engines, interval=5.0)
         await router.start()
         await router.load(update(5))
+        await asyncio.sleep(1)
         engines[0].log.clear()
         engines[0].restart()  # between two looks: nobody has noticed
         answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(20)))
@@ -609,3 +666,87 @@ def test_whatever_happens_every_request_is_answered_once_or_told_in_time(seed: i
         await router.close()
 
     play(main)
+
+
+@pytest.mark.timeout(180)
+def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> None:
+    """kill -9 in the middle of answers, SIGSTOP in the middle of others, new weights while one does not listen: every
+    answer is the undisturbed one, and nobody serves with old weights."""
+
+    async def main() -> None:
+        folders = [tiny_model_folder(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+        tensors = {name: p.data for name, p in cast(load_model(folders[1]), torch.bfloat16).named_parameters()}
+        new = Update(version=1, digests=digests(tensors), tensors=tensors)
+        processes: dict[str, Process] = {}
+        events: list[tuple[str, dict[str, Any]]] = []
+
+        async def restart(remote: Remote) -> Remote:
+            if processes[remote.address].alive:
+                return remote
+            await processes[remote.address].restart()
+            return Client(remote.address)
+
+        def engine(i: int) -> Client:
+            port = free_port()
+            client = Client(f"http://127.0.0.1:{port}")
+            command = [sys.executable, "-m", "tests.serve.app", str(folders[0]), str(port), "0.01"]
+            keys = {"log": tmp_path / f"{i}.log", "ready": answers(client.info), "start_timeout": 60.0}
+            processes[client.address] = Process(command, env={"OMP_NUM_THREADS": "1"}, backoff=0.1, **keys)
+            return client
+
+        def ask(n: int, name: str) -> list["asyncio.Task[Completion]"]:
+            return [asyncio.create_task(router.generate(PROMPT, sampled(i), session=f"{name}{i}")) for i in range(n)]
+
+        def sampled(i: int) -> SamplingParams:
+            return params(150, seed=i, ignore_eos=True)
+
+        clients = [engine(i) for i in range(2)]
+        patience = {"interval": 0.3, "poll_timeout": 3.0, "load_timeout": 20.0}
+        router = Router(clients, restart=restart, on_event=lambda n, **f: events.append((n, f)), **patience)
+        undisturbed = tiny_engine(folders[0])
+        try:
+            await asyncio.gather(*(p.start() for p in processes.values()))
+            await router.start(20.0)
+            expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
+
+            asked = ask(8, "killed")
+            await asyncio.sleep(0.8)
+            assert [row.in_flight for row in router.table()] == [4, 4]
+            os.kill(processes[clients[0].address].pid, signal.SIGKILL)
+            assert await asyncio.gather(*asked) == expect
+            assert sum(name == "retry" for name, _ in events) == 4, events
+            await until(lambda: states(router) == ["ready", "ready"], 60)
+
+            held = await router.load(new)
+            assert held.version == 1
+            await undisturbed.load(new)
+            expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
+            events.clear()
+            asked = ask(8, "frozen")
+            await asyncio.sleep(0.8)
+            os.kill(processes[clients[1].address].pid, signal.SIGSTOP)
+            began = time.monotonic()
+            assert await asyncio.gather(*asked) == expect and time.monotonic() - began < 20
+            assert sum(name == "retry" for name, _ in events) == 4, events
+            assert states(router) == ["ready", "down"]
+
+            newer = Update(version=2, digests=new.digests, tensors=tensors)
+            assert (await router.load(newer)).version == 2
+            events.clear()
+            os.kill(processes[clients[1].address].pid, signal.SIGCONT)
+            await until(lambda: states(router) == ["ready", "ready"], 30)
+            assert [name for name, f in events if f["address"] == clients[1].address] == [
+                "engine_stale",
+                "engine_ready",
+            ]
+            late = await asyncio.gather(*ask(8, "late"))
+            assert [a.tokens for a in late] == [a.tokens for a in expect] and {v for a in late for v in a.versions} == {
+                2
+            }
+            assert all(row.in_flight == 0 and row.served for row in router.table())
+        finally:
+            await router.close()
+            await asyncio.gather(*(p.terminate() for p in processes.values()))
+            await undisturbed.close()
+
+    asyncio.run(asyncio.wait_for(main(), 150))
