@@ -18,14 +18,14 @@ from birl.cli import main
 from birl.config import schema
 from birl.config.help import documentation, presets, written
 from birl.config.load import load
-from birl.config.schema import DPO, RL, RM, SFT, Eval
+from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [p for p in (ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS) if p.exists()]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-SCHEMAS = (RL, Eval, SFT, RM, DPO)
+SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve)
 KEYS = {key for kind in SCHEMAS for key in documentation(kind)}
 SECTIONS = tuple(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
 FOLDERS = ("birl", "tests", "docs", "recipes", "examples", "benchmarks")
@@ -154,7 +154,7 @@ def execute(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> No
         provide_models(rest, tiny)
         birl(rest, tiny, monkeypatch)
     else:
-        assert program in ("tensorboard", "wandb", "pip", "git", "cd", "vllm"), f"unknown program in {words}"
+        assert program in ("tensorboard", "wandb", "pip", "git", "cd", "vllm", "curl"), f"unknown program in {words}"
 
 
 def provide_data(words: list[str]) -> None:
@@ -184,6 +184,8 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             rest.append("run=runs/here")
     elif command == "plan":
         rest = [*rest, f"model.path={tiny}"]
+    elif command == "serve" and "--help" not in rest:  # tests/serve/test_page.py starts one
+        rest = [*rest, "--print-config"]
     elif command == "chat" and not (rest and "=" not in rest[0]):
         rest = [str(tiny), *rest]
     assert main([command, *rest]) == 0, words

@@ -57,8 +57,18 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def address(sock: socket.socket) -> str:
+def _listen(sock: socket.socket) -> None:
+    try:
+        sock.listen(2048)
+    except OSError as error:  # somebody else took the port while the model was loaded
+        raise BirlError(f"port={sock.getsockname()[1]}: cannot be taken ({error.strerror or error}).") from error
+
+
+def address(sock: socket.socket, reachable: bool = False) -> str:
+    """`reachable`: for others; 0.0.0.0 is no address to go to."""
     host, port = sock.getsockname()[:2]
+    if reachable and host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -82,11 +92,12 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
             )
         )  # fmt: skip
         server.capture_signals = contextlib.nullcontext  # uvicorn would end by the signal, not with 0
+        _listen(sock)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if config.name and not serving.done():
-            entry = names.register(config.name, address(sock), os.getpid(), service.name)
+            entry = names.register(config.name, address(sock, reachable=True), os.getpid(), service.name)
             beating = asyncio.create_task(names.beat(entry))
         _listen_to_signals(service, server, config.drain_timeout, leave)
         print(f"birl serve: {service.name} at {address(sock)} (version {service.engine.version})", flush=True)

@@ -12,6 +12,7 @@ from birl.text import tools as templates
 from birl.types import SamplingParams
 
 CHOICES = 128  # most answers to one prompt
+CHARACTERS = 64  # more in a token, on average over a prompt, are not possible in earnest
 
 # Without an effect on the answer.
 HARMLESS = (
@@ -67,6 +68,7 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     messages = [message(m, i) for i, m in enumerate(typed(data, "messages", list, None))]
     if not messages:
         raise invalid("messages", "is empty")
+    check_size(sum(len(m["content"]) for m in messages), "messages", service)
     try:
         ids = templates.render(service.chat, messages, tools)
     except BirlError as error:
@@ -168,6 +170,7 @@ def prompts(given: Any, service: Service) -> tuple[tuple[int, ...], ...]:
     found = []
     for one in given:
         if isinstance(one, str):
+            check_size(len(one), "prompt", service)
             found.append(service.chat.render(one))
         elif isinstance(one, list) and all(type(i) is int for i in one):
             if (wrong := outside(tuple(one), service.vocabulary)) is not None:
@@ -176,6 +179,16 @@ def prompts(given: Any, service: Service) -> tuple[tuple[int, ...], ...]:
         else:
             raise invalid("prompt", f"has {json.dumps(one)[:80]}, which is neither text nor a list of token ids")
     return tuple(found)
+
+
+def check_size(characters: int, key: str, service: Service) -> None:
+    """Megabytes are not tokenized only to be refused: that would keep everybody else waiting."""
+    most = CHARACTERS * service.engine.context
+    if characters > most:
+        raise Refused(
+            400, f"{key}: {characters} characters cannot fit into the context of {service.engine.context} tokens.",
+            param=key, code="context_length_exceeded",
+        )  # fmt: skip
 
 
 def message(given: Any, place: int) -> dict[str, Any]:

@@ -109,6 +109,13 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
         raise Refused(400, f"The body is not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise Refused(400, "The body must be a JSON object.")
+    if b"\\ud" in raw.lower():  # JSON can say half a character, which no tokenizer takes
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused(
+                400, "The body has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+            ) from None
     return found
 
 
@@ -164,7 +171,7 @@ def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
         ("max_tokens", p.max_tokens >= 1, "must be at least 1"),
         ("temperature", math.isfinite(p.temperature) and p.temperature >= 0, "must be a finite number of at least 0"),
         ("top_p", 0 < p.top_p <= 1, "must be more than 0 and at most 1"),
-        ("top_k", p.top_k >= 0, "must be at least 0 (0: off)"),
+        ("top_k", 0 <= p.top_k < 2**31, "must be at least 0 (0: off) and less than 2^31"),
         ("min_p", 0 <= p.min_p <= 1, "must be at least 0 and at most 1"),
         ("seed", p.seed is None or 0 <= p.seed < 2**64, "must be at least 0 and less than 2^64"),
         ("stop", all(p.stop), "must not have an empty string"),

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -72,7 +72,8 @@ async def _send_all(source: AsyncIterator[bytes], send: Send) -> None:
 
 
 async def _fail(error: Refused, send: Send) -> None:
-    await asyncio.wait_for(send({"type": "http.response.body", "body": event(error.body())}), LAST_WORDS)
+    with suppress(TimeoutError):  # a client that reads nothing
+        await asyncio.wait_for(send({"type": "http.response.body", "body": event(error.body())}), LAST_WORDS)
     raise error
 
 

@@ -1,0 +1,97 @@
+"""Every key of `birl serve` does something: changing it changes the service, or a test of a running one shows it."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from birl.config.help import documentation, render
+from birl.config.load import load
+from birl.config.schema import Serve
+from birl.errors import BirlError
+from birl.loops import serve
+from birl.serve.service import Service
+from birl.types import Message, SamplingParams
+from tests.tiny import tiny_model_folder
+
+BASE = "model.path=model model.dtype=float32 engine.kv_cache_gb=0.01 threads=1"
+
+
+def prompt(service: Service) -> str:
+    return service.chat.decode(service.chat.render((Message(role="user", content="Hi"),)))
+
+
+CASES: dict[str, tuple[str, Callable[[Service], Any]]] = {
+    "model.path": ("other", lambda s: s.engine.weights.digests()),
+    "model.dtype": ("bfloat16", lambda s: (s.dtype, s.engine.runner.model.dtype)),
+    "model.chat_template": ("shout.jinja", prompt),
+    "model.max_length": ("100", lambda s: s.engine.context),
+    "engine.max_batch": ("3", lambda s: s.engine.scheduler.max_batch),
+    "engine.draft_rows": ("0", lambda s: s.engine.scheduler.drafts.rows),
+    "engine.kv_cache_gb": ("0.0001", lambda s: (s.engine.scheduler.pages.total, s.engine.context)),
+    "served_name": ("gpt", lambda s: s.name),
+    "max_request_mb": ("0.5", lambda s: s.most_bytes),
+    "max_waiting": ("7", lambda s: s.gate.most),
+    "request_timeout": ("3", lambda s: s.timeout),
+    "seed": ("4", lambda s: s.seeded(sampling())[0].seed),
+}
+ELSEWHERE = {  # by what is in a test of a whole server
+    "host": "host=0.0.0.0",
+    "port": "port={port}",
+    "name": "name=exp/0",
+    "drain_timeout": "drain_timeout=0.3",
+}
+REFUSED = {"model.device": ("cuda", "model.device=cuda")} if not torch.cuda.is_available() else {}
+
+
+def sampling() -> SamplingParams:
+    return SamplingParams(max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def compute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadPoolExecutor]:
+    folder = tmp_path_factory.mktemp("serve_keys")
+    with pytest.MonkeyPatch.context() as patches, ThreadPoolExecutor(1) as pool:
+        patches.chdir(folder)
+        tiny_model_folder("model")
+        tiny_model_folder("other", seed=1)
+        Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
+        yield pool
+
+
+def service(compute: ThreadPoolExecutor, *words: str) -> Service:
+    return compute.submit(serve.load, load(Serve, [*BASE.split(), *words]), "", compute).result()
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_changing_it_changes_the_service(compute: ThreadPoolExecutor, key: str) -> None:
+    to, see = CASES[key]
+    assert see(service(compute)) == see(service(compute)) != see(service(compute, f"{key}={to}"))
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_refused(compute: ThreadPoolExecutor, key: str) -> None:
+    to, said = REFUSED[key]
+    with pytest.raises(BirlError, match=said):
+        service(compute, f"{key}={to}")
+
+
+def test_no_key_is_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = (Path(__file__).parents[1] / "serve" / "test_server.py").read_text()
+    assert all(text in tests for text in ELSEWHERE.values())
+    keys = {*CASES, *ELSEWHERE, "model.device", "threads"}
+    assert keys == documentation(Serve).keys()
+    asked: list[int] = []
+    monkeypatch.setattr(serve, "compute_thread", lambda threads: asked.append(threads) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        serve.run(load(Serve, ["threads=3"]))
+    assert asked == [3]
+
+
+def test_the_page_of_help() -> None:
+    page = render("serve", Serve, 100)
+    assert all(f"{key}=" in page for key in documentation(Serve)) and all(d.text for d in documentation(Serve).values())
+    assert "--dry-run" not in page and "--multirun" not in page
