@@ -131,8 +131,10 @@ class Fleet:
         held = [x for x in found if isinstance(x, Held)]
         if strange := [x for x in found if isinstance(x, BaseException) and not isinstance(x, WeightsFailed)]:
             raise strange[0]
-        if not held:
-            raise next(x for x in found if isinstance(x, WeightsFailed))
+        failed = [x for x in found if isinstance(x, WeightsFailed)]
+        wrong = [x for x in failed if x.cause != "unreachable"]  # an engine that is gone comes back; this one is there
+        if wrong or not held:
+            raise (wrong or failed)[0]
         digest = next((h.digest for h in held if h.digest), "")
         seconds, size = max(h.seconds for h in held), sum(h.bytes for h in held)
         return Held(version=update.version, digest=digest, seconds=seconds, bytes=size)

@@ -115,6 +115,19 @@ class Router:
         self.fleet.watch()
         return await self.fleet.load(update)
 
+    async def settle(self, timeout: float) -> None:
+        """Look at every engine now; returns when all whose weights are proven are ready, and one is. Raises
+        `EngineDown` where that is not so in time."""
+        for member in self.fleet.members:
+            member.poke.set()
+
+        def done() -> bool:
+            proven = [m for m in self.fleet.members if m.proven and m.version == self.version]
+            return bool(proven) and all(m.state is State.READY for m in proven)
+
+        if not await self.fleet.wait(done, timeout):
+            raise EngineDown(f"No engine was ready within {timeout:g} s: {self.fleet.describe()}")
+
     async def pause(self, abort: bool = False) -> None:
         """What is being answered is kept and goes on at `resume`, or ends with what it has; what is asked from now on
         waits here. Deadlines go on."""

@@ -72,7 +72,7 @@ class Fleet(Protocol):
     """What sending needs of the engines: `serve.router.Router`."""
 
     async def load(self, update: Update) -> Held: ...
-    async def resume(self) -> None: ...
+    async def settle(self, timeout: float) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,8 +107,9 @@ class Sender:
                     if self.recreate is not None:
                         await self.recreate(update.folder)
                     held = await self.fleet.load(update)
-                    if self.sleeping:
-                        await self.fleet.resume()
+                    for remote in self.sleeping:
+                        await remote.resume()
+                    await self.fleet.settle(self.timeout)
                     gaps = await asyncio.gather(*(self.prove(remote) for remote in self.remotes()))
         except TimeoutError as error:
             raise WeightsFailed(

@@ -46,6 +46,9 @@ class Local:
     async def resume(self) -> None:
         await self.engine.resume()
 
+    async def settle(self, timeout: float) -> None:
+        assert not self.engine.paused
+
     async def sleep(self) -> None:
         await self.engine.sleep()
 
