@@ -68,7 +68,8 @@ class Fleet:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         for member in self.members:
-            self.become(member, State.DOWN, "the router was closed")
+            member.become(State.DOWN, "the router was closed")  # no event: nothing is wrong
+        self.notify()
         await asyncio.gather(*(m.remote.close() for m in self.members))
 
     def describe(self) -> str:

@@ -569,11 +569,12 @@ def test_a_callback_that_raises_is_told_and_does_not_end_the_watch() -> None:
 
 def test_closing_tells_whoever_waits() -> None:
     async def main() -> None:
-        engines = fakes(2)
-        router = Router(engines)
+        engines, events = fakes(2), []
+        router = Router(engines, on_event=lambda name, **fields: events.append(name))
         task = asyncio.create_task(router.generate(PROMPT, params(50)))
         await asyncio.sleep(1)
         await router.close()
+        assert events == ["engine_ready", "engine_ready"]
         with pytest.raises(EngineDown, match="closed"):
             await task
         with pytest.raises(EngineDown, match="closed"):
