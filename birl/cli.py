@@ -99,7 +99,7 @@ def _dispatch(argv: list[str]) -> int:
     if command in CONFIGURED:
         return _configured(command, words)
     if command not in USAGE:
-        from birl.config.check import did_you_mean
+        from birl.config.words import did_you_mean
 
         what = (
             "a command comes first, as in `birl rl key=value`" if "=" in command else f"there is no command {command}"
@@ -172,9 +172,9 @@ def _configured(command: str, words: list[str]) -> int:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
     elif command == "eval":
-        from birl.loops import evaluate
+        from birl.loops import evaluation
 
-        evaluate.run(config)
+        evaluation.run(config)
     elif command == "serve":
         from birl.loops import serve
 
@@ -194,7 +194,7 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
         raise BirlError("--multirun runs one job after another, and a server does not end; start one for each")
     for word in words:
         if word.startswith("--") and "=" not in word and word not in FLAGS:
-            from birl.config.check import did_you_mean
+            from birl.config.words import did_you_mean
 
             near = did_you_mean(word, FLAGS)
             raise BirlError(f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are key=value.{near}")

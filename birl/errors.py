@@ -17,4 +17,9 @@ class WeightsFailed(BirlError):
 
 
 class EngineDown(Exception):
-    """An engine in another process does not answer, or not as it should: try another one."""
+    """An engine in another process does not answer, or not as it should: try another one. `retry_after` above 0: it is
+    well, and full for about so many seconds."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

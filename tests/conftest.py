@@ -1,4 +1,6 @@
 import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,10 @@ def smollm2() -> Path:
     from birl.models.load import resolve
 
     return resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def compute() -> Iterator[ThreadPoolExecutor]:
+    """The thread that computes, as every process has one."""
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
+        yield executor

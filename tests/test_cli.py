@@ -91,7 +91,7 @@ def test_help_survives_a_closed_pipe():
 def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[object, ...]] = []
     fake(monkeypatch, "birl.loops.rl", train=lambda *args, **options: calls.append((*args, options)))
-    fake(monkeypatch, "birl.loops.evaluate", run=lambda config: calls.append((config,)))
+    fake(monkeypatch, "birl.loops.evaluation", run=lambda config: calls.append((config,)))
     assert main(["rl", TRAIN, "--dry-run", "algorithm=grpo"]) == 0
     assert main(["eval", "data.validation=b.jsonl"]) == 0
     (config, choices, options), (evaluation,) = calls

@@ -21,10 +21,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from birl.config.check import command, did_you_mean
 from birl.config.help import PRESETS, Doc, documentation, presets, written
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
+from birl.config.words import command, did_you_mean
 from birl.errors import BirlError
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)

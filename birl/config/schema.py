@@ -258,7 +258,14 @@ class Rollout:
     max_failure_rate: float = 0.5
     """Stop the run when more than this share of a step's episodes failed [0 to 1]."""
     max_staleness: int = 0
-    """How many optimizer steps old the weights may be that sampled an answer. 0: synchronous."""
+    """How many training steps old the weights may be under which a group of answers was begun. 0: synchronous,
+    generation and training alternate. Above 0 they overlap."""
+    order_window: int = 0
+    """How many groups may be overtaken by finished later ones, so that a slow one does not hold up a step. Costs as
+    many groups that are rolled out ahead. At most (max_staleness - weights.sync_every + 1) x prompts."""
+    oversample: int = 0
+    """More episodes per prompt than rollout.group_size; the first to finish are taken and the others cut short. Faster
+    with stragglers, and it prefers short answers."""
 
 
 @dataclass(kw_only=True)
@@ -303,7 +310,12 @@ class Reward:
 
 
 @dataclass(kw_only=True)
-class Engine:
+class Generation:
+    """What birl's own engine reads."""
+
+    recompute_kv: bool = True
+    """When the weights change in the middle of an answer, compute its keys and values anew, so that the log-prob of
+    each token is exactly that of the version it names. False: keep the old ones (faster, approximate)."""
     max_batch: int = 64
     """Most sequences decoded at once."""
     kv_cache_gb: float = 0.0
@@ -312,6 +324,63 @@ class Engine:
     draft_rows: int = 16
     """While no more than a quarter as many sequences are decoded, fill a step up to so many tokens with guesses from
     the prompt and its other answers. What is sampled stays the same. 0: off."""
+
+
+@dataclass(kw_only=True)
+class Engine(Generation):
+    kind: str = "embedded"
+    """What samples: embedded (in this process, from the learner's own weights) | birl | vllm | sglang (servers in
+    processes of their own)."""
+    count: int = 1
+    """Servers that are started with the run, and end with it."""
+    attach: list[str] = field(default_factory=list)
+    """Servers that run already and are used instead: addresses (http://host:port), or a name that `birl serve
+    name=experiment/trial` was given. Their token is taken from the environment variable BIRL_TOKEN."""
+    python: str = ""
+    """Python interpreter that servers are started with; vLLM and SGLang are usually installed in environments of their
+    own. Empty: this one."""
+    threads: int = 0
+    """CPU threads of each server that is started. 0: its share of the cores that the learner leaves, at least 1."""
+    tensor_parallel: int = 1
+    """GPUs that each server splits a layer over (vllm, sglang)."""
+    pipeline_parallel: int = 1
+    """GPUs that each server splits the layers over (vllm, sglang)."""
+    memory_fraction: float = 0.9
+    """Share of a GPU's memory that a server may take (vllm, sglang)."""
+    arguments: list[str] = field(default_factory=list)
+    """Further words for the command that starts a server, as they are."""
+    sleep: bool = False
+    """Servers give back their weights and caches while the learner trains, because they share its device. For
+    rollout.max_staleness=0."""
+    start_timeout: float = 600.0
+    """Longest a server may take to start [s]."""
+    request_timeout: float = 600.0
+    """Longest one answer may take [s]; then it is asked for again, from another server where there is one."""
+    restarts: int = 3
+    """How often each server that ended is started again before the run gives up."""
+
+
+@dataclass(kw_only=True)
+class Weights:
+    """How new weights reach engines in other processes."""
+
+    method: str = "auto"
+    """memory (the embedded engine: nothing is sent) | reload (a folder, read in place) | shared (the same in shared
+    memory, for servers on this machine) | volume (a folder that servers look into by themselves) | direct (tensors
+    over HTTP, in buckets) | checkpoint (a folder, and servers are started anew from it) | auto (memory or reload)."""
+    sync_every: int = 1
+    """Send them every n training steps; at most rollout.max_staleness + 1."""
+    folder: str = ""
+    """Where reload, volume and checkpoint write, for servers on other machines a file system that all see. Empty:
+    `weights` in the run folder."""
+    bucket_mb: int = 256
+    """Size of the pieces of method=direct [MB]."""
+    timeout: float = 300.0
+    """Longest an update may take [s]; then the run stops."""
+    canary: int = 4
+    """Prompts whose log-probs engines and learner both compute after every update. 0: none."""
+    max_gap: float = 0.1
+    """Stop when their mean |engine log-prob - learner log-prob| exceeds this [nats a token]."""
 
 
 @dataclass(kw_only=True)
@@ -397,6 +466,20 @@ class Reports:
 class Track(Reports):
     rollouts: bool = True
     """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
+    record: bool = False
+    """Write every step with all digits to record.jsonl, for debug.replay."""
+
+
+@dataclass(kw_only=True)
+class Debug:
+    replay: str = ""
+    """Folder of a run that was recorded (track.record): train on what it trained on, and stop at the first figure that
+    comes out otherwise. Nothing is sampled."""
+    resample: bool = False
+    """With replay: also sample every recorded answer again, under the weights that it came from, and compare tokens and
+    log-probs bit for bit. For runs of the embedded engine or of birl's servers, in bfloat16 on birl's kernels."""
+    only_rollout: bool = False
+    """Sample, reward and write down, but train nothing."""
 
 
 @dataclass(kw_only=True)
@@ -450,16 +533,20 @@ class RL:
     validation: Validation = field(default_factory=Validation)
     reward: Reward = field(default_factory=Reward)
     engine: Engine = field(default_factory=Engine)
+    weights: Weights = field(default_factory=Weights)
     optimizer: Optimizer = field(default_factory=Optimizer)
     critic: Critic = field(default_factory=Critic)
     lora: Lora = field(default_factory=Lora)
     learner: Learner = field(default_factory=Learner)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     track: Track = field(default_factory=Track)
+    debug: Debug = field(default_factory=Debug)
     steps: int = 0
     """Training steps (batches of rollouts). 0: until data.train was seen `epochs` times."""
     epochs: int = 1
     """Passes over the training data when steps is 0."""
+    watchdog: float = 1800.0
+    """End the run when nothing has happened for so long, and print who waits for whom [s]. 0: never."""
     seed: int = 0
     """Seed of everything random: data order, sampling, initialisation."""
     run: str = ""
@@ -550,7 +637,7 @@ class Serve:
     """A model behind HTTP, for OpenAI clients and as an engine of training runs: `birl serve`."""
 
     model: Model = field(default_factory=Model)
-    engine: Engine = field(default_factory=Engine)
+    engine: Generation = field(default_factory=Generation)
     host: str = "127.0.0.1"
     """Address to listen at. Any but this machine's own needs a token, in the environment variable BIRL_TOKEN."""
     port: int = 0
@@ -566,6 +653,9 @@ class Serve:
     """Most answers that wait while engine.max_batch are being decoded; more are refused with 429."""
     request_timeout: float = 600.0
     """Longest a request may take, waiting included [s]; after that it is aborted, with 504."""
+    volume: str = ""
+    """Folder in which a run with weights.method=volume puts new weights: look there and take them. Empty: they are only
+    taken where somebody sends them."""
     drain_timeout: float = 30.0
     """Longest to wait for running requests once the server was told to stop [s]."""
     seed: int = 0

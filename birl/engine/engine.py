@@ -34,6 +34,7 @@ from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.text.chat import StopChecker
 from birl.types import Completion, Held, SamplingParams, Stop, Update
+from birl.waits import alive
 
 
 @dataclass(slots=True)
@@ -294,6 +295,7 @@ class EmbeddedEngine:
                 if self._arrivals or watched or time.perf_counter() - start > 0.125:
                     break
         self.counters.seconds += time.perf_counter() - start
+        alive()
         self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         return finished
 

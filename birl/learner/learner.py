@@ -37,7 +37,7 @@ class Stats:
     nonfinite: int = 0  # optimizer steps that were left out because the gradient was not finite
     grad_norm: float = 0.0  # of the last one, before clipping
     first_gap: float = math.nan  # mean |engine log-prob - learner log-prob| before the weights moved
-    staleness: int = 0  # optimizer steps between the oldest sampled token's weights and these
+
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)  # figures that are means already

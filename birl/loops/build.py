@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from birl.config import schema
-from birl.config.check import CRITIC, proximal
 from birl.config.load import flatten, run_folder
+from birl.config.rules_algorithm import CRITIC, proximal
 from birl.data.stream import Source, Stream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.engine.engine import Counters, EmbeddedEngine
@@ -24,15 +24,22 @@ from birl.learner.learner import Learner
 from birl.learner.lora import Lora
 from birl.loops.credit import Credit
 from birl.loops.custom import part
-from birl.loops.evaluate import Plan, plan
+from birl.loops.engines import Servers, open_servers, sender, wanted
+from birl.loops.evaluate import Plan, data_digest, plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
-from birl.loops.policy import DTYPES, Policy, check_cache, load_policy, longest_prompt
+from birl.loops.policy import (
+    DTYPES,
+    Policy,
+    check_cache,
+    load_policy,
+    longest_prompt,
+)
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.loops.scorer import RewardModel
 from birl.loops.teacher import ServedTeacher
 from birl.models.forward import head
 from birl.models.heads import add_score_head
-from birl.models.load import cast, load_model, load_reward_model, load_tokenizer, resolve, score_weight
+from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
@@ -40,9 +47,9 @@ from birl.rollout.group import Rollout, derive_seed
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import Sample, SamplingParams, Task
+from birl.weights.publish import Memory, Publisher
 
 T = TypeVar("T")
-EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +61,7 @@ class Given:
     validation: Any = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Parts:
     """All objects of one training run."""
 
@@ -66,13 +73,14 @@ class Parts:
     critic: Learner | None
     objective: Objective
     credit: Credit
-    engine: EmbeddedEngine
+    engine: EmbeddedEngine | Servers
     rewards: Rewards
     rollout: Rollout
     params: SamplingParams
     train: list[Tasks]
     plan_validation: Plan | None
     tracker: Tracker
+    publisher: Publisher
     resume_from: Path | None
     total_steps: int | None
     counted: Counters = field(default_factory=Counters)
@@ -114,6 +122,11 @@ class Parts:
         everything = ranked or keys.advantage in CRITIC or keys.entropy_coef > 0 or self.objective.needs_reference()
         own = sample.advantage
         return everything or (any(own) if isinstance(own, tuple) else own != 0)
+
+    @cached_property
+    def validation_digest(self) -> str:
+        """Of the questions that are validated on."""
+        return data_digest(self.plan_validation.tasks if self.plan_validation else ())
 
     @property
     def validation_rollout(self) -> Rollout:
@@ -161,13 +174,36 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         train, validation = load_data(config, given, policy.chat, context)
         report_data(train, validation)
         check_lengths(config, train, policy.chat)
+        asked = lengths(config, policy, train, validation, context)
+        servers = None
+        if config.engine.kind != "embedded" and not dry_run:
+            servers = await open_servers(config.engine, wanted(config, policy, context, asked, run))
         await starting
-        ready = partial(assembled, config, policy, context, rewards, train, validation, run, resume_from, dry_run)
-        return await loop.run_in_executor(compute, ready)
+        ready = partial(
+            assembled, config, policy, context, rewards, train, validation, run, resume_from, dry_run, asked, servers
+        )
+        try:
+            return await loop.run_in_executor(compute, ready)
+        except BaseException:
+            if servers is not None:
+                await servers.close()
+            raise
     except BaseException:
         starting.cancel()
         await rewards.close()
         raise
+
+
+def lengths(
+    config: schema.RL, policy: Policy, train: Sequence[Tasks], validation: Sequence[Task], context: int
+) -> list[tuple[int, int]]:
+    """The longest prompt and answer of training, and of validation where there is one [tokens]."""
+    everything = [t[i] for t in train for i in range(len(t))]
+    asked = [(longest_prompt(everything, policy.chat, context), config.rollout.max_tokens)]
+    if validation:
+        answer = config.validation.max_tokens or config.rollout.max_tokens
+        asked.append((longest_prompt(validation, policy.chat, context), answer))
+    return asked
 
 
 def assembled(
@@ -180,18 +216,16 @@ def assembled(
     run: Path,
     resume_from: Path | None,
     dry_run: bool,
+    asked: list[tuple[int, int]],
+    servers: Servers | None,
 ) -> Parts:
     """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
     learner, objective, credit, critic = models(config, policy, rewards)
-    everything = [t[i] for t in train for i in range(len(t))]
-    asked = [(longest_prompt(everything, policy.chat, context), config.rollout.max_tokens)]
-    if validation:
-        answer = config.validation.max_tokens or config.rollout.max_tokens
-        asked.append((longest_prompt(validation, policy.chat, context), answer))
     longest = min(max(map(sum, asked)), context)
-    engine = policy.engine(config.engine, context, lambda: learner.version, longest)
-    for prompt, answer in asked:
-        check_cache(config.engine, engine, prompt, answer)
+    engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest)
+    if isinstance(engine, EmbeddedEngine):
+        for prompt, answer in asked:
+            check_cache(config.engine, engine, prompt, answer)
     rollout = Rollout(
         engine=engine,
         chat=policy.chat,
@@ -203,6 +237,8 @@ def assembled(
     total = total_steps(config, train)
     if not dry_run:
         claim(run, config, policy)
+    tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
+    publisher = Memory() if servers is None else sender(config, policy, learner, servers, train, run, tracker.message)
     return Parts(
         config=config,
         run=run,
@@ -220,7 +256,8 @@ def assembled(
         plan_validation=plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
         if validation
         else None,
-        tracker=Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config)),
+        tracker=tracker,
+        publisher=publisher,
         resume_from=resume_from,
         total_steps=total,
     )
@@ -416,44 +453,3 @@ def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
     if config.algorithm.dynamic_sampling:
         return None  # nobody knows how many prompts a step will take
     return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
-
-
-@dataclass(slots=True, kw_only=True)
-class Evaluation:
-    plan: Plan
-    rollout: Rollout
-    rewards: Rewards
-    engine: EmbeddedEngine
-
-    async def close(self) -> None:
-        await self.engine.close()
-        await self.rewards.close()
-
-
-async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
-    rewards = make_rewards(config.reward, config.model, compute)
-    starting = asyncio.create_task(rewards.start())
-    try:
-        policy = await asyncio.get_running_loop().run_in_executor(compute, load_policy, config.model, compute)
-        cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
-        tasks = load_tasks(config.data, "validation", chat=policy.chat.has_template)
-        questions = [t[i] for t in tasks for i in range(len(t))]
-        context = min(config.model.max_length or policy.context, policy.context)
-        prompt = longest_prompt(questions, policy.chat, context)
-        answer = config.validation.max_tokens or EVAL_TOKENS
-        engine = policy.engine(config.engine, context, lambda: 0, min(prompt + answer, context))
-        check_cache(config.engine, engine, prompt, answer)
-        await starting
-    except BaseException:
-        starting.cancel()
-        await rewards.close()
-        raise
-    rollout = Rollout(
-        engine=engine, chat=policy.chat, open_env=SingleTurn, score=scorer(rewards), limits=Limits(), seed=config.seed
-    )
-    return Evaluation(
-        plan=plan(questions, config.validation, EVAL_TOKENS),
-        rollout=rollout,
-        rewards=rewards,
-        engine=engine,
-    )

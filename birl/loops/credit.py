@@ -16,7 +16,7 @@ from birl.algorithms import advantages as estimate
 from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
 from birl.config import schema
-from birl.config.check import CRITIC
+from birl.config.rules_algorithm import CRITIC
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner

@@ -1,19 +1,16 @@
-"""Measure a policy on held-out tasks: unbiased pass@k by source, failures counted apart. `birl eval`, and validation in
-`birl rl`."""
+"""Measure a policy on held-out tasks: unbiased pass@k by source, failures counted apart. For `birl eval`
+(`evaluation.py`), and validation in `birl rl`."""
 
 import asyncio
-import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from birl.algorithms.pass_at_k import pass_at_k, wilson
+import xxhash
+
+from birl.algorithms.pass_at_k import pass_at_k
 from birl.config import schema
-from birl.errors import BirlError
 from birl.rollout.group import Rollout, last_reply
 from birl.types import Group, Message, SamplingParams, Task
 
@@ -52,6 +49,14 @@ async def evaluate(plan: Plan, rollout: Rollout) -> tuple[dict[str, float], list
         *(rollout.group(i, task, max(plan.samples, own_k(task)), plan.params) for i, task in enumerate(plan.tasks))
     )
     return measure(groups, plan.k), list(groups)
+
+
+def data_digest(tasks: Sequence[Task]) -> str:
+    """Of the questions and right answers, in their order."""
+    found = xxhash.xxh3_128()
+    for task in tasks:
+        found.update(f"{task.id}\n{task.prompt!r}\n{task.answer!r}\n".encode())
+    return found.hexdigest()
 
 
 def own_k(task: Task) -> int:
@@ -120,73 +125,3 @@ def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None)
 def prompt_text(prompt: tuple[Message, ...] | str) -> str:
     """What the user said, for people to read; the model sees the template's rendering."""
     return prompt if isinstance(prompt, str) else "\n".join(m.content for m in prompt if m.role != "system")
-
-
-def run(config: schema.Eval) -> None:
-    """`birl eval`."""
-    from birl.loops import build
-    from birl.loops.machine import compute_thread
-
-    with compute_thread(config.threads) as compute:
-        asyncio.run(_run(config, build, compute))
-
-
-async def _run(config: schema.Eval, build, compute: Executor) -> None:
-    output = Path(config.output)
-    with _writing(output):  # better to know now than when the answers are there
-        output.parent.mkdir(parents=True, exist_ok=True)
-    parts = await build.evaluation(config, compute)
-    try:
-        metrics, groups = await evaluate(parts.plan, parts.rollout)
-    finally:
-        await parts.close()
-    check_failures(groups)
-    _print(metrics)
-    if config.output:
-        records = [
-            record
-            for g in groups
-            for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
-        ]
-        text = json.dumps({"model": config.model.path, "metrics": metrics, "answers": records}, indent=1, default=str)
-        with _writing(output):
-            output.write_text(text)
-        print(f"Written to {config.output}")
-
-
-def check_failures(groups: Sequence[Group]) -> None:
-    """Say why answers have no score; without a single one there is nothing to report."""
-    episodes = [t for g in groups for t in g.trajectories]
-    failed = Counter(t.detail for t in episodes if not t.outcome.scored)
-    if failed:
-        reasons = "\n".join(f"  {n} x {why}" for why, n in failed.most_common(3))
-        text = f"{failed.total()} of {len(episodes)} answers could not be scored. Most frequent reasons:\n{reasons}"
-        if failed.total() == len(episodes):
-            raise BirlError(text)
-        print(text)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BirlError(f"output={path} cannot be written: {error.strerror or error}. Name another file.") from error
-
-
-def _only(group: Group, i: int) -> Group:
-    return replace(group, trajectories=(group.trajectories[i],))
-
-
-def _print(metrics: dict[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("source", "n", "metric", "value", "95 %", "mean score", "mean tokens", "truncated", "failed")
-    for source in dict.fromkeys(name.split("/")[1] for name in metrics):
-        own = {name.split("/")[2]: v for name, v in metrics.items() if name.split("/")[1] == source}
-        for k in (name for name in own if name.startswith("pass@")):
-            low, high = wilson(own[k] * own["n"], int(own["n"]))
-            rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
-            table.add_row(source, f"{own['n']:.0f}", k, f"{own[k]:.3f}", f"{low:.3f} - {high:.3f}", *rest)
-    Console().print(table)

@@ -17,7 +17,7 @@ from torch import nn
 
 from birl import kernels
 from birl.config import schema
-from birl.config.check import CRITIC
+from birl.config.rules_algorithm import CRITIC
 from birl.engine.pages import pages_for
 from birl.engine.runner import cache_shape
 from birl.engine.scheduler import PREFILL

@@ -1,11 +1,129 @@
-"""Figures of a step that come from its episodes alone."""
+"""What is told of a training step: figures for metrics.jsonl, and every episode for rollouts.jsonl."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any
 
+from birl.learner.learner import Stats
+from birl.loops.credit import Credited
+from birl.loops.machine import peak_memory
+from birl.rollout import ages, assemble, pipeline
+from birl.text.chat import Chat
 from birl.types import Group, Outcome
+
+if TYPE_CHECKING:
+    from birl.loops.rl import _Run
+
+OLD = 8  # staleness of this many steps or more is one class of the histogram
+
+
+def step_metrics(
+    run: "_Run", step: pipeline.Step, credited: Credited, stats: Stats, waited: float, training: float
+) -> dict[str, float]:
+    """All figures of a step. `waited` [s]: from the end of the last one until its groups were there."""
+    parts, everything = run.parts, (*step.groups, *step.refused)
+    counters = parts.take_counters()
+    trained = sum(len(s.tokens) for s in credited.samples if parts.has_gradient(s))
+    waited = max(waited - run.saving, 0.0)
+    metrics = outcome_metrics(everything) | reward_metrics(everything)
+    metrics |= {
+        "groups/kept": float(len(step.groups)),
+        "groups/refilled": float(len(step.refused)),
+        "groups/no_signal": float(sum(not assemble.has_signal(g, parts.usage) for g in everything)),
+        "loss": stats.loss,
+        "entropy": stats.mean("entropy"),
+        "clip_fraction": stats.mean("clip_fraction"),
+        "ratio/mean": stats.mean("ratio"),
+        "ratio/max": stats.maxima.get("ratio", nan),
+        "mismatch/mean": stats.first_gap,
+        "grad_norm": stats.grad_norm,
+        "lr": run.rate,
+        "updates/done": float(stats.updates),
+        "updates/skipped": float(stats.skipped),
+        "updates/nonfinite": float(stats.nonfinite),
+        "tokens/generated": float(counters.tokens),
+        "tokens/trained": float(trained),
+        "speed/generate": counters.tokens / max(counters.seconds, 1e-9),
+        "speed/guessed": counters.accepted / counters.tokens if counters.tokens else nan,
+        "speed/train": trained / max(training, 1e-9),
+        "time/generate": counters.seconds,
+        "time/train": training,
+        "time/wait": waited,
+        "time/checkpoint": run.saving,
+        "memory/peak": peak_memory(),
+    }
+    if run.config.rollout.max_staleness == 0:
+        metrics["time/reward"] = max(waited - counters.seconds, 0.0)
+    told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
+    metrics |= {name: stats.mean(name) for name in told} | stats.other
+    if credited.kl == credited.kl:
+        metrics |= {"kl/episode": credited.kl, "kl/coef": run.kl.coef}
+    return metrics | staleness_metrics(run, step, credited) | weights_metrics(run)
+
+
+def staleness_metrics(run: "_Run", step: pipeline.Step, credited: Credited) -> dict[str, float]:
+    """How old the trained tokens were, in training steps, and how much is under way."""
+    found = run.ages.histogram(credited.samples)
+    total = max(found.total(), 1)
+    metrics = {
+        "staleness/mean": ages.mean(found),
+        "staleness/max": float(max(found, default=0)),
+        "queue/ready": float(step.ready),
+        "queue/running": float(step.running),
+    }
+    if run.config.rollout.max_staleness > 0:
+        metrics["staleness/mixed"] = ages.mixed(credited.samples)
+        for age in range(min(run.config.rollout.max_staleness, OLD) + 1):
+            count = found[age] if age < OLD else sum(n for a, n in found.items() if a >= OLD)
+            metrics[f"staleness/{age}"] = count / total
+    return metrics
+
+
+def weights_metrics(run: "_Run") -> dict[str, float]:
+    """What the last update of the engines cost; nothing where they have the learner's own weights."""
+    sent = run.sent
+    if not sent.bytes:
+        return {}
+    return {
+        "time/weights": sent.seconds,
+        "weights/paused": sent.paused,
+        "weights/bytes": float(sent.bytes),
+        "weights/gap": sent.gap,
+    }
+
+
+def episode_records(
+    step: pipeline.Step, chat: Chat, advantages: Mapping[tuple[int, int], float]
+) -> list[dict[str, Any]]:
+    """Every episode of the step as rollouts.jsonl holds it. `advantages`: by group and episode."""
+    return [
+        {
+            "group": g.index,
+            "episode": i,
+            "task": g.task.id,
+            "answer": g.task.answer,
+            "outcome": str(t.outcome),
+            "detail": t.detail,
+            "reward": t.reward,
+            "score": t.score,
+            "parts": dict(t.parts),
+            "advantage": advantages.get((g.index, i)),
+            "text": "".join(chat.decode(turn.completion.tokens) for turn in t.turns),
+            "samples": [
+                {
+                    "tokens": s.tokens,
+                    "mask": [int(m) for m in s.mask],
+                    "logprobs": s.logprobs,
+                    "versions": s.versions,
+                }
+                for s in assemble.samples(t, 0.0, g.index, i)
+            ],
+        }
+        for g in (*step.groups, *step.refused)
+        for i, t in enumerate(g.trajectories)
+    ]
 
 
 def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
 from birl.config import schema
-from birl.config.check import corrects, proximal
+from birl.config.rules_algorithm import corrects, proximal
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss
@@ -129,7 +129,9 @@ class Objective:
             held_coef=keys.held_coef,
             entropy_coef=keys.entropy_coef,
         )
-        figures["gap"] = (logp - batch.logprobs).abs()
+        fresh = batch.versions.to(logp.device) == self.learner.version  # sampled by these very weights
+        figures["gap"] = (logp - batch.logprobs).abs() * fresh
+        figures["fresh"] = fresh.float()
         if batch.said is not None:
             each, clipped = value_loss(batch.said, batch.values, batch.returns, clip=self.config.critic.clip)
             loss = loss + self.config.critic.coef * value_weight * each.sum()

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
@@ -19,7 +20,15 @@ from birl.kernels import PAGE
 from birl.loops.machine import free_memory
 from birl.models.device import choose
 from birl.models.forward import head, verify
-from birl.models.load import check_vocabulary, context_limit, end_ids, load_model, load_tokenizer, resolve
+from birl.models.load import (
+    check_vocabulary,
+    context_limit,
+    end_ids,
+    load_model,
+    load_tokenizer,
+    resolve,
+    skeleton,
+)
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
 
@@ -42,7 +51,7 @@ class Policy:
         return context_limit(self.model)
 
     def engine(
-        self, config: schema.Engine, context: int, version: Callable[[], int] | None, longest: int | None = None
+        self, config: schema.Generation, context: int, version: Callable[[], int] | None, longest: int | None = None
     ) -> EmbeddedEngine:
         """`version` None: the engine has weights of its own. `longest`: no sequence will be longer [tokens]; `context`
         where it is not known."""
@@ -53,10 +62,31 @@ class Policy:
             context=context,
             compute=self.compute,
             version=version,
+            recompute_kv=config.recompute_kv,
             max_batch=config.max_batch,
             kv_cache_gb=config.kv_cache_gb or cache_bytes(self.model, config.max_batch, longest or context) / 2**30,
             draft_rows=config.draft_rows,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """What is needed to talk to a model that is somewhere else."""
+
+    folder: Path
+    chat: Chat
+    context: int
+
+
+def load_reader(config: schema.Model) -> Reader:
+    """A model's tokenizer and limits, without its weights."""
+    folder = resolve(config.path, weights=False)
+    chat = Chat(load_tokenizer(folder, config.chat_template))
+    model = skeleton(folder)
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)  # pyright: ignore
+    chat.end_ids = end_ids(model, chat.tokenizer)
+    return Reader(folder=folder, chat=chat, context=context_limit(model))
 
 
 def load_policy(config: schema.Model, compute: Executor) -> Policy:

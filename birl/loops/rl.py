@@ -1,7 +1,8 @@
-"""Reinforcement learning: groups -> advantages -> samples -> batches -> update, over the pipeline of
-`rollout/pipeline.py`.
+"""Reinforcement learning: groups -> advantages -> samples -> batches -> update -> weights to the engines, over the
+pipeline of `rollout/pipeline.py`.
 
-Read `_Run.train` first: it is the algorithm. `birl rl`, `Trainer.train()` and the tests all come through `train()`.
+Read `_Run.train` first: it is the algorithm, synchronous or not. `birl rl`, `Trainer.train()` and the tests all come
+through `train()`.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,23 @@ from birl.learner.learner import Stats
 from birl.loops import build
 from birl.loops import plan as planning
 from birl.loops.credit import Credited
+from birl.loops.engines import learner_threads
 from birl.loops.evaluate import answers, evaluate
-from birl.loops.machine import compute_thread, peak_memory
-from birl.loops.metrics import outcome_metrics, reward_metrics
+from birl.loops.ledger import Ledger, settle
+from birl.loops.machine import compute_thread
+from birl.loops.metrics import episode_records, step_metrics
 from birl.loops.objective import critic_loss
+from birl.loops.replay import replay, resample, row_of
 from birl.loops.run import Run
 from birl.loops.run_folder import held
 from birl.loops.signals import saving_signals
+from birl.models.digests import digests, whole
 from birl.rollout import assemble, pipeline
+from birl.rollout.ages import Ages
 from birl.rollout.group import derive_seed
 from birl.types import Group, Sample, Task
+from birl.waits import Watchdog, alive, exit_at_once
+from birl.weights.publish import Sent, published
 
 
 def train(
@@ -58,14 +66,15 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
     with (
         saving_signals(stop),
         nullcontext() if dry_run else held(folder),
-        compute_thread(config.threads) as compute,
+        compute_thread(learner_threads(config)) as compute,
     ):
         parts = await build.training(config, choices, given, dry_run, compute)
         try:
             if dry_run:
                 return planning.dry_run(parts)
             run = _Run(config=config, parts=parts, stop=stop)
-            return await run.to_the_end()
+            with Watchdog(config.watchdog or inf, exit_at_once, folder / "stall.txt"):
+                return await run.to_the_end()
         finally:
             await parts.close()
 
@@ -78,6 +87,10 @@ class _Run(Run):
     parts: "build.Parts"
     greedy: dict[int, float] = field(default_factory=dict)  # reward of the greedy answer, by group, until it is used
     kl: FixedKL | AdaptiveKL = field(init=False)
+    ages: Ages = field(default_factory=Ages)
+    ledger: Ledger = field(init=False)
+    last_metrics: dict[str, float] = field(default_factory=dict)
+    sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
 
     def __post_init__(self) -> None:
         keys = self.config.algorithm
@@ -87,10 +100,16 @@ class _Run(Run):
     async def to_the_end(self) -> dict[str, Any]:
         self.resume()
         self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
+        self.ages.starts = self.extra.get("versions", [])
         config, parts = self.config, self.parts
+        self.ledger = Ledger(parts.run, self.step)
+        await self.publish()
         if self.validation_due() and (self.step > 0 or config.validation.at_start):
             await self.validate()
         self.clock = time.perf_counter()
+        if config.debug.replay:
+            await self.replay()
+            return self.summary(True)
         await pipeline.run(
             parts.stream(self.position),
             self.rollout,
@@ -98,12 +117,16 @@ class _Run(Run):
             keep=self.keep,
             groups_per_step=config.rollout.prompts,
             max_staleness=config.rollout.max_staleness,
+            sync_every=config.weights.sync_every,
+            window=config.rollout.order_window,
             max_refill=config.algorithm.max_refill,
             first_step=self.step + 1,
             steps=config.steps or None,
             position=self.position,
+            done=frozenset(self.ahead),
             stop=self.stop,
         )
+        self.ledger.close()
         finished = not self.stop.is_set()
         if finished and config.validation.every and parts.plan_validation and self.last_validation_step() != self.step:
             await self.validate()
@@ -113,15 +136,17 @@ class _Run(Run):
 
     async def rollout(self, index: int, task: Task) -> Group:
         config, parts = self.config, self.parts
-        if config.algorithm.baseline != "greedy":
-            return await parts.rollout.group(index, task, config.rollout.group_size, parts.params)
-        greedy = replace(parts.params, temperature=0.0)
-        group, alone = await asyncio.gather(
-            parts.rollout.group(index, task, config.rollout.group_size, parts.params),
-            parts.rollout.group(index, task, 1, greedy),
+        wanted = parts.rollout.group(
+            index, task, config.rollout.group_size, parts.params, extra=config.rollout.oversample
         )
-        if parts.usage.usable(alone):
-            self.greedy[index] = alone.trajectories[0].reward
+        if config.algorithm.baseline == "greedy":
+            greedy = replace(parts.params, temperature=0.0)
+            group, alone = await asyncio.gather(wanted, parts.rollout.group(index, task, 1, greedy))
+            if parts.usage.usable(alone):
+                self.greedy[index] = alone.trajectories[0].reward
+        else:
+            group = await wanted
+        self.ledger.rolled_out(group)
         return group
 
     def keep(self, group: Group) -> bool:
@@ -129,26 +154,58 @@ class _Run(Run):
         return not self.config.algorithm.dynamic_sampling or assemble.has_signal(group, self.parts.usage)
 
     async def train(self, step: pipeline.Step) -> None:
-        """One step: rewards to advantages, advantages to updates, then reports."""
+        """One step: rewards to advantages, advantages to updates, new weights to the engines, then reports."""
         rolled_out = time.perf_counter()
         self.parts.tracker.phase("training")
         self.check_failures(step)
         self.report_refill(step)
+        await self.parts.publisher.rest()
         credited, stats = await self.on_compute_thread(partial(self.learn, step.groups))
-        self.step, self.position = step.number, step.position
+        self.parts.tracker.record(row_of(step))
+        self.step, self.position, self.ahead = step.number, step.position, step.ahead
         trained = time.perf_counter()
-        metrics = self.metrics(step, credited, stats, rolled_out - self.clock, trained - rolled_out)
+        if self.step % self.config.weights.sync_every == 0:
+            await self.publish()
+        metrics = step_metrics(self, step, credited, stats, rolled_out - self.clock, trained - rolled_out)
+        self.settle(step, credited)
+        self.last_metrics = metrics
         if self.config.track.rollouts:
-            self.parts.tracker.rollouts(self.step, self.records(step, credited.by_episode))
-        await self.finish_step(metrics, trained)
+            records = episode_records(step, self.parts.chat, credited.by_episode)
+            self.parts.tracker.rollouts(self.step, records)
+        await self.finish_step(metrics, time.perf_counter())
+
+    async def replay(self) -> None:
+        """Train on what another run trained on (`replay.py`)."""
+        config, parts = self.config, self.parts
+        again = partial(resample, engine=parts.engine, params=parts.params, seed=config.seed)
+        steps, tokens = await replay(
+            Path(config.debug.replay),
+            self.train,
+            lambda: self.last_metrics,
+            lambda: parts.learner.version,
+            again if config.debug.resample else None,
+        )
+        more = f", {tokens:,} tokens sampled again with the same bits" if config.debug.resample else ""
+        parts.tracker.message(f"Replayed {steps} steps of {config.debug.replay}: every figure is equal{more}.")
+
+    async def publish(self) -> None:
+        """The engines get the weights as they are now, and prove that they have them."""
+        self.sent = await self.parts.publisher.publish()
+
+    def settle(self, step: pipeline.Step, credited: Credited) -> None:
+        """Every token of the step goes into the ledger."""
+        trained = [(s, self.parts.has_gradient(s)) for s in credited.samples]
+        self.ledger.settle(step.number, step.groups, step.refused, settle(step.groups, self.parts.usage, trained))
 
     def learn(self, groups: Sequence[Group]) -> tuple[Credited, Stats]:
         """Rewards to advantages, advantages to optimizer steps (compute thread)."""
-        newest = max((g.index for g in groups), default=-1)
-        greedy = {index: reward for index, reward in self.greedy.items() if index <= newest}
-        self.greedy = {index: reward for index, reward in self.greedy.items() if index > newest}
+        trained = {g.index for g in groups}
+        greedy = {index: reward for index, reward in self.greedy.items() if index in trained}
+        self.greedy = {index: reward for index, reward in self.greedy.items() if index not in trained}
+        self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
+        self.extra["versions"] = self.ages.starts
         credited = self.parts.credit.of(groups, greedy, self.kl.coef)
-        stats = self.update(credited.samples)
+        stats = Stats() if self.config.debug.only_rollout else self.update(credited.samples)
         if credited.kl == credited.kl:
             self.kl.update(credited.kl, credited.episodes)
             self.extra["kl_coef"] = self.kl.coef
@@ -157,8 +214,6 @@ class _Run(Run):
     def update(self, samples: list[Sample]) -> Stats:
         """Optimizer steps on one batch of rollouts."""
         stats = Stats()
-        oldest = min((v for s in samples for v in s.versions if v >= 0), default=self.parts.learner.version)
-        stats.staleness = self.parts.learner.version - oldest
         self.rate = self.learning_rate()
         parts = split_by_group(samples, self.config.algorithm.updates_per_batch)
         for part in parts * self.config.algorithm.passes:
@@ -186,9 +241,12 @@ class _Run(Run):
             known = parts.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
             for batch, of in zip(batches, known, strict=True):
                 parts.learner.forward_backward(batch, parts.objective.loss(of, self.kl.coef, value_weight), stats)
+                alive()
             if stats.updates == 0:
-                stats.first_gap = stats.mean("gap")
-                self.check_gap(stats)
+                fresh = stats.sums["fresh"]
+                stats.first_gap = stats.sums["gap"] / fresh if fresh else nan
+                if fresh:
+                    self.check_gap(stats)
             stats.grad_norm = parts.learner.optim_step(self.rate)
             stats.updates += 1
             self.check_finite(stats)
@@ -235,11 +293,11 @@ class _Run(Run):
                 "trained."
             )
 
-    async def finish_step(self, metrics: dict[str, float], trained: float) -> None:
+    async def finish_step(self, metrics: dict[str, float], reported: float) -> None:
         """Validate where it is time, then report."""
         improved = await self.validate() if self.validation_due() else False
         validated = time.perf_counter()
-        metrics["time/validate"] = validated - trained
+        metrics["time/validate"] = validated - reported
         metrics["time/step"] = validated - self.clock
         await self.report(metrics, ("tokens/generated", "tokens/trained", "outcome/asked"), improved)
 
@@ -250,8 +308,13 @@ class _Run(Run):
         return planned and (last is None or last["step"] != self.step)
 
     async def validate(self) -> bool:
-        """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""
+        """Measure the weights as they are now; True when they are the best so far. A signal abandons it.
+
+        The learner rests meanwhile, so this is one snapshot: every answer must come from its version, and the record
+        names its digest. A checkpoint of this step holds the same weights."""
         assert self.parts.plan_validation is not None
+        if self.parts.engine.version != self.parts.learner.version:
+            await self.publish()
         self.parts.tracker.phase("validating")
         work = asyncio.create_task(evaluate(self.parts.plan_validation, self.parts.validation_rollout))
         stopped = asyncio.create_task(self.stop.wait())
@@ -268,76 +331,26 @@ class _Run(Run):
             (why, n), asked = failed.most_common(1)[0], sum(len(g.trajectories) for g in groups)
             self.parts.tracker.message(f"Validation: {failed.total()} of {asked} answers failed, {n} of them: {why}")
         samples = answers(groups, self.parts.rollout, 32)
-        return self.validated(metrics, samples, metrics["validation/all/score"])
+        about = await self.on_compute_thread(partial(self.measured, groups))
+        return self.validated(metrics, samples, metrics["validation/all/score"], about)
 
-    def metrics(
-        self, step: pipeline.Step, credited: Credited, stats: Stats, rolling: float, training: float
-    ) -> dict[str, float]:
-        everything = (*step.groups, *step.refused)
-        metrics = outcome_metrics(everything) | reward_metrics(everything)
-        counters = self.parts.take_counters()
-        trained = sum(len(s.tokens) for s in credited.samples if self.parts.has_gradient(s))
-        metrics |= {
-            "groups/kept": float(len(step.groups)),
-            "groups/refilled": float(len(step.refused)),
-            "groups/no_signal": float(sum(not assemble.has_signal(g, self.parts.usage) for g in everything)),
-            "loss": stats.loss,
-            "entropy": stats.mean("entropy"),
-            "clip_fraction": stats.mean("clip_fraction"),
-            "ratio/mean": stats.mean("ratio"),
-            "ratio/max": stats.maxima.get("ratio", nan),
-            "mismatch/mean": stats.first_gap,
-            "grad_norm": stats.grad_norm,
-            "lr": self.rate,
-            "updates/done": float(stats.updates),
-            "updates/skipped": float(stats.skipped),
-            "updates/nonfinite": float(stats.nonfinite),
-            "staleness/max": float(stats.staleness),
-            "tokens/generated": float(counters.tokens),
-            "tokens/trained": float(trained),
-            "speed/generate": counters.tokens / max(counters.seconds, 1e-9),
-            "speed/guessed": counters.accepted / counters.tokens if counters.tokens else nan,
-            "speed/train": trained / max(training, 1e-9),
-            "time/generate": counters.seconds,
-            "time/reward": max(rolling - self.saving - counters.seconds, 0.0),
-            "time/train": training,
-            "time/checkpoint": self.saving,
-            "memory/peak": peak_memory(),
+    def measured(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """What a validation says about itself. Raises `BirlError` where its answers are not from one snapshot."""
+        version, plan = self.parts.learner.version, self.parts.plan_validation
+        turns = [turn for g in groups for t in g.trajectories for turn in t.turns]
+        if others := {v for turn in turns for v in turn.completion.versions} - {version}:
+            raise BirlError(
+                f"Validation of step {self.step}: answers come from version {sorted(others)} of the weights instead "
+                f"of {version} alone, so the result would belong to no policy."
+            )
+        assert plan is not None
+        return {
+            "version": version,
+            "weights": whole(digests(published(self.parts.learner.model))),
+            "data": self.parts.validation_digest,
+            "seed": self.parts.validation_rollout.seed,
+            "n": plan.samples,
         }
-        told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
-        metrics |= {name: stats.mean(name) for name in told} | stats.other
-        if credited.kl == credited.kl:
-            metrics |= {"kl/episode": credited.kl, "kl/coef": self.kl.coef}
-        return metrics
-
-    def records(self, step: pipeline.Step, by_episode: dict[tuple[int, int], float]) -> list[dict[str, Any]]:
-        """Every episode of the step as rollouts.jsonl holds it."""
-        return [
-            {
-                "group": g.index,
-                "episode": i,
-                "task": g.task.id,
-                "answer": g.task.answer,
-                "outcome": str(t.outcome),
-                "detail": t.detail,
-                "reward": t.reward,
-                "score": t.score,
-                "parts": dict(t.parts),
-                "advantage": by_episode.get((g.index, i)),
-                "text": "".join(self.parts.chat.decode(turn.completion.tokens) for turn in t.turns),
-                "samples": [
-                    {
-                        "tokens": s.tokens,
-                        "mask": [int(m) for m in s.mask],
-                        "logprobs": s.logprobs,
-                        "versions": s.versions,
-                    }
-                    for s in assemble.samples(t, 0.0, g.index, i)
-                ],
-            }
-            for g in (*step.groups, *step.refused)
-            for i, t in enumerate(g.trajectories)
-        ]
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

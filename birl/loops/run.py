@@ -6,7 +6,7 @@ The loops themselves (`rl.py`, `offline.py`) say what a step is.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from birl.track.tracker import Tracker
 T = TypeVar("T")
 NONFINITE_LIMIT = 3  # optimizer steps in a row without a finite gradient that are skipped before the run stops
 REMEMBERED = (
-    *("step", "position", "best", "best_step", "nonfinite", "spent"),
+    *("step", "position", "ahead", "best", "best_step", "nonfinite", "spent"),
     *("first_validation", "last_validation", "extra"),
 )
 
@@ -60,7 +60,8 @@ class Run:
     parts: Parts
     stop: asyncio.Event
     step: int = 0  # finished steps
-    position: int = 0  # groups or rows consumed since the run's start
+    position: int = 0  # all groups or rows before this one are consumed,
+    ahead: Sequence[int] = ()  # and these behind it
     best: float | None = None
     best_step: int | None = None
     totals: Counter[str] = field(default_factory=Counter)
@@ -105,12 +106,19 @@ class Run:
     def last_validation_step(self) -> int | None:
         return None if self.last_validation is None else self.last_validation["step"]
 
-    def validated(self, metrics: dict[str, float], samples: list[dict[str, Any]], score: float) -> bool:
-        """Report a validation; True when it is the best so far. `score`: higher is better, NaN is not comparable."""
-        record = {"step": self.step, "metrics": metrics, "samples": samples}
+    def validated(
+        self,
+        metrics: dict[str, float],
+        samples: list[dict[str, Any]],
+        score: float,
+        about: dict[str, Any] | None = None,
+    ) -> bool:
+        """Report a validation; True when it is the best so far. `score`: higher is better, NaN is not comparable.
+        `about` says what was measured."""
+        record = {"step": self.step, **(about or {}), "metrics": metrics, "samples": samples}
         self.first_validation = self.first_validation or record
         self.last_validation = record
-        self.parts.tracker.validation(self.step, metrics, samples)
+        self.parts.tracker.validation(self.step, metrics, samples, about)
         if score == score and (self.best is None or score > self.best):
             self.best, self.best_step = score, self.step
             return self.step > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from birl.config import schema
-from birl.errors import BirlError
+from birl.errors import BirlError, WeightsFailed
 from birl.kernels import PAGE
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, check_cache, load_policy
@@ -23,7 +23,9 @@ from birl.serve.metrics import Metrics
 from birl.serve.server import app
 from birl.serve.service import Service
 from birl.serve.staging import Staging
+from birl.weights import folder
 
+LOOK = 0.2  # seconds between two looks into `volume`
 GRACE = 5  # seconds for connections to take what was answered, once nothing is sampled any more
 
 
@@ -73,6 +75,7 @@ def address(sock: socket.socket, reachable: bool = False) -> str:
 async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: Executor) -> None:
     service = await asyncio.get_running_loop().run_in_executor(compute, load, config, token, compute)
     watching, entry, beating = asyncio.create_task(service.watch()), None, None
+    looking = asyncio.create_task(look(service, Path(config.volume))) if config.volume else None
 
     def leave() -> None:
         """Nobody is to find the server any more."""
@@ -101,8 +104,26 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
         await serving
     finally:
         watching.cancel()
+        if looking is not None:
+            looking.cancel()
         leave()
         await service.engine.close()
+
+
+async def look(service: Service, root: Path) -> None:
+    """Take whatever is announced in `root` (weights.method=volume). What fails is told, and tried again when something
+    else is announced."""
+    seen = -1
+    while True:
+        try:
+            update = await asyncio.to_thread(folder.latest, root)
+            if update is not None and update.version not in (seen, service.engine.version):
+                seen = update.version
+                async with service.control():
+                    await service.load(update.version, dict(update.digests), update.folder)
+        except (WeightsFailed, OSError) as error:
+            print(f"birl serve: volume={root}: {error}", flush=True)
+        await asyncio.sleep(LOOK)
 
 
 def load(config: schema.Serve, token: str, compute: Executor) -> Service:

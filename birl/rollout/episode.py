@@ -11,6 +11,7 @@ from math import nan
 from typing import Protocol
 
 from birl.types import Engine, Env, Message, Outcome, SamplingParams, Stop, Trajectory, Turn
+from birl.waits import waiting
 
 
 class Translator(Protocol):
@@ -42,8 +43,11 @@ async def run_episode(
     params: SamplingParams,
     limits: Limits,
     seed_of_turn: Callable[[int], int],
+    session: str = "",
+    name: str = "an episode",
 ) -> Trajectory:
-    """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case."""
+    """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case.
+    `session` tells engines what belongs together, `name` is for the table of waits."""
     turns: list[Turn] = []
     reward = score = 0.0
     parts: dict[str, float] = {}
@@ -52,12 +56,14 @@ async def run_episode(
         async with asyncio.timeout(limits.timeout):
             prompt = chat.render(await env.start())
             for number in range(limits.turns):
-                turn = await _ask(engine, prompt, replace(params, seed=seed_of_turn(number)))
+                with waiting(name, f"turn {number}", "engine", limits.timeout):
+                    turn = await _ask(engine, prompt, replace(params, seed=seed_of_turn(number)), session)
                 turns.append(turn)
                 if turn.completion.stop is Stop.ABORT:
                     outcome = Outcome.ABORTED
                     break
-                feedback = await env.step(chat.parse(turn.completion.tokens))
+                with waiting(name, f"turn {number}", "environment", limits.timeout):
+                    feedback = await env.step(chat.parse(turn.completion.tokens))
                 reward += feedback.reward
                 score += feedback.reward if feedback.score is None else feedback.score
                 parts |= feedback.info
@@ -80,9 +86,9 @@ async def run_episode(
     return Trajectory(turns=tuple(turns), reward=reward, score=score, outcome=outcome, parts=parts, detail=detail)
 
 
-async def _ask(engine: Engine, prompt: tuple[int, ...], params: SamplingParams) -> Turn:
+async def _ask(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, session: str) -> Turn:
     try:
-        return Turn(prompt=prompt, completion=await engine.generate(prompt, params))
+        return Turn(prompt=prompt, completion=await engine.generate(prompt, params, session))
     except TimeoutError:
         raise
     except Exception as error:

@@ -2,12 +2,13 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from birl.rollout.episode import Limits, Translator, run_episode
 from birl.types import Engine, Env, Group, Message, Outcome, SamplingParams, Task, Trajectory
+from birl.waits import waiting
 
 
 class Scored(Protocol):
@@ -39,18 +40,21 @@ class Rollout:
     limits: Limits
     seed: int
 
-    async def group(self, index: int, task: Task, n: int, params: SamplingParams) -> Group:
+    async def group(self, index: int, task: Task, n: int, params: SamplingParams, extra: int = 0) -> Group:
         """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed
-        run samples what the uninterrupted one would have."""
+        run samples what the uninterrupted one would have. Of n + `extra` episodes the first n to finish are kept, in
+        their order; the others are cancelled. All of them are one session: engines have their prompt once."""
         version = self.engine.version
 
         async def one(episode: int) -> Trajectory:
             def seed(turn: int) -> int:
                 return derive_seed(self.seed, index, episode, turn)
 
-            return await run_episode(self.open_env(task), self.engine, self.chat, params, self.limits, seed)
+            name = f"group {index} episode {episode}"
+            env = self.open_env(task)
+            return await run_episode(env, self.engine, self.chat, params, self.limits, seed, str(index), name)
 
-        trajectories = await asyncio.gather(*(one(e) for e in range(n)))
+        trajectories = await first(n, [one(e) for e in range(n + extra)])
         if self.score is not None:
             trajectories = await self._scored(task, trajectories)
         return Group(index=index, task=task, trajectories=tuple(trajectories), start_version=version)
@@ -63,7 +67,9 @@ class Rollout:
         result = list(trajectories)
         if not judged:
             return result
-        for i, scored in zip(judged, await self.score(task, texts), strict=True):
+        with waiting(f"group {task.id}", "rewards", "reward workers"):
+            found = await self.score(task, texts)
+        for i, scored in zip(judged, found, strict=True):
             before = trajectories[i]
             good = scored.outcome is Outcome.OK
             result[i] = replace(
@@ -75,6 +81,21 @@ class Rollout:
                 detail=scored.detail,
             )
         return result
+
+
+async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """The results of the first n to finish, in order; the rest is cancelled, and has ended when this returns. An error
+    ends all."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(w) for w in work]
+        pending = set(tasks)
+        until = asyncio.ALL_COMPLETED if n == len(work) else asyncio.FIRST_COMPLETED
+        while len(tasks) - len(pending) < n:
+            _, pending = await asyncio.wait(pending, return_when=until)
+        kept = [t for t in tasks if t.done()][:n]
+        for task in pending:
+            task.cancel()
+    return [t.result() for t in kept]
 
 
 def last_reply(trajectory: Trajectory, chat: Translator) -> Message:

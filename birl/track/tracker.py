@@ -16,7 +16,6 @@ from birl.track.summary import closing, facts
 from birl.track.tensorboard import EventFile, samples_table
 from birl.track.wandb import WandbRun, module
 
-FILES = ("metrics.jsonl", "rollouts.jsonl", "validation.jsonl")
 SAMPLES_IN_TRACKERS = 8
 
 
@@ -48,7 +47,9 @@ class Tracker:
         after it goes, so that the files end up like those of an uninterrupted run. None empties them: a new run."""
         with writing(self.run):
             self.run.mkdir(parents=True, exist_ok=True)
-        names = FILES if isinstance(self.track, Track) else [name for name in FILES if name != "rollouts.jsonl"]
+        names = ["metrics.jsonl", "validation.jsonl"]
+        if isinstance(self.track, Track):
+            names += ["rollouts.jsonl"] + ["record.jsonl"] * self.track.record
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
         if self.track.tensorboard:
@@ -79,10 +80,15 @@ class Tracker:
         self._progress.add(step, metrics)
         self._view.step()
 
-    def validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """One validation after `step` steps, with a few dozen samples (prompt, completion, answer, score, source)."""
+    def validation(
+        self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], about: dict[str, Any] | None = None
+    ) -> None:
+        """One validation after `step` steps, with a few dozen samples (prompt, completion, answer, score, source).
+        `about`: what was measured (digests of weights and data, seed, number of answers)."""
         metrics = {name: float(value) for name, value in metrics.items()}
-        self._logs["validation.jsonl"].append([{"step": step, "time": _now(), **metrics, "samples": samples}])
+        self._logs["validation.jsonl"].append(
+            [{"step": step, "time": _now(), **(about or {}), **metrics, "samples": samples}]
+        )
         self._send(step, metrics)
         few = samples[:SAMPLES_IN_TRACKERS]
         if self._events and few:
@@ -102,6 +108,11 @@ class Tracker:
         """One line per episode. Floats in lists (log-probs) are kept to six significant digits."""
         if isinstance(self.track, Track) and self.track.rollouts:
             self._logs["rollouts.jsonl"].append({"step": step, **record} for record in records)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """One step with all digits, where that is wanted."""
+        if "record.jsonl" in self._logs:
+            self._logs["record.jsonl"].append([row], exact=True)
 
     def phase(self, text: str) -> None:
         """What happens now ("generating 37/64"); only the live panel shows it, and calling it costs nothing."""

@@ -5,10 +5,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from birl.config.check import CHOICES, RANGES, corrects, did_you_mean, problems, proximal
+from birl.config.check import problems
 from birl.config.help import documentation
 from birl.config.load import flatten
+from birl.config.ranges import CHOICES, RANGES
+from birl.config.rules_algorithm import corrects, proximal
 from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Serve, Texts, check
+from birl.config.words import did_you_mean
 from birl.errors import BirlError
 
 T = TypeVar("T")
@@ -131,7 +134,16 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"rollout__top_k": 50}, ["rollout.top_k=50", "rollout.top_k=0"]),
         ({"rollout__min_p": 0.1}, ["rollout.min_p=0.1", "rollout.min_p=0"]),
         ({"rollout__temperature": 0.0}, ["rollout.temperature=0", "greedy"]),
-        ({"rollout__max_staleness": 1}, ["asynchronous engines are not part of this version"]),
+        ({"rollout__max_staleness": 1, "weights__sync_every": 3, "engine__kind": "birl"}, ["weights.sync_every=2"]),
+        ({"rollout__max_staleness": 1, "rollout__order_window": 9}, ["x prompts = 8"]),
+        ({"weights__method": "direct"}, ["engine.kind=embedded takes memory"]),
+        ({"engine__kind": "vllm", "weights__method": "volume"}, ["reload | shared | checkpoint"]),
+        ({"engine__attach": ["exp/trial"]}, ["engine.kind=embedded does not read it"]),
+        ({"engine__kind": "birl", "engine__attach": ["localhost"]}, ["neither an address"]),
+        ({"engine__kind": "birl", "engine__attach": ["a/b"], "weights__method": "checkpoint"}, ["leaves to others"]),
+        ({"engine__kind": "vllm", "engine__python": "none"}, ["is no Python interpreter"]),
+        ({"engine__kind": "birl", "engine__sleep": True, "rollout__max_staleness": 1}, ["use one of them"]),
+        ({"weights__max_gap": 0.2}, ["the learner's own weights"]),
         ({"rollout__stop": ["\\n"]}, ["rollout.stop", "line break"]),
         ({"rollout__stop": [""]}, ["rollout.stop", "empty"]),
         ({"rollout__group_size": 1}, ["rollout.group_size=1", "algorithm.baseline=none"]),
@@ -235,6 +247,6 @@ def test_did_you_mean_says_nothing_when_nothing_is_close():
 def test_the_unbounded_losses_are_those_of_the_algorithms():
     """The configuration imports no torch, so it has their names once more."""
     from birl.algorithms import surrogates
-    from birl.config import check as rules
+    from birl.config import rules_algorithm as rules
 
     assert set(rules.UNCLIPPED) == surrogates.UNCLIPPED

@@ -28,7 +28,7 @@ from birl.engine.runner import Runner
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
-from birl.loops import build, evaluate, rl
+from birl.loops import build, evaluation, rl
 from birl.rollout.group import Rollout
 from birl.types import Group
 from tests.tiny import tiny_model_folder
@@ -450,7 +450,7 @@ class Bench:
                 seen.run = Path(seen.summary["run"])
                 seen.weights = digest(seen.run)
             else:
-                evaluate.run(config)
+                evaluation.run(config)
         seen.printed = out.getvalue()
         return seen
 
@@ -492,22 +492,22 @@ def spies(seen: Seen, stack: ExitStack) -> None:
     spy(Runner, "run", note_batch)
     spy(build, "assembled", lambda parts, *_: setattr(seen, "parts", parts))
 
-    play, measure, make_rewards = Rollout.group, build.evaluation, build.make_rewards
+    play, measure, make_rewards = Rollout.group, evaluation.evaluation, build.make_rewards
 
-    async def group(self: Rollout, *args: Any) -> Group:
-        found = await play(self, *args)
+    async def group(self: Rollout, *args: Any, **keys: Any) -> Group:
+        found = await play(self, *args, **keys)
         seen.everything.append((self.seed, found))
         return found
 
-    async def evaluation(*args: Any) -> Any:
+    async def opened(*args: Any) -> Any:
         seen.parts = await measure(*args)
         return seen.parts
 
     stack.enter_context(patch.object(Rollout, "group", group))
-    stack.enter_context(patch.object(build, "evaluation", evaluation))
+    stack.enter_context(patch.object(evaluation, "evaluation", opened))
     if isinstance(seen.config, Eval):  # has no Python way in; named functions would need a worker process each time
         stack.enter_context(
-            patch.object(build, "make_rewards", lambda *args: make_rewards(*args, functions(seen.config)))
+            patch.object(evaluation, "make_rewards", lambda *args: make_rewards(*args, functions(seen.config)))
         )
 
 

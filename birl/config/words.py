@@ -1,0 +1,38 @@
+"""How problems with a configuration are put into words."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from birl.config.help import documentation, written
+from birl.config.schema import Config
+
+
+def command(config: Config | type) -> str:
+    """What `birl` calls the command of a configuration."""
+    return (config if isinstance(config, type) else type(config)).__name__.lower()
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """` Did you mean grpo?`, or nothing where no option is close."""
+    found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]}?" if found else ""
+
+
+def value_of(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def said(config: Config, key: str) -> str:
+    return f"{key}={written(value_of(config, key))}"
+
+
+def changed(config: Config, key: str) -> bool:
+    return value_of(config, key) != documentation(type(config))[key].default
+
+
+def without_effect(config: Config, key: str, reason: str) -> list[str]:
+    """A key that was set and that nothing would read: the user believes in it, so it is refused."""
+    return [f"{said(config, key)}: has no effect because {reason}."] if changed(config, key) else []

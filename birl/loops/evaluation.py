@@ -1,0 +1,178 @@
+"""`birl eval`: its objects, and what it prints."""
+
+import asyncio
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from birl.algorithms.pass_at_k import wilson
+from birl.config import schema
+from birl.data.tasks import load_tasks
+from birl.engine.engine import EmbeddedEngine
+from birl.envs.single_turn import SingleTurn
+from birl.errors import BirlError
+from birl.loops.build import make_rewards, scorer
+from birl.loops.engines import Servers, Wanted, open_servers
+from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan
+from birl.loops.machine import compute_thread
+from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
+from birl.models.digests import digests, whole
+from birl.models.load import cast
+from birl.rewards.score import Rewards
+from birl.rollout.episode import Limits
+from birl.rollout.group import Rollout
+from birl.types import Group
+
+EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """`weights`: digest of what is measured; empty where a server cannot tell. `data`: of the questions."""
+
+    plan: Plan
+    rollout: Rollout
+    rewards: Rewards
+    engine: EmbeddedEngine | Servers
+    weights: str
+    data: str
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.rewards.close()
+
+
+async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
+    """With servers only the tokenizer is loaded here."""
+    rewards = make_rewards(config.reward, config.model, compute)
+    starting = asyncio.create_task(rewards.start())
+    in_thread = partial(asyncio.get_running_loop().run_in_executor, compute)
+    try:
+        load = partial(load_policy, compute=compute) if config.engine.kind == "embedded" else load_reader
+        model: Policy | Reader = await in_thread(load, config.model)
+        tasks = load_tasks(config.data, "validation", chat=model.chat.has_template)
+        questions = [t[i] for t in tasks for i in range(len(t))]
+        context = min(config.model.max_length or model.context, model.context)
+        asked = (longest_prompt(questions, model.chat, context), config.validation.max_tokens or EVAL_TOKENS)
+        if isinstance(model, Policy):
+            engine = await in_thread(embedded, config, model, context, asked)
+            found = await in_thread(lambda: whole(digests({n: p.data for n, p in model.model.named_parameters()})))
+        else:
+            engine, found = await served(config, model, context, asked)
+        await starting
+    except BaseException:
+        starting.cancel()
+        await rewards.close()
+        raise
+    rollout = Rollout(
+        engine=engine, chat=model.chat, open_env=SingleTurn, score=scorer(rewards), limits=Limits(), seed=config.seed
+    )
+    return Evaluation(
+        plan=plan(questions, config.validation, EVAL_TOKENS),
+        rollout=rollout,
+        rewards=rewards,
+        engine=engine,
+        weights=found,
+        data=data_digest(questions),
+    )
+
+
+def embedded(config: schema.Eval, policy: Policy, context: int, asked: tuple[int, int]) -> EmbeddedEngine:
+    cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
+    engine = policy.engine(config.engine, context, lambda: 0, min(sum(asked), context))
+    check_cache(config.engine, engine, *asked)
+    return engine
+
+
+async def served(config: schema.Eval, reader: Reader, context: int, asked: tuple[int, int]) -> tuple[Servers, str]:
+    """Servers, and the digest of what they hold where all say the same."""
+    servers = await open_servers(
+        config.engine,
+        Wanted(
+            folder=reader.folder,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            context=context,
+            longest=min(sum(asked), context),
+            kv_cache_gb=config.engine.kv_cache_gb or 1.0,
+            end_ids=reader.chat.end_ids,
+            logs=Path(tempfile.mkdtemp(prefix="birl-engines-")),
+        ),
+    )
+    told = {(await remote.info()).digest for remote in servers.remotes.values()}
+    return servers, told.pop() if len(told) == 1 else ""
+
+
+def run(config: schema.Eval) -> None:
+    """`birl eval`."""
+    with compute_thread(config.threads) as compute:
+        asyncio.run(_run(config, compute))
+
+
+async def _run(config: schema.Eval, compute: Executor) -> None:
+    output = Path(config.output)
+    with _writing(output):  # better to know now than when the answers are there
+        output.parent.mkdir(parents=True, exist_ok=True)
+    parts = await evaluation(config, compute)
+    try:
+        metrics, groups = await evaluate(parts.plan, parts.rollout)
+    finally:
+        await parts.close()
+    check_failures(groups)
+    _print(metrics)
+    if config.output:
+        records = [
+            record
+            for g in groups
+            for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
+        ]
+        about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
+        found = {**about, "n": parts.plan.samples, "metrics": metrics, "answers": records}
+        text = json.dumps(found, indent=1, default=str)
+        with _writing(output):
+            output.write_text(text)
+        print(f"Written to {config.output}")
+
+
+def check_failures(groups: Sequence[Group]) -> None:
+    """Say why answers have no score; without a single one there is nothing to report."""
+    episodes = [t for g in groups for t in g.trajectories]
+    failed = Counter(t.detail for t in episodes if not t.outcome.scored)
+    if failed:
+        reasons = "\n".join(f"  {n} x {why}" for why, n in failed.most_common(3))
+        text = f"{failed.total()} of {len(episodes)} answers could not be scored. Most frequent reasons:\n{reasons}"
+        if failed.total() == len(episodes):
+            raise BirlError(text)
+        print(text)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BirlError(f"output={path} cannot be written: {error.strerror or error}. Name another file.") from error
+
+
+def _only(group: Group, i: int) -> Group:
+    return replace(group, trajectories=(group.trajectories[i],))
+
+
+def _print(metrics: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("source", "n", "metric", "value", "95 %", "mean score", "mean tokens", "truncated", "failed")
+    for source in dict.fromkeys(name.split("/")[1] for name in metrics):
+        own = {name.split("/")[2]: v for name, v in metrics.items() if name.split("/")[1] == source}
+        for k in (name for name in own if name.startswith("pass@")):
+            low, high = wilson(own[k] * own["n"], int(own["n"]))
+            rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
+            table.add_row(source, f"{own['n']:.0f}", k, f"{own[k]:.3f}", f"{low:.3f} - {high:.3f}", *rest)
+    Console().print(table)

@@ -1,0 +1,131 @@
+"""Where every sampled token went: `ledger.jsonl` in the run folder, append-only, so that it survives any number of
+crashes and resumes.
+
+    {"life": 1, "event": "began", "step": 0}                                    a process took the run up at this step
+    {"life": 1, "event": "sampled", "group": 7, "tokens": 412}                  a group was rolled out
+    {"life": 1, "event": "settled", "step": 2, "group": 7, "tokens": {"trained": 400, "timeout": 12}}
+
+A token is trained once, or it is counted under the reason why not: `no_gradient` (its answer's advantage is 0; it
+counts in the denominator), `masked`, `refused` (the group had no signal), an outcome such as `timeout`, `redone`
+(trained by a life whose steps after the last checkpoint were lost, then sampled anew), `abandoned` (its process ended
+first) or `open` (still waiting). `audit` checks that the sums agree and that nothing was trained twice.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from birl.rollout.assemble import Usage
+from birl.track.log import JsonLog, read_jsonl
+from birl.types import Group, Outcome, Sample, Trajectory
+
+FILE = "ledger.jsonl"
+
+
+def sampled(trajectory: Trajectory) -> int:
+    """Tokens that the model was asked for in one episode."""
+    return sum(len(turn.completion.tokens) for turn in trajectory.turns)
+
+
+class Ledger:
+    """Writes the file. One life is one process from start to end."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        """`step`: the last finished one that this life goes on from; 0 empties the file: a new run."""
+        path = run / FILE
+        self.totals: Counter[str] = Counter()
+        if step == 0 and path.is_file():
+            path.unlink()
+        self.life = 1 + max((row["life"] for row in read_jsonl(path)), default=0) if path.is_file() else 1
+        self.log = JsonLog(path)
+        self._write({"event": "began", "step": step})
+
+    def rolled_out(self, group: Group) -> None:
+        tokens = sum(map(sampled, group.trajectories))
+        self.totals["sampled"] += tokens
+        self._write({"event": "sampled", "group": group.index, "tokens": tokens})
+
+    def settle(self, step: int, groups: Sequence[Group], refused: Iterable[Group], settled: dict[int, Counter[str]]):
+        rows = [(g.index, settled[g.index]) for g in groups]
+        rows += [(g.index, Counter(refused=sum(map(sampled, g.trajectories)))) for g in refused]
+        for index, tokens in rows:
+            self.totals.update(tokens)
+            self._write({"event": "settled", "step": step, "group": index, "tokens": dict(+tokens)})
+
+    def close(self) -> None:
+        self.log.close()
+
+    def _write(self, row: dict[str, object]) -> None:
+        self.log.append([{"life": self.life, **row}])
+
+
+def settle(groups: Sequence[Group], usage: Usage, trained: Iterable[tuple[Sample, bool]]) -> dict[int, Counter[str]]:
+    """By group: where its tokens went. `trained`: the samples of the step, and whether each has a gradient."""
+    used: dict[tuple[int, int], Counter[str]] = {}
+    for sample, gradient in trained:
+        mine = used.setdefault((sample.group, sample.episode), Counter())
+        mine["trained" if gradient else "no_gradient"] += sum(sample.mask)
+    found: dict[int, Counter[str]] = {}
+    for group in groups:
+        good = set(usage.usable(group))
+        tokens = found.setdefault(group.index, Counter())
+        for i, trajectory in enumerate(group.trajectories):
+            mine = used.get((group.index, i), Counter())
+            tokens.update(mine)
+            rest = sampled(trajectory) - mine.total()
+            if i in good:
+                reason = "masked"
+            elif trajectory.outcome in (Outcome.OK, Outcome.TRUNCATED):
+                reason = (
+                    "truncated" if trajectory.outcome is Outcome.TRUNCATED and usage.truncated == "drop" else "group"
+                )
+            else:
+                reason = str(trajectory.outcome)
+            tokens[reason] += rest
+    return found
+
+
+@dataclass(slots=True)
+class Audit:
+    """`tokens` by where they went; `problems` is empty where everything agrees."""
+
+    sampled: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    lives: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def audit(run: Path) -> Audit:
+    """Read a run's ledger. Raises `OSError` where there is none."""
+    rows = read_jsonl(run / FILE)
+    found = Audit(lives=max((row["life"] for row in rows), default=0))
+    began = {row["life"]: row["step"] for row in rows if row["event"] == "began"}
+    open_tokens: dict[tuple[int, int], int] = {}
+    trained_in: dict[int, int] = {}
+    for row in rows:
+        life, group = row["life"], row.get("group")
+        if row["event"] == "sampled":
+            open_tokens[life, group] = open_tokens.get((life, group), 0) + row["tokens"]
+            found.sampled += row["tokens"]
+        elif row["event"] == "settled":
+            have, said = open_tokens.pop((life, group), None), sum(row["tokens"].values())
+            if have != said:
+                found.problems.append(
+                    f"life {life}, step {row['step']}: group {group} sampled {have} tokens, settled {said}"
+                )
+            kept = min((began[later] for later in began if later > life), default=row["step"])
+            if row["step"] > kept:
+                found.tokens["redone"] += said
+                continue
+            if group in trained_in:
+                found.problems.append(
+                    f"group {group} was settled in step {trained_in[group]} and in step {row['step']}"
+                )
+            trained_in[group] = row["step"]
+            found.tokens.update(row["tokens"])
+    for (life, _), tokens in open_tokens.items():
+        found.tokens["open" if life == found.lives else "abandoned"] += tokens
+    if found.sampled != found.tokens.total():
+        found.problems.append(f"{found.sampled} tokens were sampled, {found.tokens.total()} are accounted for")
+    return found

@@ -1,0 +1,205 @@
+"""What a run trained on, written down exactly (`track.record`), and trained on again (`debug.replay`).
+
+An asynchronous run depends on time: which weights sampled a token, which group was ready first. Its record holds all
+that time decided, so a replay computes the same bits on the same machine: a difference is a bug, and it stops at the
+step that has it. With `debug.resample` each answer is also sampled again, piece by piece, under the version of the
+weights that it names, as soon as the replay has these weights.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.rollout.group import derive_seed
+from birl.rollout.pipeline import Step
+from birl.track.log import read_jsonl
+from birl.types import (
+    Completion,
+    Engine,
+    Group,
+    Message,
+    Outcome,
+    SamplingParams,
+    Stop,
+    Task,
+    Trajectory,
+    Turn,
+)
+
+FILE = "record.jsonl"
+COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "ratio/", "reward/", "kl", "lr", "updates/", "critic/")
+
+
+def row_of(step: Step) -> dict[str, Any]:
+    """One line of the record."""
+    return {
+        "step": step.number,
+        "position": step.position,
+        "ahead": list(step.ahead),
+        "groups": [_group_to(g) for g in step.groups],
+        "refused": [_group_to(g) for g in step.refused],
+    }
+
+
+def steps_of(run: Path) -> Iterator[Step]:
+    """The recorded steps. Raises `BirlError` where there are none, or one is damaged."""
+    path = run / FILE
+    if not path.is_file():
+        raise BirlError(f"debug.replay={run}: has no {FILE}. Record a run with track.record=true.")
+    for row in read_jsonl(path):
+        try:
+            yield Step(
+                number=row["step"],
+                position=row["position"],
+                ahead=tuple(row["ahead"]),
+                groups=[_group_from(g) for g in row["groups"]],
+                refused=[_group_from(g) for g in row["refused"]],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BirlError(f"{path}: a line is no step of a run ({error!r}). Record it again.") from error
+
+
+def differences(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Figures of a step that came out otherwise than they were recorded."""
+    found = []
+    for name, value in now.items():
+        if name.startswith(COMPARED) and name in before:
+            there = float("nan") if before[name] is None else before[name]
+            if not (value == there or (value != value and there != there)):
+                found.append(f"step {step}: {name} is {value!r} and was {there!r}")
+    return found
+
+
+async def resample(steps: list[Step], version: int, engine: Engine, params: SamplingParams, seed: int) -> int:
+    """Sample again what `version` sampled. Returns the number of tokens; raises `BirlError` at the first difference."""
+    pieces = [
+        (group.index, episode, number, turn, first, last)
+        for step in steps
+        for group in (*step.groups, *step.refused)
+        for episode, trajectory in enumerate(group.trajectories)
+        for number, turn in enumerate(trajectory.turns)
+        for first, last in _spans(turn.completion.versions, version)
+    ]
+
+    async def one(index: int, episode: int, number: int, turn: Turn, first: int, last: int) -> int:
+        said = turn.completion
+        whole = last == len(said.tokens) and said.stop is not Stop.LENGTH
+        limit = params.max_tokens if whole else last
+        own = replace(params, seed=derive_seed(seed, index, episode, number), forced=said.tokens[:first])
+        found = await engine.generate(turn.prompt, replace(own, max_tokens=limit))
+        for name in ("tokens", "logprobs"):
+            now, then = getattr(found, name)[first:last], getattr(said, name)[first:last]
+            if now != then:
+                place = next(
+                    (i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), min(len(now), len(then))
+                )
+                raise BirlError(
+                    f"Group {index}, episode {episode}, turn {number}: token {first + place} of version {version} was "
+                    f"{name} {then[place : place + 1]} and is {now[place : place + 1]} now."
+                )
+        return last - first
+
+    return sum(await asyncio.gather(*(one(*piece) for piece in pieces)))
+
+
+async def replay(
+    run: Path,
+    train: Callable[[Step], Awaitable[None]],
+    metrics: Callable[[], Mapping[str, Any]],
+    version: Callable[[], int],
+    again: Callable[[list[Step], int], Awaitable[int]] | None,
+) -> tuple[int, int]:
+    """Train on every recorded step, and compare. `metrics`: those of the step that was just trained; `again`: samples
+    what a version sampled. Returns steps and tokens that were compared."""
+    steps, before = list(steps_of(run)), {row["step"]: row for row in read_jsonl(run / "metrics.jsonl")}
+    done: set[int] = set()
+    tokens = 0
+    for step in steps:
+        if again is not None and version() not in done:
+            done.add(version())
+            tokens += await again(steps, version())
+        await train(step)
+        if found := differences(step.number, before.get(step.number, {}), metrics()):
+            raise BirlError(f"The replay of {run} is another run: " + "; ".join(found[:4]) + ".")
+    return len(steps), tokens
+
+
+def _spans(versions: tuple[int, ...], version: int) -> Iterator[tuple[int, int]]:
+    """Stretches of tokens of one version: first and behind last."""
+    start = None
+    for place, own in enumerate((*versions, None)):
+        if own == version and start is None:
+            start = place
+        elif own != version and start is not None:
+            yield start, place
+            start = None
+
+
+def _group_to(group: Group) -> dict[str, Any]:
+    task = group.task
+    prompt = task.prompt if isinstance(task.prompt, str) else [[m.role, m.content] for m in task.prompt]
+    return {
+        "index": group.index,
+        "start_version": group.start_version,
+        "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "source": task.source},
+        "trajectories": [
+            {
+                "turns": [
+                    {
+                        "prompt": turn.prompt,
+                        "tokens": turn.completion.tokens,
+                        "logprobs": turn.completion.logprobs,
+                        "versions": turn.completion.versions,
+                        "stop": str(turn.completion.stop),
+                    }
+                    for turn in t.turns
+                ],
+                "reward": t.reward,
+                "score": t.score,
+                "outcome": str(t.outcome),
+                "parts": dict(t.parts),
+                "detail": t.detail,
+            }
+            for t in group.trajectories
+        ],
+    }
+
+
+def _group_from(row: Mapping[str, Any]) -> Group:
+    task = row["task"]
+    messages = task["prompt"]
+    prompt = messages if isinstance(messages, str) else tuple(Message(role=r, content=c) for r, c in messages)
+    return Group(
+        index=row["index"],
+        start_version=row["start_version"],
+        task=Task(id=task["id"], prompt=prompt, answer=task["answer"], source=task["source"]),
+        trajectories=tuple(_trajectory(t) for t in row["trajectories"]),
+    )
+
+
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    def number(value: float | None) -> float:
+        return float("nan") if value is None else float(value)
+
+    return Trajectory(
+        turns=tuple(
+            Turn(
+                prompt=tuple(turn["prompt"]),
+                completion=Completion(
+                    tokens=tuple(turn["tokens"]),
+                    logprobs=tuple(turn["logprobs"]),
+                    versions=tuple(turn["versions"]),
+                    stop=Stop(turn["stop"]),
+                ),
+            )
+            for turn in row["turns"]
+        ),
+        reward=number(row["reward"]),
+        score=number(row["score"]),
+        outcome=Outcome(row["outcome"]),
+        parts={k: number(v) for k, v in row["parts"].items()},
+        detail=row["detail"],
+    )

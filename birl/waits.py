@@ -1,0 +1,126 @@
+"""Who waits for whom, since when, and what happened last; and a watchdog that ends a run in which nothing happens any
+more. Standard library only: every layer may say what it waits for.
+
+    with waiting("training", "group 12", owner="engine"):         one line of the table while it lasts
+        ...
+    event("step 3 trained")                                      one of the last 50
+    alive()                                                      something happens, not worth a line
+
+The watchdog is a thread, as the event loop itself may be what is stuck.
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+GRACE = 30.0  # seconds that a wait may outlast its own deadline: whoever set it needs a moment to notice
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`deadline` in seconds from `since`; who waits gives up then. `owner` is what must act for the wait to end."""
+
+    who: str
+    what: str
+    owner: str
+    since: float
+    deadline: float
+
+
+@dataclass(slots=True)
+class Table:
+    waits: dict[int, Wait] = field(default_factory=dict)
+    events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=50))
+    last: float = field(default_factory=time.monotonic)
+    count: int = 0
+
+    def text(self) -> str:
+        """Longest wait first."""
+        now = time.monotonic()
+        rows = [("who", "waits for", "owner", "since", "deadline")]
+        waits = list(self.waits.values())  # other threads add and remove meanwhile
+        for w in sorted(waits, key=lambda w: w.since)[:200]:
+            rows.append(
+                (w.who, w.what, w.owner, f"{now - w.since:.1f} s", f"{w.deadline:g} s" if w.deadline < inf else "-")
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        happened = [f"{now - at:8.1f} s ago  {text}" for at, text in tuple(self.events)]
+        return "\n".join([*lines, "", "last events:", *(happened or ["(none)"])])
+
+
+TABLE = Table()
+
+
+@contextmanager
+def waiting(who: str, what: str, owner: str, deadline: float = inf) -> Iterator[None]:
+    table = TABLE
+    table.count += 1
+    key = table.count
+    table.waits[key] = Wait(who, what, owner, time.monotonic(), deadline)
+    try:
+        yield
+    finally:
+        del table.waits[key]
+
+
+def event(text: str) -> None:
+    TABLE.events.append((time.monotonic(), text))
+    alive()
+
+
+def alive() -> None:
+    TABLE.last = time.monotonic()
+
+
+def stalled(limit: float) -> str:
+    """Why this counts as a stall; empty where it does not."""
+    now = time.monotonic()
+    for wait in tuple(TABLE.waits.values()):
+        if now - wait.since > wait.deadline + GRACE:
+            return f"{wait.who} waits for {wait.what} beyond its deadline of {wait.deadline:g} s"
+    if now - TABLE.last > limit:
+        return f"nothing has happened for {limit:g} s"
+    return ""
+
+
+class Watchdog:
+    """Looks every `interval` seconds; at a stall it calls `act` with the report, once. `file` gets the report too."""
+
+    def __init__(self, limit: float, act: Callable[[str], None], file: Path, interval: float = 1.0) -> None:
+        self.limit, self.act, self.file, self.interval = limit, act, file, interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        alive()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval):
+            if reason := stalled(self.limit):
+                report = f"birl: stopped by the watchdog: {reason}.\n{TABLE.text()}\n"
+                with suppress(OSError):
+                    self.file.write_text(report)
+                self.act(report)
+                return
+
+
+def exit_at_once(report: str) -> None:
+    """For a run whose event loop may not answer: the newest checkpoint is complete, so there is nothing to save."""
+    import os
+
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"\n{report}The newest checkpoint is complete: the same command goes on from it.\n")
+        sys.stderr.flush()
+    os._exit(3)

@@ -1,0 +1,85 @@
+"""A version of the weights as a folder in Hugging Face format: complete or not there.
+
+ROOT/v000012/          model.safetensors, config.json, the tokenizer: whatever the model folder has beside weights
+ROOT/latest.json       {"version", "folder", "digests"}: what `weights.method=volume` looks into; renamed into place
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from birl.errors import WeightsFailed
+from birl.types import Update
+
+LATEST = "latest.json"
+KEPT = 2  # the current one, and the one before, which an engine may be reading
+
+
+def write(root: Path, version: int, tensors: Mapping[str, Tensor], digests: Mapping[str, str], beside: Path) -> Path:
+    """Raises `WeightsFailed` where the disk is full; then nothing of the new version is there."""
+    target = root / f"v{version:06d}"
+    part = root / f".{target.name}.{os.getpid()}.part"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        for file in beside.iterdir():
+            if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf")):
+                shutil.copyfile(file, part / file.name)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, part / "model.safetensors", {"format": "pt"})
+        shutil.rmtree(target, ignore_errors=True)  # of a life before this one, with other weights of that number
+        part.rename(target)
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        shutil.rmtree(part, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise WeightsFailed(
+            "truncated",
+            f"Version {version} of the weights could not be written to {root}: {reason}. Make room, or name another "
+            "place with weights.folder=...; the same command goes on from the newest checkpoint.",
+        ) from error
+    return target
+
+
+def announce(root: Path, folder: Path, version: int, digests: Mapping[str, str]) -> None:
+    """Whoever looks into `root` finds this version from now on."""
+    new = root / f".{LATEST}.{os.getpid()}"
+    new.write_text(json.dumps({"version": version, "folder": folder.name, "digests": dict(digests)}))
+    new.rename(root / LATEST)
+
+
+def latest(root: Path) -> Update | None:
+    """What was announced last, if anything. Raises `WeightsFailed` where that file is damaged."""
+    try:
+        found = json.loads((root / LATEST).read_text())
+        return Update(version=found["version"], digests=found["digests"], folder=str(root / found["folder"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsFailed("truncated", f"{root / LATEST} cannot be read: {error}") from error
+
+
+def prune(root: Path, newest: int) -> None:
+    """Delete all but `KEPT` versions up to `newest`, and what an earlier process left of later or half-written ones."""
+    found = {path: int(path.name[1:]) for path in root.glob("v*") if path.name[1:].isdigit()}
+    kept = sorted((v for v in found.values() if v <= newest), reverse=True)[:KEPT]
+    for path, version in found.items():
+        if version not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob(".v*.part"):
+        if path.name.split(".")[2] != str(os.getpid()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(root: Path) -> None:
+    """Everything that this file writes; the folder itself only where nothing else is in it."""
+    for path in (*root.glob("v[0-9]*"), *root.glob(".v*.part")):
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        (root / LATEST).unlink(missing_ok=True)
+        root.rmdir()

@@ -1,0 +1,191 @@
+"""Weights on their way from the learner to engines in other processes.
+
+    tensors in the engines' type -> digests -> folder or copies -> every engine loads and proves -> canary
+
+What differs between the methods is how an engine comes to the tensors:
+
+    reload, shared   it is told a folder (on a disk, or in shared memory) and reads it in place
+    volume           it looks into a folder by itself; we wait until it says that it has them
+    direct           it is sent the tensors over HTTP, in buckets
+    checkpoint       its process is started anew from the folder
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from birl.errors import EngineDown, WeightsFailed
+from birl.learner.learner import Learner
+from birl.models.digests import digests, whole
+from birl.models.heads import HEADS
+from birl.serve.remote import Remote
+from birl.types import Held, Update
+from birl.waits import event, waiting
+from birl.weights import folder
+from birl.weights.canary import Canary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What an update cost: `seconds` in all, of which generation stood still for `paused` in the slowest engine.
+    `gap`: mean |engine log-prob - learner log-prob| of the canary [nats a token]."""
+
+    version: int = 0
+    digest: str = ""
+    seconds: float = 0.0
+    paused: float = 0.0
+    bytes: int = 0
+    gap: float = nan
+
+
+class Publisher(Protocol):
+    async def publish(self) -> Sent: ...
+    async def rest(self) -> None:
+        """Before the learner computes: engines that share its device give their memory back."""
+
+
+class Memory:
+    """The engine samples from the learner's own weights: there is nothing to send."""
+
+    async def publish(self) -> Sent:
+        return Sent()
+
+    async def rest(self) -> None:
+        return
+
+
+def published(model: nn.Module) -> dict[str, Tensor]:
+    """What an engine needs of a learner's module: parameters in the type that it computes in, tied ones once, without
+    heads that only training reads."""
+    return {name: p.data for name, p in model.named_parameters() if name.split(".")[0] not in HEADS}
+
+
+class Fleet(Protocol):
+    """What sending needs of the engines: `serve.router.Router`."""
+
+    async def load(self, update: Update) -> Held: ...
+    async def settle(self, timeout: float) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Sender:
+    """Sends the learner's weights to a fleet. `root` holds the folders of the methods that write some, `beside` the
+    files of the model folder that go with them. `sleeping`: engines that give their memory back meanwhile."""
+
+    learner: Learner
+    fleet: Fleet
+    remotes: Callable[[], Sequence[Remote]]  # those that are ready
+    method: str
+    root: Path
+    beside: Path
+    compute: Executor
+    canary: Canary
+    timeout: float
+    sleeping: Sequence[Remote] = ()
+    recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
+    version: int = -1  # that was sent last
+
+    async def publish(self) -> Sent:
+        """Raises `WeightsFailed` with its cause: the run stops rather than go on with weights nobody is sure of."""
+        if self.version == self.learner.version:
+            return Sent(version=self.version)
+        began, version = time.perf_counter(), self.learner.version
+        try:
+            with waiting("learner", f"version {version} of the weights to arrive", "engines", self.timeout):
+                async with asyncio.timeout(self.timeout):
+                    update = await asyncio.get_running_loop().run_in_executor(self.compute, self.update)
+                    for remote in self.sleeping:
+                        await remote.wake()
+                    if self.recreate is not None:
+                        await self.recreate(update.folder)
+                    held = await self.fleet.load(update)
+                    for remote in self.sleeping:
+                        await remote.resume()
+                    await self.fleet.settle(self.timeout)
+                    gaps = await asyncio.gather(*(self.prove(remote) for remote in self.remotes()))
+        except TimeoutError as error:
+            raise WeightsFailed(
+                "unreachable",
+                f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s.",
+            ) from error
+        except EngineDown as error:
+            raise WeightsFailed("unreachable", f"Version {version} of the weights: {error}") from error
+        self.version = version
+        if update.folder:
+            await asyncio.to_thread(folder.prune, self.root, version)
+        event(f"version {version} of the weights sent")
+        return Sent(
+            version=version,
+            digest=whole(update.digests),
+            seconds=time.perf_counter() - began,
+            paused=held.seconds,
+            bytes=held.bytes,
+            gap=max(gaps, default=nan) if self.canary.prompts else nan,
+        )
+
+    def update(self) -> Update:
+        """A snapshot of the weights as they are now (compute thread)."""
+        tensors, version = published(self.learner.model), self.learner.version
+        found = digests(tensors)
+        self.canary.compute()
+        if self.method == "direct":
+            copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
+            return Update(version=version, digests=found, tensors=copies)
+        path = folder.write(self.root, version, tensors, found, self.beside)
+        if self.method == "volume":
+            folder.announce(self.root, path, version, found)
+        return Update(version=version, digests=found, folder=str(path.resolve()))
+
+    async def prove(self, remote: Remote) -> float:
+        """The canary of one engine. Raises `WeightsFailed`."""
+        return await self.canary.check(remote, remote.address)
+
+    async def rest(self) -> None:
+        for remote in self.sleeping:
+            await remote.sleep()
+
+
+class Volume:
+    """A `Remote` whose engine looks for new weights by itself: `load` waits until it says that it has them."""
+
+    def __init__(self, remote: Remote, timeout: float, interval: float = 0.1) -> None:
+        self._remote, self.timeout, self.interval = remote, timeout, interval
+
+    def __getattr__(self, name: str):
+        return getattr(self._remote, name)
+
+    async def load(self, update: Update) -> Held:
+        began, info = time.perf_counter(), None
+        while time.perf_counter() - began < self.timeout:
+            try:
+                info = await self._remote.info()
+            except EngineDown as error:
+                raise WeightsFailed("unreachable", str(error)) from error
+            if info.version == update.version and info.digest == whole(update.digests):
+                size = sum(f.stat().st_size for f in Path(update.folder).glob("*.safetensors"))
+                return Held(version=info.version, digest=info.digest, bytes=size)
+            await asyncio.sleep(self.interval)
+        has = "nothing is known of it" if info is None else f"it has version {info.version}, digest {info.digest[:8]}"
+        raise WeightsFailed(
+            "stale",
+            f"{self._remote.address} did not pick up version {update.version} from {update.folder} within "
+            f"{self.timeout:g} s; {has}. Does it see that folder, and was it started with volume={update.folder}/..?",
+        )
+
+
+def shared_memory() -> Path:
+    """A place in shared memory for this process; those of processes that are gone are swept away."""
+    root = Path("/dev/shm")
+    for old in root.glob("birl-weights-*"):
+        pid = old.name.rpartition("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            folder.remove(old)
+    return root / f"birl-weights-{os.getpid()}"
