@@ -176,9 +176,19 @@ def size(folder: str) -> int:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
-def vocabulary(model: str) -> int:
-    """Of a model folder [tokens]; 0 where it is not on this machine."""
+def config(model: str) -> dict[str, Any]:
+    """Of a model folder; empty where it is not on this machine."""
     try:
-        return int(json.loads((Path(model) / "config.json").read_text()).get("vocab_size", 0))
+        return json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
-        return 0
+        return {}
+
+
+def vocabulary(model: str) -> int:
+    """[tokens]; 0 where it is not known."""
+    return int(config(model).get("vocab_size", 0))
+
+
+def tied(model: str) -> bool:
+    """Are its embeddings its output layer as well?"""
+    return bool(config(model).get("tie_word_embeddings", False))

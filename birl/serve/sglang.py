@@ -52,7 +52,7 @@ class SGLang:
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
-        await self.peer.call("GET", "/health", timeout=QUICK)
+        # not /health: it samples a token, and so waits for the end of a pause
         model = await self.peer.json("GET", "/model_info", timeout=QUICK)
         server = await self.peer.json("GET", "/server_info", timeout=QUICK)
         card = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]

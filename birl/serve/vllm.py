@@ -23,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.serve import vllm_plugin
-from birl.serve.peer import QUICK, Peer, check_folder, cut, fresh, number, scorable, size, versions, vocabulary
+from birl.serve.peer import QUICK, Peer, check_folder, cut, fresh, number, scorable, size, tied, versions, vocabulary
 from birl.serve.wire import Info
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 METHODS = ("birl", "reload")
+KEEP = "/pause?mode=keep&clear_cache=false"  # without the second vLLM drops the keys and values of what runs
 STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions", "vllm:request_success")
 
@@ -56,6 +57,7 @@ class VLLM:
         self.broken = ""  # why its weights are not to be trusted
         self.hash = ""  # what the plug-in hashes with, once that is known
         self.context, self.dtype = 0, ""  # [tokens], once that is known
+        self.on_cpu = False
         self._control = asyncio.Lock()
 
     async def info(self) -> Info:
@@ -94,6 +96,7 @@ class VLLM:
                 "with --logprobs-mode processed_logprobs."
             )
         self.dtype = model["dtype"].removeprefix("torch.")
+        self.on_cpu = found["vllm_config"].get("device_config", {}).get("device") == "cpu"
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         """One answer. Raises `EngineDown`, and `BirlError` for what vLLM refuses."""
@@ -184,10 +187,24 @@ class VLLM:
                 await self.stage(update)
             else:
                 await asyncio.to_thread(check_folder, update, self.version)
+                await self.reloadable(update)
             began = time.perf_counter()
             await self.take(update)
             seconds = time.perf_counter() - began
             return Held(version=self.version, seconds=seconds, bytes=size(update.folder))
+
+    async def reloadable(self, update: Update) -> None:
+        """On a CPU reload_weights leaves the packed copy of a tied output layer as it was, and says nothing."""
+        try:
+            await self.info()
+        except EngineDown as error:
+            raise refusal(update, error) from error
+        if self.on_cpu and tied(update.folder):
+            raise WeightsFailed(
+                "missing",
+                "vLLM on a CPU keeps the old output layer of a model with tied embeddings when it reloads weights: "
+                'use method="birl".',
+            )
 
     async def stage(self, update: Update) -> None:
         """Let vLLM's workers read the folder and compare it, while they sample. Nothing is changed."""
@@ -230,7 +247,7 @@ class VLLM:
         label = str(update.version)
         try:
             if not self.paused:
-                await self.peer.call("POST", "/pause?mode=keep", timeout=QUICK)
+                await self.peer.call("POST", KEEP, timeout=QUICK)
             if self.method == "birl":
                 await self.workers("birl_take")
             else:
@@ -265,7 +282,7 @@ class VLLM:
     async def pause(self, abort: bool = False) -> None:
         """Stop between two tokens. What runs is kept; with `abort` it ends with what it has. New requests wait."""
         async with self._control:
-            await self.peer.call("POST", f"/pause?mode={'abort' if abort else 'keep'}", timeout=QUICK)
+            await self.peer.call("POST", "/pause?mode=abort" if abort else KEEP, timeout=QUICK)
             self.paused = True
 
     async def resume(self) -> None:

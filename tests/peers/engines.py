@@ -47,9 +47,7 @@ class Bench:
     prompts: list[tuple[int, ...]]
     tmp: Path
 
-    def logprobs(
-        self, prompt: tuple[int, ...], answer: Completion, params: SamplingParams, version: int
-    ) -> list[float]:
+    def logprobs(self, prompt: tuple[int, ...], answer: Completion, params: SamplingParams, which: int) -> list[float]:
         """What transformers gives the tokens of an answer."""
         ids = torch.tensor([[*prompt, *answer.tokens]])
         with torch.no_grad():
@@ -179,6 +177,7 @@ async def old_keys(bench: Bench) -> str:
         cut = answer.versions.index(engine.version)
         right = bench.logprobs(prompt, answer, sampled(160), 1)
         gap = mean(abs(a - b) for a, b in zip(answer.logprobs[cut:], right[cut:], strict=True))
+        assert gap > CLOSE, "it computed keys and values anew"
         new = await engine.generate(prompt, sampled(32, seed=9))
         assert bench.gap(prompt, new, sampled(32), 1) < CLOSE, "a new answer was sampled with old keys and values"
     finally:
