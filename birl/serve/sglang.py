@@ -45,20 +45,26 @@ class SGLang:
         self.cacheless = False  # slept, and still without a cache
         self.broken = ""  # why its weights are not to be trusted
         self.context = 0  # [tokens], once that is known
-        self._control = asyncio.Lock()
+        self.takes = 0  # how often its weights were changed
+        self._control, self._asking = asyncio.Lock(), asyncio.Lock()
         self._going = asyncio.Event()  # SGLang can not abort what came while it was paused: it is held back here
         self._going.set()
         self._held: dict[asyncio.Future[None], str] = {}  # -> session
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
-        # not /health: it samples a token, and so waits for the end of a pause
-        model = await self.peer.json("GET", "/model_info", timeout=QUICK)
-        server = await self.peer.json("GET", "/server_info", timeout=QUICK)
-        card = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
-        loads = await self.peer.json("GET", "/v1/loads?include=core", timeout=QUICK)
-        self.version, self.context = number(model["weight_version"]), int(card["max_model_len"])
-        ranks = loads.get("loads", [])
+        try:
+            # not /health: it samples a token, and so waits for the end of a pause
+            model = await self.peer.json("GET", "/model_info", timeout=QUICK)
+            server = await self.peer.json("GET", "/server_info", timeout=QUICK)
+            card = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
+            ranks = (await self.peer.json("GET", "/v1/loads?include=core", timeout=QUICK))["loads"]
+            running = sum(int(rank["num_running_reqs"]) for rank in ranks)
+            waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
+            label, context = model["weight_version"], int(card["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("", repr(error), error)
+        self.version, self.context = number(label), context
         return Info(
             engine="sglang",
             model=model["model_path"],
@@ -67,8 +73,8 @@ class SGLang:
             dtype=str(server.get("dtype", "")),
             context=self.context,
             vocabulary=vocabulary(model["model_path"]),
-            running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
-            waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks) + len(self._held),
+            running=running,
+            waiting=waiting + len(self._held),
             paused=self.paused,
             asleep=self.asleep,
             pid=0,
@@ -87,7 +93,7 @@ class SGLang:
             return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.ABORT)
         if self.broken:
             raise EngineDown(f"{self.address}: {self.broken}")
-        room = min(params.max_tokens, (self.context or (await self.info()).context) - len(prompt_ids))
+        room = min(params.max_tokens, await self.longest() - len(prompt_ids))
         if room <= 0:
             return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
         if not params.forced:
@@ -101,14 +107,16 @@ class SGLang:
             )
         more = 0 if ended else room - len(given)
         for _ in range(3):
-            known = self.version
+            known = self.takes
             answer = await self.ask(prompt_ids + given, params, max(more, 1), session, scored=len(given))
             rest = self.parse(answer, max(more, 1))
-            # Scores come from one version, and its label from the first token that follows them.
-            if rest.versions[:1] == (known,):
+            # Scores are of one version, and its label is that of the first token after them.
+            if self.takes == known or not rest.versions:
                 break
         else:
             raise EngineDown(f"{self.address}: its weights changed three times while it scored one answer.")
+        if not rest.versions:  # aborted before there was anything
+            return rest
         scores = self.scores(answer, given)
         keep = len(rest.tokens) if more else 0
         return Completion(
@@ -117,6 +125,11 @@ class SGLang:
             versions=rest.versions[:1] * len(given) + rest.versions[:keep],
             stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
         )
+
+    async def longest(self) -> int:
+        """The context [tokens], asked for once."""
+        async with self._asking:
+            return self.context or (await self.info()).context
 
     async def let_in(self, session: str) -> bool:
         """Wait for the end of a pause. False: it was aborted."""
@@ -195,6 +208,7 @@ class SGLang:
     async def take(self, update: Update) -> None:
         """SGLang says that it goes back to the old weights when it fails half-way, but reads the new folder again."""
         self._going.clear()
+        self.takes += 1
         label = str(update.version)
         try:
             if not self.paused:

@@ -53,22 +53,31 @@ class VLLM:
         self.address, self.version = self.peer.address, 0
         self.method, self.recompute_kv, self.end_ids = method, recompute_kv, end_ids
         self.paused = self.asleep = False
-        self.empty = False  # woken, and without weights
+        self.empty = False  # slept, and still without weights
+        self.cacheless = False  # slept, and still without a cache
         self.broken = ""  # why its weights are not to be trusted
         self.hash = ""  # what the plug-in hashes with, once that is known
         self.context, self.dtype = 0, ""  # [tokens], once that is known
         self.on_cpu = False
-        self._control = asyncio.Lock()
+        self.takes = 0  # how often its weights were changed
+        self._control, self._asking = asyncio.Lock(), asyncio.Lock()
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
-        model = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
-        label = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
-        paused = (await self.peer.json("GET", "/is_paused", timeout=QUICK))["is_paused"]
-        if not self.dtype:
-            await self.look()
-        figures = gauges((await self.peer.call("GET", "/metrics", timeout=QUICK)).text)
-        self.version, self.context = number(label), model["max_model_len"]
+        try:
+            model = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
+            label = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
+            paused = (await self.peer.json("GET", "/is_paused", timeout=QUICK))["is_paused"]
+            if not self.dtype:
+                await self.look()
+            figures = gauges((await self.peer.call("GET", "/metrics", timeout=QUICK)).text)
+            context = int(model["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("", repr(error), error)
+        except BirlError as error:
+            hint = " Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
+            raise BirlError(f"{error}{hint}") from error
+        self.version, self.context = number(label), context
         return Info(
             engine="vllm",
             model=model["root"],
@@ -104,7 +113,7 @@ class VLLM:
             raise EngineDown(f"{self.address}: {self.broken}")
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
-        room = min(params.max_tokens, (self.context or (await self.info()).context) - len(prompt_ids))
+        room = min(params.max_tokens, await self.longest() - len(prompt_ids))
         if room <= 0:
             return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
         if not params.forced:
@@ -118,14 +127,16 @@ class VLLM:
             )
         more = 0 if ended else room - len(given)
         for _ in range(3):
-            known = self.version
+            known = self.takes
             answer = await self.ask(prompt_ids + given, params, max(more, 1), session, score=True)
             rest = self.parse(answer, max(more, 1))
-            # Scores come from one version, and its label from the first token that follows them.
-            if rest.versions[:1] == (known,) or (rest.versions and self.recompute_kv):
+            # Scores are of one version, and its label is that of the first token after them.
+            if self.takes == known or self.recompute_kv or not rest.versions:
                 break
         else:
             raise EngineDown(f"{self.address}: its weights changed three times while it scored one answer.")
+        if not rest.versions:  # aborted before there was anything
+            return rest
         scores = self.scores(answer, given)
         keep = len(rest.tokens) if more else 0
         return Completion(
@@ -134,6 +145,11 @@ class VLLM:
             versions=rest.versions[:1] * len(given) + rest.versions[:keep],
             stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
         )
+
+    async def longest(self) -> int:
+        """The context [tokens], asked for once."""
+        async with self._asking:
+            return self.context or (await self.info()).context
 
     async def ask(
         self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, score: bool = False
@@ -245,6 +261,7 @@ class VLLM:
     async def take(self, update: Update) -> None:
         """Put the new weights in place between two tokens. A failure here leaves neither the old nor the new ones."""
         label = str(update.version)
+        self.takes += 1
         try:
             if not self.paused:
                 await self.peer.call("POST", KEEP, timeout=QUICK)
@@ -289,8 +306,9 @@ class VLLM:
         async with self._control:
             if self.asleep or self.empty:
                 raise BirlError("The engine sleeps: wake it and load weights first.")
-            # After a sleep this brings the cache back, and vLLM goes on by itself then.
-            await self.peer.call("POST", "/wake_up", timeout=QUICK)
+            if self.cacheless:
+                await self.peer.call("POST", "/wake_up?tags=kv_cache", timeout=QUICK)
+                self.cacheless = False
             await self.peer.call("POST", "/resume", timeout=QUICK)
             self.paused = False
 
@@ -307,7 +325,7 @@ class VLLM:
         """Give the memory of weights and cache back, where vLLM runs with --enable-sleep-mode. What runs is kept."""
         async with self._control:
             await self.peer.call("POST", "/sleep?level=2&mode=keep", timeout=QUICK)
-            self.paused = self.asleep = self.empty = True
+            self.paused = self.asleep = self.empty = self.cacheless = True
 
     async def wake(self) -> None:
         """Have room for weights again: then `load`, then `resume`. The cache stays away until `resume`, since vLLM goes

@@ -145,7 +145,7 @@ class VLLMDouble(Double):
             await self.engine.sleep()
         elif path == "/wake_up":
             await self.engine.wake()
-            if "tags" not in query and self.engine.paused:  # the trap: vLLM goes on by itself
+            if query["tags"] == "kv_cache":  # the trap: vLLM goes on by itself
                 await self.engine.resume()
         elif path == "/abort_requests":
             ids = (await request.json())["request_ids"]

@@ -105,7 +105,13 @@ def test_waking_brings_the_cache_back_last(folders, compute) -> None:
         await adapter.resume()
         asked = [c for c in double.calls if c.startswith(("/sleep", "/wake_up", "/update_weight_version", "/resume"))]
         assert asked == [
-            *("/sleep?level=2&mode=keep", "/wake_up?tags=weights", "/update_weight_version", "/wake_up", "/resume")
+            *(
+                "/sleep?level=2&mode=keep",
+                "/wake_up?tags=weights",
+                "/update_weight_version",
+                "/wake_up?tags=kv_cache",
+                "/resume",
+            )
         ]
 
     run(main)
