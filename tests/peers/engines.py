@@ -326,7 +326,7 @@ def weights(tmp: Path) -> tuple[list[Any], list[Update]]:
 
 
 @contextmanager
-def server(kind: str, python: str, method: str, log: Path) -> Iterator[str]:
+def server(kind: str, python: str, method: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start one, and stop all of it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -341,9 +341,7 @@ def server(kind: str, python: str, method: str, log: Path) -> Iterator[str]:
     with log.open("w") as out:
         process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        yield f"http://127.0.0.1:{port}"
-        if process.poll() is not None:
-            raise SystemExit(f"the server ended by itself ({process.returncode}): see {log}")
+        yield f"http://127.0.0.1:{port}", process
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
@@ -353,18 +351,24 @@ def server(kind: str, python: str, method: str, log: Path) -> Iterator[str]:
                 continue
 
 
-async def healthy(engine: Any) -> float:
+async def healthy(engine: Any, process: subprocess.Popen[bytes] | None, log: Path) -> float:
     began = time.perf_counter()
     while time.perf_counter() - began < STARTS:
         try:
             await engine.info()
             return time.perf_counter() - began
-        except EngineDown:
+        except EngineDown as error:
+            if process is None:
+                raise SystemExit(str(error)) from error
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended by itself ({process.returncode}): see {log}") from error
             await asyncio.sleep(1)
-    raise SystemExit(f"{engine.address} was not there after {STARTS:.0f} s")
+    raise SystemExit(f"{engine.address} was not there after {STARTS:.0f} s: see {log}")
 
 
-async def run(arguments: argparse.Namespace, address: str, tmp: Path) -> int:
+async def run(
+    arguments: argparse.Namespace, tmp: Path, address: str, process: subprocess.Popen[bytes] | None = None
+) -> int:
     end_ids = frozenset({2})
     engine: Any = (
         vllm.VLLM(address, method=arguments.method, end_ids=end_ids, timeout=300)
@@ -372,7 +376,7 @@ async def run(arguments: argparse.Namespace, address: str, tmp: Path) -> int:
         else sglang.SGLang(address, end_ids=end_ids, timeout=300)
     )
     models, updates = await asyncio.to_thread(weights, tmp)
-    print(f"{arguments.kind} answers after {await healthy(engine):.0f} s", flush=True)
+    print(f"{arguments.kind} answers after {await healthy(engine, process, arguments.log):.0f} s", flush=True)
     tokenizer = load_tokenizer(resolve("smollm2"))
     prompts = [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
     bench = Bench(engine=engine, models=models, updates=updates, prompts=prompts, tmp=tmp)
@@ -402,11 +406,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=CHECKS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not arguments.address and shutil.which(arguments.python) is None:
+        parser.error(f"--python {arguments.python}: there is no such program")
     with tempfile.TemporaryDirectory() as tmp:
         if arguments.address:
-            return asyncio.run(run(arguments, arguments.address, Path(tmp)))
-        with server(arguments.kind, arguments.python, arguments.method, arguments.log) as address:
-            return asyncio.run(run(arguments, address, Path(tmp)))
+            return asyncio.run(run(arguments, Path(tmp), arguments.address))
+        with server(arguments.kind, arguments.python, arguments.method, arguments.log) as (address, process):
+            return asyncio.run(run(arguments, Path(tmp), address, process))
 
 
 if __name__ == "__main__":
