@@ -136,6 +136,8 @@ def _plain(command: str, words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
+    if any(word.partition("=")[0] in ("--simulate", "--measured") for word in words):
+        return _simulate(words)
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
     available = None
     if "--memory" in words:
@@ -149,6 +151,25 @@ def _plan(words: list[str]) -> int:
     from birl.loops import plan
 
     plan.run(words, as_json=as_json, available=available)
+    return 0
+
+
+def _simulate(words: list[str]) -> int:
+    from birl.loops import simulate
+
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    measured = ""
+    if "--measured" in words:
+        place = words.index("--measured")
+        measured = "".join(words[place + 1 : place + 2])
+        if not measured or measured.startswith("--"):
+            raise BirlError("--measured takes a file, as in `birl plan --simulate --measured async.json`")
+        words = words[:place] + words[place + 2 :]
+    as_json, words = "--json" in words, [word for word in words if word not in ("--json", "--simulate")]
+    unknown = [word for word in words if word.startswith("--")]
+    if unknown:
+        raise BirlError(f"{unknown[0]}: `birl plan --simulate` has --measured FILE and --json")
+    simulate.run(words, measured=measured, as_json=as_json)
     return 0
 
 

@@ -314,7 +314,7 @@ class Fleet:
 
 
 def least_loaded(load: Ints, count: int, weight: int = 1) -> Ints:
-    """Engines for `count` new pieces of `weight` episodes, each to the one with the fewest open episodes at that moment.
+    """Engines for `count` new pieces of `weight` episodes, each to the one with the fewest open episodes then.
 
     Example: least_loaded(np.array([2, 0]), 3) is [1, 1, 0]
     """

@@ -4,18 +4,9 @@ A scenario is read from YAML or JSON files and `section.key=value` words, later 
 SmolLM2-135M on two CPU cores (benchmarks/README.md); there a "GPU" is such a machine.
 """
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, fields
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from birl.config.check import did_you_mean
 from birl.errors import BirlError
 
 Lengths = tuple[tuple[int, ...], ...]
@@ -63,6 +54,8 @@ class Learner:
     """Of a replica to the next [bytes/s]."""
     share_prompts: bool = True
     """A prompt is trained once for all answers of its group."""
+    trained: float = 1.0
+    """Share of the tokens that have a gradient; the others are not computed [0 to 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,147 +169,23 @@ class Scenario:
 
 SECTIONS = tuple(f.name for f in fields(Scenario) if f.name != "sources")
 COMPONENTS = ("engine", "learner", "sync", "episodes")
-POSITIVE = (
-    *("engine.gpus", "engine.prefill", "engine.max_batch", "learner.gpus", "learner.bandwidth", "sync.every"),
-    *("sync.bandwidth", "episodes.mean", "episodes.max", "failures.checkpoint_every", "run.gpus", "run.group_size"),
-    *("run.prompts_per_gpu", "run.engines", "result.engines", "result.learners"),
-)
-CPU = "SmolLM2-135M on two CPU cores, benchmarks/results"
-ASSUMED = "assumed"
+CPU = "measured: SmolLM2-135M on two CPU cores"
+SETTINGS = ("gpus", "share_prompts", "recompute_kv", "every", "turns", "prompt", "mean", "sigma", "max", "observation")
 #: where the defaults come from
 DEFAULT_SOURCES = {
-    "engine.table": f"measured: {CPU}/rollout.json",
+    "engine.table": f"{CPU}, results/rollout.json",
     "engine.prefill": "assumed: twice the learner's tokens per second",
     "engine.max_batch": "birl's default",
-    "learner.per_token": f"measured: {CPU}/grpo_step.json, 1.46 s for 1,204 tokens, the constant part in it",
+    "learner.constant": "assumed: it is in learner.per_token",
+    "learner.per_token": f"{CPU}, results/grpo_step.json",
     "learner.bytes": "computed: 134.5 million float32 numbers",
     "sync.bytes": "computed: 134.5 million bfloat16 numbers",
 }
-BEHAVIOUR = ("gpus", "share_prompts", "recompute_kv", "every")  # settings, not figures
 
 
 def source(scenario: Scenario, key: str) -> str:
-    return scenario.sources.get(key) or DEFAULT_SOURCES.get(key, ASSUMED)
-
-
-def read(words: list[str], base: Scenario | None = None) -> Scenario:
-    """Files and `section.key=value` words; presets are files in all but name. Raises `BirlError` naming the key."""
-    scenario = base or Scenario()
-    for word in words:
-        key, equals, text = word.partition("=")
-        if equals and not Path(word).exists():
-            scenario = merged(scenario, _nested(key, _value(key, text)), "given")
-        elif word in PRESETS:
-            scenario = merged(scenario, PRESETS[word](), "")
-        else:
-            scenario = merged(scenario, _file(Path(word)), f"given in {Path(word).name}")
-    return checked(scenario)
-
-
-def merged(scenario: Scenario, values: Mapping[str, Any], origin: str) -> Scenario:
-    """`values`: section -> key -> value, and `sources`: a key or a section -> text. Those that `sources` does not name
-    come from `origin`."""
-    sources = dict(scenario.sources)
-    told = values.get("sources", {})
-    if not isinstance(told, Mapping):
-        raise BirlError(f"sources: must map keys to texts, not {told!r}.")
-    changed: dict[str, Any] = {}
-    for name, section in values.items():
-        if name == "sources":
-            continue
-        if name not in SECTIONS:
-            raise BirlError(f"{name}: there is no such section; {', '.join(SECTIONS)}.{did_you_mean(name, SECTIONS)}")
-        if not isinstance(section, Mapping):
-            raise BirlError(f"{name}: is a section with keys, such as {name}.{fields(getattr(scenario, name))[0].name}.")
-        kinds = {f.name: _kind(f.type) for f in fields(getattr(scenario, name))}
-        for key in section:
-            if key not in kinds:
-                raise BirlError(f"{name}.{key}: there is no such key; {', '.join(kinds)}.{did_you_mean(key, kinds)}")
-            sources[f"{name}.{key}"] = str(told.get(f"{name}.{key}") or told.get(name) or origin)
-        found = {key: converted(f"{name}.{key}", kinds[key], value) for key, value in section.items()}
-        if name == "engine" and {"base", "per_sequence"} & set(found):
-            found.setdefault("table", ())  # or the table would hide them
-        changed[name] = replace(getattr(scenario, name), **found)
-    return replace(scenario, **changed, sources=sources)
-
-
-def _kind(annotation: Any) -> str:
-    return annotation.__name__ if type(annotation) is type else str(annotation)
-
-
-def converted(key: str, kind: str, value: Any) -> Any:
-    """A value of YAML or JSON as the type of the key, or a `BirlError` that says what it must be."""
-    try:
-        found = _convert(key, kind, value)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
-        raise BirlError(f"{key}={value!r}: {EXPECTED.get(key) or EXPECTED.get(kind, 'is not possible')}.") from None
-    _numbers(key, found)
-    return found
-
-
-EXPECTED = {
-    "int": "must be a whole number",
-    "float": "must be a number",
-    "bool": "must be true or false",
-    "str": "must be episode or group",
-    "tuple[float, float]": "must be a number, or [least, most]",
-    "tuple[int, ...]": "must be a list of whole numbers, as in [8,64]",
-    str(Lengths): "must be a list of answer lengths, or a list of such lists, one a group",
-    "engine.table": "must map sequences to the seconds of a step, as in {1: 0.014, 16: 0.017}",
-}
-
-
-def _convert(key: str, kind: str, value: Any) -> Any:
-    if key == "engine.table":
-        rows = value.items() if isinstance(value, Mapping) else value
-        return tuple(sorted((_whole(int(n)), _number(s)) for n, s in rows))
-    if kind == str(Lengths):
-        nested = [row if isinstance(row, list) else [row] for row in value]
-        return tuple(tuple(_whole(n) for n in row) for row in nested)
-    if kind == "tuple[float, float]":
-        low, high = value if isinstance(value, list) else (value, value)
-        return _number(low), _number(high)
-    if kind == "tuple[int, ...]":
-        return tuple(_whole(n) for n in (value if isinstance(value, list) else [value]))
-    if kind == "bool":
-        if not isinstance(value, bool):
-            raise TypeError
-        return value
-    if kind == "str":
-        if value not in ("episode", "group"):
-            raise ValueError
-        return value
-    return _whole(value) if kind == "int" else _number(value)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    return float(value)
-
-
-def _whole(value: Any) -> int:
-    if _number(value) != int(value):
-        raise ValueError
-    return int(value)
-
-
-def _numbers(key: str, found: Any) -> None:
-    flat = list(_flat(found))
-    if any(not math.isfinite(x) or x < 0 for x in flat):
-        raise BirlError(f"{key}: must not be negative, nor infinite.")
-    if key in POSITIVE and any(x == 0 for x in flat):
-        raise BirlError(f"{key}: must be above 0.")
-    if key in ("episodes.turns", "episodes.wait", "episodes.reward") and found[0] > found[1]:
-        raise BirlError(f"{key}={list(found)}: the least is above the most.")
-
-
-def _flat(value: Any) -> Any:
-    if isinstance(value, tuple):
-        for part in value:
-            yield from _flat(part)
-    elif not isinstance(value, str):
-        yield float(value)
+    told = scenario.sources.get(key) or DEFAULT_SOURCES.get(key)
+    return told or ("default" if key.partition(".")[2] in SETTINGS else "assumed")
 
 
 def checked(scenario: Scenario) -> Scenario:
@@ -324,14 +193,16 @@ def checked(scenario: Scenario) -> Scenario:
     engine, run, episodes = scenario.engine, scenario.run, scenario.episodes
     if not engine.table and engine.base + engine.per_sequence <= 0:
         raise BirlError("engine.base and engine.per_sequence: a step takes no time; give one, or engine.table.")
-    if engine.table and min(_line(engine.table, 1), _line(engine.table, engine.max_batch)) <= 0:
-        raise BirlError(f"engine.table: a step of 1 or of engine.max_batch={engine.max_batch} would take no time.")
     if len({n for n, _ in engine.table}) < len(engine.table) or any(n < 1 for n, _ in engine.table):
         raise BirlError("engine.table: numbers of sequences must be different and at least 1.")
+    if min(step_seconds(engine)) <= 0:
+        raise BirlError(f"engine.table: a step of at most engine.max_batch={engine.max_batch} would take no time.")
     if any(not row for row in episodes.tokens) or any(n < 1 for row in episodes.tokens for n in row):
         raise BirlError("episodes.tokens: every answer has at least one token, every group at least one answer.")
     if episodes.turns[0] < 1 or any(t != int(t) for t in episodes.turns):
         raise BirlError(f"episodes.turns={list(episodes.turns)}: must be whole numbers of at least 1.")
+    if scenario.learner.trained > 1:
+        raise BirlError(f"learner.trained={scenario.learner.trained:g}: is a share, at most 1.")
     for name, values in (("run.gpus", run.gpus), ("run.max_staleness", run.max_staleness)):
         if not values:
             raise BirlError(f"{name} is empty; name at least one.")
@@ -352,78 +223,3 @@ def step_seconds(engine: Engine) -> list[float]:
     if engine.table:
         return [_line(engine.table, max(n, 1)) for n in range(engine.max_batch + 1)]
     return [engine.base + engine.per_sequence * n for n in range(engine.max_batch + 1)]
-
-
-def _file(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        names = ", ".join(PRESETS)
-        raise BirlError(
-            f"{path}: can not be read ({getattr(error, 'strerror', None) or 'no text'}). Name a YAML or JSON file, the "
-            f"folder of a run, a preset ({names}), or section.key=value."
-        ) from None
-    try:
-        found = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
-    except (json.JSONDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise BirlError(f"{path}: {str(error).splitlines()[0]}") from None
-    if not isinstance(found, Mapping):
-        raise BirlError(f"{path}: must hold sections ({', '.join(SECTIONS)}), each with its keys.")
-    return found
-
-
-def _value(key: str, text: str) -> Any:
-    try:
-        return OmegaConf.to_container(OmegaConf.create(f"it: {text}"))["it"]  # type: ignore[index, call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
-        raise BirlError(f"{key}={text}: is no number, list or text that YAML knows.") from None
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    name, dot, rest = key.partition(".")
-    if not dot:
-        owners = [s for s in SECTIONS if key in {f.name for f in fields(Scenario.__dataclass_fields__[s].default_factory)}]  # type: ignore[arg-type]
-        hint = f" Did you mean {owners[0]}.{key}?" if owners else ""
-        raise BirlError(f"{key}: keys have a section ({', '.join(SECTIONS)}), as in engine.max_batch=64.{hint}")
-    return {name: {rest: value}}
-
-
-def h200(parameters: float = 8e9, kv_bytes: float = 147_456, learner_gpus: int = 8) -> dict[str, Any]:
-    """An 8-billion-parameter model in bfloat16 on H200s, from the public data sheet alone: 989 TFLOP/s, 4.8 TB/s,
-    50 GB/s between machines. `kv_bytes`: of one token (36 layers, 8 heads of 128, keys and values)."""
-    flops, memory, network = 989e12, 4.8e12, 50e9
-    replica = learner_gpus * flops * 0.4
-    return {
-        "engine": {
-            "base": 2 * parameters / (memory * 0.6),
-            "per_sequence": 2 * parameters / (flops * 0.5),
-            "per_context": kv_bytes / (memory * 0.6),
-            "prefill": flops * 0.5 / (2 * parameters),
-            "max_batch": 256,
-        },
-        "learner": {
-            "gpus": learner_gpus,
-            "constant": 0.5,
-            "per_token": 6 * parameters / replica,
-            "bytes": 2 * parameters,
-            "bandwidth": network,
-        },
-        "sync": {"pause": 0.5, "bytes": 2 * parameters, "bandwidth": network * 0.5, "switch": 5.0},
-        "episodes": {"prompt": 256, "mean": 2000, "sigma": 0.8, "max": 16384},
-        "run": {"group_size": 16},
-        "sources": {
-            "engine.base": "assumed: weights [bytes] / (0.6 x 4.8 TB/s)",
-            "engine.per_sequence": "assumed: 2 x parameters / (0.5 x 989 TFLOP/s)",
-            "engine.per_context": "assumed: 147,456 bytes of keys and values / (0.6 x 4.8 TB/s)",
-            "engine.prefill": "assumed: 0.5 x 989 TFLOP/s / (2 x parameters)",
-            "learner.per_token": "assumed: 6 x parameters / (0.4 x 8 x 989 TFLOP/s)",
-            "learner.bandwidth": "assumed: 400 Gbit/s",
-            "learner.bytes": "computed: bfloat16 gradient",
-            "sync.bytes": "computed: bfloat16 weights",
-            "sync.bandwidth": "assumed: half of 400 Gbit/s",
-            **dict.fromkeys(("engine", "learner", "sync", "episodes", "run"), "assumed"),
-        },
-    }
-
-
-PRESETS = {"smollm2_cpu": dict[str, Any], "h200_8b": h200}

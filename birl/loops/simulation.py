@@ -139,20 +139,20 @@ class Simulation:
         end = start + trained
         if number % its.failures.checkpoint_every == 0:
             end += its.failures.checkpoint
-        transfer = sync_seconds(its, self.split)
-        syncs = number % its.sync.every == 0
-        end += transfer if syncs else 0.0
-        if end + its.sync.pause * syncs > failed:
+        syncs = number % its.sync.every == 0 and not self.split.shared  # shared GPUs hold the new weights already
+        pause = its.sync.pause if syncs else 0.0
+        end += sync_seconds(its, self.split.engines) if syncs else 0.0
+        if end + pause > failed:
             fleet.advance(failed)
             return None
         fleet.advance(end)
         if syncs:
-            fleet.pause(its.sync.pause, its.engine.recompute_kv)
-            end += its.sync.pause
+            fleet.pause(pause, its.engine.recompute_kv)
+            end += pause
             fleet.advance(end)
         versions = order.take(places)
         staleness = tuple(int(number - 1 - v) for v in versions)
-        assert 0 <= min(staleness) and max(staleness) <= self.split.max_staleness, "the staleness bound does not hold"
+        assert min(staleness) >= 0 and max(staleness) <= self.split.max_staleness, "the staleness bound does not hold"
         return Step(
             number=number,
             idle_from=begin,
@@ -272,18 +272,16 @@ def learner_seconds(scenario: Scenario, replicas: int, block: Block) -> tuple[fl
     turns = (block.tokens > 0).sum(axis=2)
     answers = block.tokens.sum(axis=2) + its.observation * (turns - 1)
     prompts = block.tokens.shape[0] * (1 if learner.share_prompts else block.tokens.shape[1]) * its.prompt
-    tokens = float(answers.sum()) + prompts
+    tokens = (float(answers.sum()) + prompts) * learner.trained
     fullest = max(tokens / replicas, float(answers.max()) + its.prompt)
     exchange = 2 * (replicas - 1) / replicas * learner.bytes / learner.bandwidth
     return learner.constant + learner.per_token * fullest + exchange, tokens
 
 
-def sync_seconds(scenario: Scenario, split: Split) -> float:
-    """From the learner to all engines. Where they share GPUs there is nothing to transfer."""
+def sync_seconds(scenario: Scenario, engines: int) -> float:
+    """From the learner to all engines, without the pause."""
     sync = scenario.sync
-    if split.shared:
-        return 0.0
-    limit = split.engines * sync.bytes / sync.source_bandwidth if sync.source_bandwidth else 0.0
+    limit = engines * sync.bytes / sync.source_bandwidth if sync.source_bandwidth else 0.0
     return max(sync.bytes / sync.bandwidth, limit)
 
 
