@@ -182,7 +182,7 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             rest = [*rest, *small(command, rest, tiny), *(["--print-config"] if "--multirun" in rest else [])]
         if command != "eval" and not any(word.startswith("run=") for word in rest):
             rest.append("run=runs/here")
-    elif command == "plan":
+    elif command == "plan" and "--simulate" not in rest:
         rest = [*rest, f"model.path={tiny}"]
     elif command == "chat" and not (rest and "=" not in rest[0]):
         rest = [str(tiny), *rest]

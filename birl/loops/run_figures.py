@@ -13,6 +13,7 @@ import numpy as np
 
 from birl.errors import BirlError
 from birl.loops.draws import Floats
+from birl.loops.scenario import Engine, step_seconds
 
 ENOUGH = 4  # steps for a fit
 TABLE_OF_SMOLLM2 = "assumed: shape of SmolLM2's table, scaled to the run's tokens per second"
@@ -39,8 +40,10 @@ def from_run(folder: Path) -> dict[str, Any]:
         raise BirlError(f"{folder}: metrics.jsonl holds no step of `birl rl` with times and tokens.")
     steps = steps[1:] if len(steps) > ENOUGH else steps  # the first one warms up
     rolled = _rolled(folder / "rollouts.jsonl", {m["step"] for m in steps})
-    size, batch = config["rollout.group_size"], config["engine.max_batch"]
-    name = f"measured: {folder.name}, {len(steps)} steps"
+    size, batch, all_steps = config["rollout.group_size"], config["engine.max_batch"], len(steps)
+    steps = _undisturbed(steps, rolled, batch)
+    rolled = {step: its for step, its in rolled.items() if step in {m["step"] for m in steps}}
+    name = f"measured: {folder.name}, {len(steps)} of {all_steps} steps"
     reward = float(np.median([m.get("time/reward") or 0.0 for m in steps]))
     found: dict[str, Any] = {
         "engine": {"max_batch": batch, "recompute_kv": bool(config.get("weights.recompute_kv", True))},
@@ -77,15 +80,10 @@ def _engine(
     found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], config: Any, name: str
 ) -> None:
     """time/generate = base x (decoding steps) + per_sequence x (tokens) + (prompt tokens) / prefill."""
-    rows, engine, sources = [], found["engine"], found["sources"]
-    for m in steps:
-        its = rolled.get(m["step"])
-        lengths = [n for group in its.groups.values() for n in group] if its else []
-        decoding = decoding_steps(lengths, config["engine.max_batch"]) if lengths else m["length/max"]
-        rows.append((decoding, m["tokens/generated"], sum(its.prompts) if its else 0))
-    seconds = np.array([m["time/generate"] for m in steps])
-    wanted = np.array(rows, float)
-    fits = all(r[0] >= r[1] / config["engine.max_batch"] * 0.99 for r in rows)  # several turns: the steps are not known
+    engine, sources = found["engine"], found["sources"]
+    seconds, wanted = np.array([m["time/generate"] for m in steps]), _work(steps, rolled, config["engine.max_batch"])
+    # an answer of several turns takes more steps than is seen here
+    fits = bool((wanted[:, 0] >= wanted[:, 1] / config["engine.max_batch"] * 0.99).all())
     if len(steps) >= ENOUGH and fits and np.linalg.matrix_rank(wanted[:, :2] / wanted[:, :2].max(axis=0), 0.05) == 2:
         (base, each, prompt), error = nonnegative(wanted, seconds)
         if base + each > 0:
@@ -96,8 +94,6 @@ def _engine(
             engine["prefill"] = 1 / prompt if prompt > 0 else 1e12
             sources["engine.prefill"] = sources["engine.base"] if prompt > 0 else "assumed: no time, none was seen"
             return
-    from birl.loops.scenario import Engine, step_seconds
-
     tokens, total = wanted[:, 1].sum(), max(wanted[:, 0].sum(), 1)
     there = step_seconds(Engine(max_batch=engine["max_batch"]))
     at = min(max(round(tokens / total), 1), engine["max_batch"])
@@ -105,6 +101,26 @@ def _engine(
     engine["table"] = {n: there[n] * scale for n in sorted({1, *(2**i for i in range(1, 12)), at}) if n < len(there)}
     sources["engine.table"] = f"{TABLE_OF_SMOLLM2} with {at} sequences"
     engine["prefill"], sources["engine.prefill"] = 1e12, "assumed: no time, it is in the table"
+
+
+def _work(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_batch: int) -> Floats:
+    """[steps, 3]: decoding steps, tokens, prompt tokens."""
+    rows = []
+    for m in steps:
+        its = rolled.get(m["step"])
+        lengths = [n for group in its.groups.values() for n in group] if its else []
+        decoding = decoding_steps(lengths, max_batch) if lengths else m["length/max"]
+        rows.append((decoding, m["tokens/generated"], sum(its.prompts) if its else 0))
+    return np.array(rows, float)
+
+
+def _undisturbed(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_batch: int) -> list[dict[str, Any]]:
+    """Without the steps that generated at less than half the usual speed for their size: something else had the
+    machine."""
+    if len(steps) < ENOUGH:
+        return steps
+    pace = np.array([m["time/generate"] for m in steps]) / _work(steps, rolled, max_batch)[:, 0]
+    return [m for m, slow in zip(steps, pace > 2 * np.median(pace), strict=True) if not slow]
 
 
 def _learner(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], name: str) -> None:

@@ -219,7 +219,7 @@ def _line(table: tuple[tuple[float, float], ...], n: float) -> float:
 
 
 def step_seconds(engine: Engine) -> list[float]:
-    """Seconds of a step without its context, for 0 to max_batch sequences (0: nothing to do)."""
+    """Seconds of a step without its context, for 0 (as for 1) to max_batch sequences."""
     if engine.table:
         return [_line(engine.table, max(n, 1)) for n in range(engine.max_batch + 1)]
-    return [engine.base + engine.per_sequence * n for n in range(engine.max_batch + 1)]
+    return [engine.base + engine.per_sequence * max(n, 1) for n in range(engine.max_batch + 1)]
