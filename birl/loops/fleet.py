@@ -185,6 +185,7 @@ class Fleet:
         bend = self.engine.per_context * n / 2
         with np.errstate(invalid="ignore"):
             ends = np.where(n > 0, still + left * (rate + bend * left), INF)
+        ends[(left <= ROUNDING) & (n > 0)] = 0.0  # the others of a tie: a prompt that began since is not before them
         starts = np.where(n < self.engine.max_batch, np.maximum(next_ready - time, 0.0), INF)
         breaks = np.maximum(s["fails"][active] - time, 0.0)
         dt = np.minimum(np.minimum(ends, starts), np.minimum(breaks, horizon - time))

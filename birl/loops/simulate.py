@@ -279,7 +279,11 @@ def render(scenario: Scenario, compared: dict[str, float] | None, rows: list[Row
         ]
     for found in best:
         its = [r for r in rows if r.gpus == found.gpus]
-        lines += ["", f"{found.gpus:,} GPUs, {found.prompts:,} prompts x {scenario.run.group_size} a step", HEAD]
+        lines += [
+            "",
+            f"{found.gpus:,} GPU{'s' * (found.gpus > 1)}, {found.prompts:,} prompts x {scenario.run.group_size} a step",
+            HEAD,
+        ]
         lines += [_line(row, row is found) for row in its]
         lines += [_verdict(found, its), advice(found)]
     return lines

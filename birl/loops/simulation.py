@@ -82,7 +82,7 @@ class Simulation:
         random = np.random.default_rng([self.scenario.run.seed, 2])
         saved: tuple[int, Ints] = (0, np.zeros(0, np.int64))
         now = 0.0
-        while True:
+        for _ in range(100 + 20 * steps):
             order = _Order(self.window, *saved)
             life = self._lifetime(random)
             self._admit(order, slots, now, len(self.steps))
@@ -103,11 +103,11 @@ class Simulation:
             self.rolled_back += len(self.steps) - kept
             del self.steps[kept:]
             self.fleet.clear(now)
-            if self.rolled_back > 20 * steps + 1000 or now > 1e4 * HOUR:
-                raise BirlError(
-                    f"failures.hours_between={self.scenario.failures.hours_between:g}: with {self.split.learners} "
-                    "learners the run falls back faster than it gets on; lower failures.checkpoint_every."
-                )
+        raise BirlError(
+            f"failures.hours_between={self.scenario.failures.hours_between:g}: with {self.split.learners} learners of "
+            f"{self.scenario.learner.gpus} GPUs the run falls back faster than it gets on; lower "
+            "failures.checkpoint_every, or name a longer time."
+        )
 
     def _lifetime(self, random: np.random.Generator) -> float:
         between = self.scenario.failures.hours_between

@@ -114,7 +114,12 @@ class Plain:
                 paid.add(at)
                 due = 0.0 if shared else self.its.episodes.prompt
                 self.engines[at]["open"].append(
-                    {"place": place, "turns": turns, "wait": block.wait[0, e].tolist(), "reward": float(block.reward[0, e])}
+                    {
+                        "place": place,
+                        "turns": turns,
+                        "wait": block.wait[0, e].tolist(),
+                        "reward": float(block.reward[0, e]),
+                    }
                     | {"turn": 0, "size": self.its.episodes.prompt, "due": due, "ready": self.now, "left": None}
                 )
 
