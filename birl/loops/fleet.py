@@ -5,8 +5,8 @@ not wait for the events of the others: in every round each engine goes to its ow
 [engines, open episodes]. Nothing is averaged; every answer of every engine ends at its own time.
 
 An engine's decoding is continuous: all n running sequences move at one token per f(n) + c (context) seconds. `steps`
-counts how many tokens a sequence that was always there would have by now; an answer of k tokens that begins at steps =
-s ends at steps = s + k, whoever comes or goes. Prompts are computed one after another while decoding stands still.
+counts how many tokens a sequence that was always there would have by now; an answer of k tokens that comes at steps = s
+begins with the next whole one and ends k later, whoever comes or goes. Prompts are computed one after another while decoding stands still.
 """
 
 from dataclasses import dataclass, field
@@ -269,10 +269,14 @@ class Fleet:
         at, c = np.nonzero(due)
         e = engines[at]
         s["ready"][e, c] = INF
-        s["goal"][e, c] = s["steps"][e] + self.tokens[s["row"][e, c], s["turn"][e, c]]
+        begin = np.ceil(s["steps"][engines] - ROUNDING)  # with the next step of those that run
+        idle = s["running"][engines] == 0
+        s["steps"][engines] = np.where(idle, begin, s["steps"][engines])
+        until = (begin - s["steps"][engines])[at]
+        s["goal"][e, c] = begin[at] + self.tokens[s["row"][e, c], s["turn"][e, c]]
         np.add.at(s["running"], e, 1)
         np.subtract.at(s["waiting"], e, 1)
-        np.add.at(s["context"], e, s["size"][e, c])
+        np.add.at(s["context"], e, s["size"][e, c] - until)
         np.add.at(s["stall"], e, s["due"][e, c] / self.engine.prefill)
         s["prefilled"] += float(s["due"][e, c].sum())
 
