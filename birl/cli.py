@@ -31,7 +31,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   dpo          train a model on pairs of answers
   rl           train a model by reinforcement learning
   eval         measure a model on data
-  plan         how much memory a training will take, and what would still fit
+  plan         how much memory a training will take; --simulate: how to split GPUs
   chat         talk to a model or to a run
   checkpoints  list, verify, export and prune the checkpoints of a run
   cache        list, verify and clear converted models
@@ -47,7 +47,10 @@ Start here
 USAGE = {
     "plan": "Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]\n\nTakes what `birl rl` takes, but "
     "reads neither weights nor data. Predicts the memory of generation and training,\nand the largest micro-batch and "
-    "batch that fit into --memory (default: what is free).",
+    "batch that fit into --memory (default: what is free).\n\n"
+    "       birl plan --simulate [RUN, FILE or PRESET] [section.key=value ...] [--measured FILE] [--json]\n\n"
+    "How to split GPUs into engines and learners, simulated from the times of the parts, and who would wait for whom.\n"
+    "PRESET: smollm2_cpu (default), h200_8b.",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"
