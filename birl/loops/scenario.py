@@ -191,6 +191,8 @@ def source(scenario: Scenario, key: str) -> str:
 def checked(scenario: Scenario) -> Scenario:
     """What involves several keys."""
     engine, run, episodes = scenario.engine, scenario.run, scenario.episodes
+    if engine.max_batch > 100_000:
+        raise BirlError(f"engine.max_batch={engine.max_batch}: no engine has more than 100,000 sequences at once.")
     if not engine.table and engine.base + engine.per_sequence <= 0:
         raise BirlError("engine.base and engine.per_sequence: a step takes no time; give one, or engine.table.")
     if len({n for n, _ in engine.table}) < len(engine.table) or any(n < 1 for n, _ in engine.table):

@@ -284,7 +284,9 @@ def test_more_engines_are_never_slower_when_computing_is_all(engines: int, promp
     few, more = (
         ends(*words, engines=n, prompts=prompts, max_staleness=stale, steps=6)[-1] for n in (engines, engines + 1)
     )
-    assert more <= few + 1e-6
+    # what comes while others run waits for their step to end, so that one step may be lost in each training step
+    lost = 6 * 0.01 * 2 * prompts * size if stale else 0.0
+    assert more <= few + lost + 1e-6
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 20), st.integers(1, 4))
@@ -525,6 +527,7 @@ def test_the_measured_file_of_the_page_is_read(tmp_path: Path, capsys: pytest.Ca
         (["max_batch=3"], "Did you mean engine.max_batch?"),
         (["engine=3"], "keys have a section"),
         (["engine.max_batch=1.5"], "must be a whole number"),
+        (["engine.max_batch=999999"], "no engine has more"),
         (["engine.base=-1"], "must not be negative"),
         (["engine.base=0"], "a step takes no time"),
         (["engine.table={a: 1}"], "must map sequences"),
