@@ -60,7 +60,7 @@ class Runner:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
         logits = self.logits(hidden)
         if any(w.followers for w in plan):
-            times = [len(w.samplers) for w in plan if w.complete]
+            times = [len(w.samplers) for w in plan if w.complete for _ in range(len(w.drafts) + 1)]
             logits = logits.repeat_interleave(torch.tensor(times, device=device), dim=0)
         return logits
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,23 @@ def test_given_tokens_can_begin_an_answer(folders, compute) -> None:
         whole = await own.generate(PROMPT, params(60))
         begun = await own.generate(PROMPT, params(60, forced=whole.tokens[:23]))
         assert begun == whole
+        await own.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("draft_rows", [0, 16])
+def test_given_beginnings_beside_requests_that_share_their_prompt(folders, compute, draft_rows) -> None:
+    """A batch of both: some go on where they were cut, others begin with the same prompt."""
+
+    async def main() -> None:
+        own = engine(folders[0], compute, draft_rows=draft_rows)
+        wanted = [params(40) if i % 2 else SamplingParams(max_tokens=40, seed=i, ignore_eos=True) for i in range(9)]
+        answers = await asyncio.gather(*(own.generate(PROMPT, p) for p in wanted))
+        begun = [
+            replace(p, forced=a.tokens[: 5 * (i % 3)]) for i, (p, a) in enumerate(zip(wanted, answers, strict=True))
+        ]
+        assert await asyncio.gather(*(own.generate(PROMPT, p) for p in begun)) == answers
         await own.close()
 
     run(main)
