@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from birl.cli import main
 from birl.rollout import pipeline
+from birl.simulation import command
 from birl.simulation.draws import Block, Draws
 from birl.simulation.events import Simulation, Split, learner_seconds, sync_seconds
 from birl.simulation.fleet import least_loaded
