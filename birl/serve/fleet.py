@@ -74,11 +74,12 @@ class Fleet:
 
     def describe(self) -> str:
         """Every engine, for messages."""
-        return "; ".join(
-            f"{m.remote.address} is {m.state} since {time.strftime('%H:%M:%S', time.localtime(m.since))}"
-            f"{f' ({m.error})' if m.error and m.state is not State.READY else ''}"
-            for m in self.members
-        )
+        lines: list[str] = []
+        for m in self.members:
+            why = "" if m.state is State.READY else f" ({m.error or 'it has not answered yet'})"
+            since = time.strftime("%H:%M:%S", time.localtime(m.since))
+            lines.append(f"{m.remote.address} is {m.state} since {since}{why}")
+        return "; ".join(lines)
 
     def become(self, member: Member, state: State, error: str = "") -> None:
         was = member.state
