@@ -18,7 +18,7 @@ from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, check_cache, load_policy
 from birl.models.load import cast
 from birl.serve import names
-from birl.serve.limits import Gate, is_loopback
+from birl.serve.limits import Gate, Refused, is_loopback
 from birl.serve.metrics import Metrics
 from birl.serve.server import app
 from birl.serve.service import Service
@@ -111,18 +111,21 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 
 
 async def look(service: Service, root: Path) -> None:
-    """Take whatever is announced in `root` (weights.method=volume). What fails is told, and tried again when something
-    else is announced."""
-    seen = -1
+    """Take whatever is announced in `root` (weights.method=volume). What fails is told once, and tried again when
+    something else is announced. An engine that sleeps takes it when it is awake."""
+    failed, said = -1, ""
     while True:
+        update = None
         try:
             update = await asyncio.to_thread(folder.latest, root)
-            if update is not None and update.version not in (seen, service.engine.version):
-                seen = update.version
+            if update is not None and update.version != failed and service.wants(update.version):
                 async with service.control():
                     await service.load(update.version, dict(update.digests), update.folder)
-        except (WeightsFailed, OSError) as error:
-            print(f"birl serve: volume={root}: {error}", flush=True)
+        except (WeightsFailed, Refused, OSError) as error:
+            failed = failed if update is None else update.version
+            if str(error) != said:
+                said = str(error)
+                print(f"birl serve: volume={root}: {said}", flush=True)
         await asyncio.sleep(LOOK)
 
 

@@ -104,6 +104,10 @@ class Service:
         self.digest, self.hollow = held.digest, False
         return held
 
+    def wants(self, version: int) -> bool:
+        """Has the engine room for this version, and not yet the weights?"""
+        return not self.engine.asleep and (self.hollow or version != self.engine.version)
+
     async def digests(self) -> dict[str, str]:
         if self.engine.asleep or self.hollow:
             raise Refused(409, f"There are no weights: {self.unready()}.", CONFLICT)

@@ -19,6 +19,7 @@ from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model, load_tokenizer
 from birl.serve import names, staging, wire
 from birl.types import Completion, SamplingParams
+from birl.weights import folder
 from tests.serve.running import Running, process, running, slowed, until
 from tests.tiny import tiny_model_folder
 
@@ -193,6 +194,22 @@ def test_weights_from_a_folder(server: Running, folders: list[Path], tmp_path: P
     reply = server.http.post("/load", json={"version": 1, "digests": digests(new), "folder": str(tmp_path)})
     assert reply.status_code == 200 and reply.json()["digest"] == whole(digests(new))
     assert server.service.engine.version == 1
+
+
+def test_weights_from_a_volume(folders: list[Path], tmp_path: Path) -> None:
+    """The server looks there by itself; what is damaged is told, and the next version is taken."""
+    new = weights(folders[1])
+    place = folder.write(tmp_path, 1, new, digests(new), folders[1])
+    with process(folders[0], f"volume={tmp_path}") as (child, url):
+        folder.announce(tmp_path, place, 1, digests(weights(folders[0])))  # not what is in it
+        assert child.stdout is not None and "other bytes than were sent" in child.stdout.readline()
+        place = folder.write(tmp_path, 2, new, digests(new), folders[1])
+        folder.announce(tmp_path, place, 2, digests(new))
+        until(lambda: httpx.get(f"{url}/info").json()["version"] == 2)
+        assert httpx.get(f"{url}/info").json()["digest"] == whole(digests(new))
+        for path in ("/sleep", "/wake"):
+            assert httpx.post(url + path).status_code == 200
+        until(lambda: httpx.get(f"{url}/info").json()["digest"] == whole(digests(new)))  # it has them again
 
 
 def test_refused_weights_change_nothing(server: Running, folders: list[Path], tmp_path: Path) -> None:
