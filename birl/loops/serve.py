@@ -23,6 +23,7 @@ from birl.serve.metrics import Metrics
 from birl.serve.server import app
 from birl.serve.service import Service
 from birl.serve.staging import Staging
+from birl.types import Update
 from birl.weights import folder
 
 LOOK = 0.2  # seconds between two looks into `volume`
@@ -113,16 +114,17 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 async def look(service: Service, root: Path) -> None:
     """Take whatever is announced in `root` (weights.method=volume). What fails is told once, and tried again when
     something else is announced. An engine that sleeps takes it when it is awake."""
-    failed, said = -1, ""
+    tried: Update | None = None
+    said = ""
     while True:
-        update = None
         try:
             update = await asyncio.to_thread(folder.latest, root)
-            if update is not None and update.version != failed and service.wants(update.version):
+            awake = service.hollow and update is not None and update.version == service.engine.version
+            if update is not None and (update != tried or awake) and not service.engine.asleep:
+                tried = update
                 async with service.control():
-                    await service.load(update.version, dict(update.digests), update.folder)
+                    await service.load(update)
         except (WeightsFailed, Refused, OSError) as error:
-            failed = failed if update is None else update.version
             if str(error) != said:
                 said = str(error)
                 print(f"birl serve: volume={root}: {said}", flush=True)

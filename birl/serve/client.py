@@ -77,7 +77,7 @@ class Client:
             raise EngineDown(f"{self.address} gave no completion: {_first(found)} ({error})") from error
 
     async def load(self, update: Update) -> Held:
-        body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests)}
+        body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
         try:
             for bucket in buckets(update.tensors, self.bucket_mb):
                 data = await asyncio.to_thread(packed, bucket)

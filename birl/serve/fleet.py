@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
@@ -114,7 +115,7 @@ class Fleet:
     async def load(self, update: Update) -> Held:
         """See `Router.load`."""
         async with self._loading:
-            if update.version < self.version:
+            if update.version < self.version and not update.anew:
                 raise WeightsFailed(
                     "stale", f"The engines have version {self.version}, and are given {update.version}."
                 )
@@ -259,7 +260,7 @@ class Fleet:
         due = asyncio.get_running_loop().time() >= member.load_after
         if member.state is State.STALE and self.update is not None and due and not self._loading.locked():
             with contextlib.suppress(WeightsFailed):  # told by its state, and tried again later
-                await self._give(member, self.update)
+                await self._give(member, replace(self.update, anew=True))  # whatever it has
                 return True
         return False
 

@@ -163,7 +163,7 @@ def check_folder(update: Update, current: int) -> dict[str, Tensor]:
 
 def fresh(update: Update, current: int) -> None:
     """Raises `WeightsFailed` for an update that is older than what the engine has, or has no folder."""
-    if update.version < current:
+    if update.version < current and not update.anew:
         raise WeightsFailed("stale", f"The engine has version {current} of the weights and was given {update.version}.")
     if not update.folder:
         raise WeightsFailed(

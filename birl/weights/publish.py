@@ -47,6 +47,7 @@ class Sent:
 
 
 class Publisher(Protocol):
+    def close(self) -> None: ...
     async def publish(self) -> Sent: ...
     async def rest(self) -> None:
         """Before the learner computes: engines that share its device give their memory back."""
@@ -59,6 +60,9 @@ class Memory:
         return Sent()
 
     async def rest(self) -> None:
+        return
+
+    def close(self) -> None:
         return
 
 
@@ -138,11 +142,12 @@ class Sender:
         self.canary.compute()
         if self.method == "direct":
             copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-            return Update(version=version, digests=found, tensors=copies)
-        path = folder.write(self.root, version, tensors, found, self.beside)
+            return Update(version=version, digests=found, tensors=copies, anew=self.version < 0)
+        path = folder.write(self.root, version, tensors, self.beside).resolve()
+        update = Update(version=version, digests=found, folder=str(path), anew=self.version < 0)
         if self.method == "volume":
-            folder.announce(self.root, path, version, found)
-        return Update(version=version, digests=found, folder=str(path.resolve()))
+            folder.announce(self.root, update)
+        return update
 
     async def prove(self, remote: Remote) -> float:
         """The canary of one engine. Raises `WeightsFailed`."""
@@ -151,6 +156,11 @@ class Sender:
     async def rest(self) -> None:
         for remote in self.sleeping:
             await remote.sleep()
+
+    def close(self) -> None:
+        """What is in shared memory goes; folders on a disk stay where they are."""
+        if self.method == "shared":
+            folder.remove(self.root)
 
 
 class Volume:

@@ -1,6 +1,5 @@
 """Runs whose engines are in other processes: started with the run, or found by name. One core, real servers."""
 
-import asyncio
 import contextlib
 import os
 import subprocess
@@ -18,7 +17,6 @@ from birl.learner import checkpoint
 from birl.loops import engines, evaluation
 from birl.loops.ledger import audit
 from birl.serve import names
-from birl.serve.client import Client
 from tests.loops.test_rl import log, run
 
 NAME = f"tests/{os.getpid()}"
@@ -47,24 +45,9 @@ def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
             child.kill()
 
 
-def fresh(server: Path) -> None:
-    """The server takes no weights older than its own, and every test begins with version 0."""
-
-    async def main() -> None:
-        (address,) = names.find(NAME)
-        client = Client(address)
-        await client.sleep()
-        await client.wake()
-        await client.close()
-
-    (server / "latest.json").unlink(missing_ok=True)
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("method", ["reload", "shared", "direct", "volume"])
 def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Path, method: str) -> None:
     """The engine samples from what is trained, to the bit: in another process, and while it changes."""
-    fresh(server)
     words = [*QUICK, f"engine.attach=[{NAME}]", f"weights.method={method}", "rollout.max_staleness=2", "steps=4"]
     if method == "volume":
         words.append(f"weights.folder={server}")
@@ -79,7 +62,6 @@ def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Pat
 
 
 def test_a_synchronous_run_is_the_same_as_in_one_process(tiny: Path, tmp_path: Path, server: Path) -> None:
-    fresh(server)
     run(tiny, tmp_path / "one", *UNEVEN, "steps=3", "optimizer.lr=0.01")
     run(tiny, tmp_path / "two", *QUICK, "steps=3", "optimizer.lr=0.01", f"engine.attach=[{NAME}]")
     assert log(tmp_path / "one", "rollouts") == log(tmp_path / "two", "rollouts")
@@ -89,11 +71,9 @@ def test_a_synchronous_run_is_the_same_as_in_one_process(tiny: Path, tmp_path: P
 
 def test_a_rollout_test_finds_servers_by_name(tiny: Path, tmp_path: Path, server: Path, capsys) -> None:
     """AReaLite's way: servers in one shell, a test of the rollout in another."""
-    fresh(server)
     (tmp_path / "b.jsonl").write_text('{"prompt": "What is 1 + 2?", "answer": "3"}\n' * 3)
     words = [f"model.path={tiny}", f"data.validation={tmp_path}/b.jsonl", "validation.max_tokens=8", "threads=1"]
     words += ["engine.kind=birl", f"output={tmp_path}/r.json"]
-    run(tiny, tmp_path, *QUICK, "steps=1", f"engine.attach=[{NAME}]")  # gives it weights again
     evaluation.run(load(schema.Eval, [*words, f"engine.attach=[{NAME}]"]))
     assert "pass@1" in capsys.readouterr().out
     found = __import__("json").loads((tmp_path / "r.json").read_text())
@@ -120,7 +100,6 @@ def test_servers_that_are_started_anew_from_each_folder(tiny: Path, tmp_path: Pa
 
 
 def test_servers_sleep_while_the_learner_trains(tiny: Path, tmp_path: Path, server: Path) -> None:
-    fresh(server)
     run(tiny, tmp_path / "a", *QUICK, f"engine.attach=[{NAME}]", "engine.sleep=true", "steps=3")
     run(tiny, tmp_path / "b", *UNEVEN, "steps=3")
     assert log(tmp_path / "a", "rollouts") == log(tmp_path / "b", "rollouts")
