@@ -199,12 +199,13 @@ def test_weights_from_a_folder(server: Running, folders: list[Path], tmp_path: P
 def test_weights_from_a_volume(folders: list[Path], tmp_path: Path) -> None:
     """The server looks there by itself; what is damaged is told, and the next version is taken."""
     new = weights(folders[1])
-    place = folder.write(tmp_path, 1, new, digests(new), folders[1])
+    place = str(folder.write(tmp_path, 1, new, folders[1]))
     with process(folders[0], f"volume={tmp_path}") as (child, url):
-        folder.announce(tmp_path, place, 1, digests(weights(folders[0])))  # not what is in it
+        wrong = digests(weights(folders[0]))
+        folder.announce(tmp_path, Update(version=1, digests=wrong, folder=place))  # not what is in it
         assert child.stdout is not None and "other bytes than were sent" in child.stdout.readline()
-        place = folder.write(tmp_path, 2, new, digests(new), folders[1])
-        folder.announce(tmp_path, place, 2, digests(new))
+        place = str(folder.write(tmp_path, 2, new, folders[1]))
+        folder.announce(tmp_path, Update(version=2, digests=digests(new), folder=place))
         until(lambda: httpx.get(f"{url}/info").json()["version"] == 2)
         assert httpx.get(f"{url}/info").json()["digest"] == whole(digests(new))
         for path in ("/sleep", "/wake"):
