@@ -55,8 +55,7 @@ USAGE = {
     "PRESET: smollm2_cpu (default), h200_8b.",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
-    "ledger": "Usage: birl ledger RUN\n\nAdds up RUN/ledger.jsonl; exits with 1 where the sums differ or something was\n"
-    "trained twice.",
+    "ledger": "Usage: birl ledger RUN\n\nAdds up RUN/ledger.jsonl; exits with 1 where it does not close.",
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"
     "       birl checkpoints RUN verify [STEP]         compare every file with its digest; 1 where one differs\n"
     "       birl checkpoints RUN export STEP FOLDER    write a Hugging Face model folder (STEP: number, last, best)\n"
