@@ -31,7 +31,7 @@ class Runner:
 
     def run(self, plan: Sequence[Work]) -> Tensor:
         """Logits of the next token for each sampler of each complete work, and of one more behind each guess, in order:
-        [samplers + guesses, V] float32. Where somebody follows, nobody guesses."""
+        [samplers + guesses, V] float32. A work that somebody follows has no guesses; others beside it may."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]
@@ -60,7 +60,7 @@ class Runner:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
         logits = self.logits(hidden)
         if any(w.followers for w in plan):
-            times = [len(w.samplers) for w in plan if w.complete]
+            times = [len(w.samplers) for w in plan if w.complete for _ in range(len(w.drafts) + 1)]
             logits = logits.repeat_interleave(torch.tensor(times, device=device), dim=0)
         return logits
 

@@ -97,6 +97,21 @@ def test_given_tokens_can_begin_an_answer(folders, compute) -> None:
     run(main)
 
 
+def test_given_tokens_beside_a_group_of_one_prompt(folders, compute) -> None:
+    """The canary is scored while a group begins: its rows with many logits stand beside one row for many answers."""
+
+    async def main() -> None:
+        own = engine(folders[0], compute)
+        alone = await own.generate(PROMPT, params(40))
+        given = await own.generate(PROMPT[:3], params(40))
+        scored, *group = await asyncio.gather(
+            own.generate(PROMPT[:3], params(40, forced=given.tokens)), *(own.generate(PROMPT, params(40)) for _ in "abc")
+        )
+        assert scored == given and all(answer == alone for answer in group)
+
+    run(main)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_weights_that_change_in_the_middle_of_an_answer(folders, compute, recompute) -> None:
     """Each token says which weights sampled it, and has exactly the log-prob that these give it after all tokens before
