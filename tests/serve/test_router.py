@@ -225,6 +225,30 @@ def test_new_weights_reach_all_and_requests_go_on() -> None:
     play(main)
 
 
+def test_settling_does_not_wait_for_an_engine_that_has_gone_down() -> None:
+    """It took the weights, proved them, and died; the others are ready."""
+
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines, interval=1000.0)
+        await router.start()
+        await router.load(update(5))
+        engines[1].crash()
+        router.fleet.members[1].poke.set()
+        await until(lambda: states(router) == ["ready", "down"])
+        began = asyncio.get_running_loop().time()
+        await router.settle(300.0)
+        assert asyncio.get_running_loop().time() - began < 1
+        engines[0].crash()
+        router.fleet.members[0].poke.set()
+        await until(lambda: states(router) == ["down", "down"])
+        with pytest.raises(EngineDown, match="No engine was ready"):
+            await router.settle(30.0)
+        await router.close()
+
+    play(main)
+
+
 @pytest.mark.parametrize("way", ["refuses", "frozen", "crash"])
 def test_an_engine_that_does_not_take_the_weights_gets_no_request_until_it_has(way: str) -> None:
     async def main() -> None:
