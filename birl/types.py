@@ -210,6 +210,8 @@ class Update:
     format, complete, never changed afterwards) or in `tensors` (name -> torch.Tensor in the engine's type).
 
     `digests`: name -> `birl.models.digests.digest` of each tensor. An engine proves with its own that it holds them.
+    `first`: of a learner's process. What engines hold may be newer then, from a process whose last steps were lost; any
+    other update that is older than what an engine holds is refused.
 
     Example: Update(version=12, digests={"model.norm.weight": "5f0e..."}, folder="runs/a/weights/v000012")
     """
@@ -218,6 +220,7 @@ class Update:
     digests: Mapping[str, str]
     folder: str = ""
     tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

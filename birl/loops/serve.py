@@ -120,7 +120,7 @@ async def look(service: Service, root: Path) -> None:
             if update is not None and update.version not in (seen, service.engine.version):
                 seen = update.version
                 async with service.control():
-                    await service.load(update.version, dict(update.digests), update.folder)
+                    await service.load(update.version, dict(update.digests), update.folder, update.first)
         except (WeightsFailed, OSError) as error:
             print(f"birl serve: volume={root}: {error}", flush=True)
         await asyncio.sleep(LOOK)

@@ -112,7 +112,7 @@ class Fleet:
     async def load(self, update: Update) -> Held:
         """See `Router.load`."""
         async with self._loading:
-            if update.version < self.version:
+            if update.version < self.version and not update.first:
                 raise WeightsFailed(
                     "stale", f"The engines have version {self.version}, and are given {update.version}."
                 )

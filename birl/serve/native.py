@@ -46,7 +46,7 @@ async def generate(service: Service, request: Request) -> Response:
 
 async def load(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
-    only(data, "version", "digests", "folder")
+    only(data, "version", "digests", "folder", "first")
     number, digests, folder = data.get("version"), data.get("digests", {}), data.get("folder", "")
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise Refused(400, f"version must be a whole number of at least 0, got {number!r}.")
@@ -54,14 +54,17 @@ async def load(service: Service, request: Request) -> Response:
         raise Refused(400, "digests must be an object of texts: the digest of each tensor by its name.")
     if not isinstance(folder, str) or "\0" in folder:
         raise Refused(400, "folder must be a path, or empty for what was staged.")
+    if not isinstance(data.get("first", False), bool):
+        raise Refused(400, f"first must be true or false, got {data['first']!r}.")
     async with service.control():
-        held = await service.load(number, digests, folder)
+        held = await service.load(number, digests, folder, data.get("first", False))
     return reply(wire.held_to(held))
 
 
 async def stage(service: Service, request: Request) -> Response:
     version = request.path_params["version"]
-    service.staging.begin(version, service.engine.version)
+    first = request.query_params.get("first") == "true"
+    service.staging.begin(version, service.engine.version, first)
     data = await body(request, service.staging.most + 2**24)  # a header of safetensors is smaller than that
     size = service.staging.put(version, await asyncio.to_thread(read, data, version))
     return reply({"version": version, "tensors": len(service.staging.tensors), "bytes": size})

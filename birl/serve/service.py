@@ -85,15 +85,16 @@ class Service:
         except TimeoutError as error:
             raise Refused(504, f"It took longer than {self.timeout:g} s (request_timeout).", "timeout") from error
 
-    async def load(self, version: int, digests: dict[str, str], folder: str) -> Held:
+    async def load(self, version: int, digests: dict[str, str], folder: str, first: bool = False) -> Held:
         """Raises `WeightsFailed` and `Refused`; the old weights are still there then."""
         if self.engine.asleep:
             raise Refused(409, "The engine sleeps and has no room for weights: POST /wake first.", CONFLICT)
         try:
             if folder:
-                update = Update(version=version, digests=digests, folder=folder)
+                update = Update(version=version, digests=digests, folder=folder, first=first)
             else:
-                update = Update(version=version, digests=digests, tensors=self.staging.take(version))
+                tensors = self.staging.take(version)
+                update = Update(version=version, digests=digests, tensors=tensors, first=first)
             held = await self.engine.load(update)
         except WeightsFailed as error:
             self.metrics.load_failures.labels(error.cause).inc()

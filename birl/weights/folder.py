@@ -1,7 +1,7 @@
 """A version of the weights as a folder in Hugging Face format: complete or not there.
 
 ROOT/v000012/          model.safetensors, config.json, the tokenizer: whatever the model folder has beside weights
-ROOT/latest.json       {"version", "folder", "digests"}: what `weights.method=volume` looks into; renamed into place
+ROOT/latest.json       {"version", "folder", "digests", "first"}: what `weights.method=volume` looks into; renamed
 """
 
 import json
@@ -46,10 +46,11 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor], digests: Mapp
     return target
 
 
-def announce(root: Path, folder: Path, version: int, digests: Mapping[str, str]) -> None:
+def announce(root: Path, folder: Path, version: int, digests: Mapping[str, str], first: bool = False) -> None:
     """Whoever looks into `root` finds this version from now on."""
     new = root / f".{LATEST}.{os.getpid()}"
-    new.write_text(json.dumps({"version": version, "folder": folder.name, "digests": dict(digests)}))
+    record = {"version": version, "folder": folder.name, "digests": dict(digests)}
+    new.write_text(json.dumps(record | ({"first": True} if first else {})))
     new.rename(root / LATEST)
 
 
@@ -57,7 +58,8 @@ def latest(root: Path) -> Update | None:
     """What was announced last, if anything. Raises `WeightsFailed` where that file is damaged."""
     try:
         found = json.loads((root / LATEST).read_text())
-        return Update(version=found["version"], digests=found["digests"], folder=str(root / found["folder"]))
+        path, first = str(root / found["folder"]), bool(found.get("first"))
+        return Update(version=found["version"], digests=found["digests"], folder=path, first=first)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -136,16 +136,16 @@ class Sender:
 
     def update(self) -> Update:
         """A snapshot of the weights as they are now (compute thread)."""
-        tensors, version = published(self.learner.model), self.learner.version
+        tensors, version, first = published(self.learner.model), self.learner.version, self.version < 0
         found = digests(tensors)
         self.canary.compute()
         if self.method == "direct":
             copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-            return Update(version=version, digests=found, tensors=copies)
+            return Update(version=version, digests=found, tensors=copies, first=first)
         path = folder.write(self.root, version, tensors, found, self.beside)
         if self.method == "volume":
-            folder.announce(self.root, path, version, found)
-        return Update(version=version, digests=found, folder=str(path.resolve()))
+            folder.announce(self.root, path, version, found, first)
+        return Update(version=version, digests=found, folder=str(path.resolve()), first=first)
 
     async def proofs(self) -> list[float]:
         """The canaries of all engines that are ready, of one at least. An engine that is lost meanwhile stops nothing:

@@ -28,14 +28,8 @@ REWARD = """
 def digits(completions, **_):
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 """
-GROUP, BOUND, REQUEST, SYNC = 3, 2, 6.0, 30.0  # episodes, steps, seconds for a request and for an update
+GROUP, BOUND, SYNC = 3, 2, 30.0  # episodes, steps, seconds for an update
 NO_STEP = 150.0  # seconds without a step that are too many, whatever happens
-KILLS = {
-    "engine": ("engine killed while it generates", "engine killed while it loads"),
-    "learner": ("learner killed", "learner killed while it saves", "learner killed while it syncs"),
-}
-FROZEN = ("engine frozen", "engine frozen beyond its deadline", "learner frozen", "learner frozen beyond a deadline")
-NETWORK = ("connections dropped", "connections delayed", "connections silent", "answer cut in the middle")
 
 
 def given(root: Path) -> Path:
@@ -60,8 +54,6 @@ def command(root: Path, steps: int, *more: str) -> list[str]:
         "rollout.timeout=120",
         "rollout.max_failure_rate=0.9",
         "engine.kind=birl",
-        "engine.max_batch=8",
-        f"engine.request_timeout={REQUEST}",
         f"weights.timeout={SYNC}",
         "optimizer.lr=1e-3",
         "checkpoint.every=2",
@@ -83,9 +75,18 @@ class Chaos:
     starts a process. What is told goes to `say`; what must not happen is in `problems`."""
 
     def __init__(
-        self, root: Path, seed: int, steps: int, *, attach: bool = False, begin: Start = started, say: Callable = print
+        self,
+        root: Path,
+        seed: int,
+        steps: int,
+        *,
+        attach: bool = False,
+        begin: Start = started,
+        say: Callable[[str], None] = print,
+        deadline: float = 6.0,
     ) -> None:
         self.root, self.run, self.attach, self.begin, self.say = root, root / "run", attach, begin, say
+        self.deadline = deadline  # of a request [s]
         self.rng, self.clock = random.Random(seed), time.monotonic()
         self.learner: Child | None = None
         self.lives, self.killed, self.starved = 0, False, False
@@ -93,18 +94,26 @@ class Chaos:
         self.events: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
+        self.told: list[str] = []  # the learner's last words
         self.problems: list[str] = []
         self.engines: list[tuple[Child, int]] = []  # ours, and their ports
         self.proxies: list[Proxy] = []
-        self.step, self.moved = 0, time.monotonic()
+        self.step, self.before, self.moved = 0, 0, time.monotonic()
+        self.vain = 0  # lives in a row that ended with a message, without a step and without a reason
         given(root)
-        words = ["engine.count=2", "engine.threads=1", "engine.start_timeout=120", "engine.restarts=1000"]
+        words = [
+            "engine.count=2",
+            "engine.max_batch=8",
+            "engine.threads=1",
+            "engine.start_timeout=120",
+            "engine.restarts=1000",
+        ]
         if attach:
             ports = [free_port(), free_port()]
             self.engines = [(self.serve(port), port) for port in ports]
             self.proxies = [Proxy(port) for port in ports]
             words = [f"engine.attach=[{','.join(f'http://127.0.0.1:{p.port}' for p in self.proxies)}]"]
-        self.words = command(root, steps, *words)
+        self.words = command(root, steps, f"engine.request_timeout={deadline}", *words)
         self.kinds: dict[str, Callable[[], str | None]] = {
             "engine killed while it generates": self.kill_generating,
             "engine killed while it loads": self.kill_loading,
@@ -112,9 +121,9 @@ class Chaos:
             "learner killed while it saves": self.kill_saving,
             "learner killed while it syncs": self.kill_syncing,
             "engine frozen": lambda: self.freeze_engine(self.rng.uniform(0.5, 5)),
-            "engine frozen beyond its deadline": lambda: self.freeze_engine(REQUEST + self.rng.uniform(1, 8)),
+            "engine frozen beyond its deadline": lambda: self.freeze_engine(deadline + self.rng.uniform(1, 8)),
             "learner frozen": lambda: self.freeze_learner(self.rng.uniform(0.5, 5)),
-            "learner frozen beyond a deadline": lambda: self.freeze_learner(REQUEST + self.rng.uniform(1, 4)),
+            "learner frozen beyond a deadline": lambda: self.freeze_learner(deadline + self.rng.uniform(1, 4)),
             "disk full": lambda: self.fill_disk(self.rng.choice([0, 60_000, 300_000, 1_000_000])),
         }
         if attach:
@@ -133,6 +142,7 @@ class Chaos:
 
     def up(self) -> None:
         """Start the learner's next life."""
+        self.before = self.steps()
         self.lives += 1
         self.killed = self.starved = False
         self.learner = self.begin(self.words)
@@ -167,12 +177,17 @@ class Chaos:
         code, lines, self.learner = self.learner.code, self.learner.output(), None
         (self.root / f"life-{self.lives}.log").write_text("\n".join(lines) + "\n")
         told = next((line for line in lines if line.startswith("birl: ") and line != "birl: run"), "")
-        what = {-9: "killed", 0: "done", 2: "stopped with a message", 3: "stopped by the watchdog"}.get(code or 0, str(code))
+        self.told += [told] if told else []
+        what = {-9: "killed", 0: "done", 2: "stopped with a message", 3: "stopped by the watchdog"}.get(
+            code or 0, str(code)
+        )
         if code == 2 and self.starved:
             what = "stopped, the disk was full"
         self.ends[what] += 1
         self.tell(f"life {self.lives} {what} (exit code {code}) {told}".rstrip())
-        if code not in (0, 2, 3) and not (code == -signal.SIGKILL and self.killed):
+        self.vain = self.vain + 1 if code == 2 and not self.starved and self.steps() <= self.before else 0
+        early = code == -signal.SIGTERM and self.steps() <= self.before  # nobody listened to it yet
+        if code not in (0, 2, 3) and not (code == -signal.SIGKILL and self.killed) and not early:
             self.problems.append(f"life {self.lives} ended with {code}: {lines[-8:]}")
         if code in (2, 3) and not told:
             self.problems.append(f"life {self.lives} ended with {code} and no message: {lines[-8:]}")
@@ -310,37 +325,41 @@ class Chaos:
         """Until the run is finished or the time is over; then it is told to stop, and must."""
         deadline, deck = time.monotonic() + seconds, []
         while not self.finished and time.monotonic() < deadline:
-            if self.learner is None:
-                self.up()
-                at = self.steps()
-                self.until(lambda at=at: self.steps() > at or time.monotonic() > deadline, 120.0)
-            if self.until(lambda: time.monotonic() > deadline, self.rng.uniform(0.5, 4)) or self.learner is None:
+            if self.vain == 3:
+                self.problems.append("three lives in a row ended with a message before their first step")
+                return
+            if not self.trains() or self.until(lambda: time.monotonic() > deadline, self.rng.uniform(0.5, 4)):
                 continue
             deck = deck or self.rng.sample(sorted(self.kinds), len(self.kinds))
             self.happen(deck.pop())
             self.until(lambda: False, 0.3)
         self.finish()
 
+    def trains(self) -> bool:
+        """Wait for the next step, of a new life where there is none. False where that ended."""
+        if self.learner is None:
+            self.up()
+        at = self.steps()
+        return self.until(lambda: self.steps() > at, 120.0) and self.learner is not None
+
     def finish(self, seconds: float = 150.0) -> None:
         """Stop it as a user does. It may have been started so late that it has to be started once more."""
         for _ in range(3):
             if self.finished:
                 return
-            if self.learner is None:
-                self.up()
-                at = self.steps()
-                self.until(lambda at=at: self.steps() > at, 120.0)
-            if self.learner is None:
+            if not self.trains():
                 continue
+            assert self.learner is not None
             self.tell("SIGTERM: save and stop")
             lives, learner = self.lives, self.learner
+            done = self.ends["done"]
             learner.send(signal.SIGTERM)
             if self.until(lambda: False, seconds) or self.learner is not None:
                 self.problems.append(f"it did not stop within {seconds:g} s of SIGTERM: {learner.lines[-5:]}")
                 self.killed = True
                 learner.send(signal.SIGKILL)
                 return
-            if lives == self.lives and self.ends["done"]:
+            if lives == self.lives and self.ends["done"] > done:
                 return
 
     def close(self) -> None:
@@ -364,13 +383,18 @@ class Chaos:
     def check(self) -> list[str]:
         """Everything that must hold, once all processes are gone."""
         parts = [str(p.relative_to(self.run)) for p in self.run.glob("weights/.v*.part")]
-        return self.problems + broken(self.run, BOUND, GROUP) + [f"{p} was left behind" for p in parts if len(parts) > 1]
+        return (
+            self.problems + broken(self.run, BOUND, GROUP) + [f"{p} was left behind" for p in parts if len(parts) > 1]
+        )
 
     def summary(self) -> str:
-        found, width = audit(self.run), 36
+        width = 36
         rows = [f"{'event':<{width}}   done  no chance"]
         rows += [f"  {kind:<{width - 2}} {self.events[kind]:6} {self.missed[kind]:10}" for kind in self.kinds]
         rows += [f"{'the learner was':<{width}}"] + [f"  {what:<{width - 2}} {n:6}" for what, n in self.ends.items()]
+        if not (self.run / "ledger.jsonl").exists():
+            return "\n".join([*rows, "no step was made"])
+        found = audit(self.run)
         rows += [f"{'tokens':<{width}}"] + [f"  {why:<{width - 2}} {n:6,}" for why, n in found.tokens.most_common()]
         rows += [f"  {'sampled':<{width - 2}} {found.sampled:6,}", f"lives {self.lives}, steps {self.step}"]
         return "\n".join(rows)

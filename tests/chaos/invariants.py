@@ -20,7 +20,12 @@ def broken(run: Path, bound: int, group_size: int) -> list[str]:
     problems += [f"ledger: {p}" for p in audit(run).problems]
     state = checkpoint.read_state(saved[-1].path)
     metrics, rollouts = read_jsonl(run / "metrics.jsonl"), read_jsonl(run / "rollouts.jsonl")
-    return problems + steps(metrics, rollouts, state) + groups(run, rollouts, state, group_size) + ages(metrics, rollouts, bound)
+    return (
+        problems
+        + steps(metrics, rollouts, state)
+        + groups(run, rollouts, state, group_size)
+        + ages(metrics, rollouts, bound)
+    )
 
 
 def steps(metrics: list[dict[str, Any]], rollouts: list[dict[str, Any]], state: dict[str, Any]) -> list[str]:
@@ -85,7 +90,7 @@ def ages(metrics: list[dict[str, Any]], rollouts: list[dict[str, Any]], bound: i
         versions[m["step"]], version = version, version + int(m["updates/done"])
     for row in rollouts:
         found = {versions.get(row["step"], 0) - v for s in row["samples"] for v in s["versions"] if v >= 0}
-        if row["advantage"] is not None and found and not (0 <= min(found) and max(found) <= bound):
+        if row["advantage"] is not None and found and not (min(found) >= 0 and max(found) <= bound):
             problems.append(f"step {row['step']}, group {row['group']}: tokens are {sorted(found)} versions old")
     return problems
 

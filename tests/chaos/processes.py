@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from birl.serve.process import WRAPPER
+
 FORK = multiprocessing.get_context("forkserver")
 
 
@@ -54,9 +56,9 @@ Start = Callable[[list[str]], Child]
 
 
 def started(words: list[str]) -> Child:
-    """`birl WORDS`, as a user starts it."""
+    """`birl WORDS`, as a user starts it; it does not outlive this process."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "birl", *words],
+        [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), sys.executable, "-m", "birl", *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -88,8 +90,11 @@ def forked(words: list[str]) -> Child:
 
 
 def _birl(words: list[str], pipe: Any) -> None:
+    import ctypes
+
     import torch
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the fork server ends with this process
     os.setsid()
     for stream in (1, 2):
         os.dup2(pipe.fileno(), stream)

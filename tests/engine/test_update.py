@@ -104,9 +104,8 @@ def test_given_tokens_beside_a_group_of_one_prompt(folders, compute) -> None:
         own = engine(folders[0], compute)
         alone = await own.generate(PROMPT, params(40))
         given = await own.generate(PROMPT[:3], params(40))
-        scored, *group = await asyncio.gather(
-            own.generate(PROMPT[:3], params(40, forced=given.tokens)), *(own.generate(PROMPT, params(40)) for _ in "abc")
-        )
+        again = own.generate(PROMPT[:3], params(40, forced=given.tokens))
+        scored, *group = await asyncio.gather(again, *(own.generate(PROMPT, params(40)) for _ in "abc"))
         assert scored == given and all(answer == alone for answer in group)
 
     run(main)

@@ -187,6 +187,8 @@ def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Pa
 
     async def main() -> None:
         found, local = sender(tiny, tmp_path, compute, "reload")
+        await found.publish()
+        train(found.learner)
         before = await local.engine.digests()
         original = local.engine.load
 
