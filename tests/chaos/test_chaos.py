@@ -17,7 +17,14 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
     preload()
     said: list[str] = []
     chaos = Chaos(tmp_path, 0, 100_000, attach=True, begin=forked, say=said.append, deadline=2.0)
-    chaos.kinds["disk full"] = lambda: chaos.fill_disk(300_000)  # less than the weights have, more than the ledger
+
+    def full_while_weights_are_saved() -> str | None:
+        """Just after a checkpoint, so that the weights come next; they have more bytes than that, and the logs less."""
+        before = set(chaos.run.glob("checkpoints/step-??????"))
+        chaos.until(lambda: set(chaos.run.glob("checkpoints/step-??????")) - before, 20.0, every=0.001)
+        return chaos.fill_disk(300_000)
+
+    chaos.kinds["disk full"] = full_while_weights_are_saved
     try:
         for kind in (
             "engine killed while it generates",
