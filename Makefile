@@ -27,7 +27,7 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format bench-setup bench check-peers clean
+.PHONY: help setup setup-dev demo test lint format bench-setup bench check-peers check-engines clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -37,6 +37,7 @@ help:
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
+	@echo "make check-engines  compare the adapter of vLLM with vLLM itself and transformers (installs it into .venv-vllm)"
 	@echo "make clean   remove the environments and all caches; runs/ stays"
 
 setup: .venv/setup.done
@@ -106,6 +107,10 @@ bench: setup-dev bench-setup
 
 check-peers: .venv-peers/setup.done
 	@PYTHONPATH=. OMP_NUM_THREADS=1 .venv-peers/bin/python tests/peers/check.py $(CHECK_FLAGS)
+
+# For SGLang, which has no CPU build of its kernels: docs/engines.md.
+check-engines: setup .venv-vllm/setup.done
+	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/peers/engines.py vllm --python .venv-vllm/bin/python $(CHECK_FLAGS)
 
 clean:
 	rm -rf .venv .venv-trl .venv-vllm .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

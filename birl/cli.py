@@ -32,7 +32,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   rl           train a model by reinforcement learning
   eval         measure a model on data
   serve        a model behind HTTP: OpenAI's dialect and birl's own
-  plan         how much memory a training will take, and what would still fit
+  plan         how much memory a training will take; --simulate: how to split GPUs
   chat         talk to a model or to a run
   checkpoints  list, verify, export and prune the checkpoints of a run
   cache        list, verify and clear converted models
@@ -48,7 +48,10 @@ Start here
 USAGE = {
     "plan": "Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]\n\nTakes what `birl rl` takes, but "
     "reads neither weights nor data. Predicts the memory of generation and training,\nand the largest micro-batch and "
-    "batch that fit into --memory (default: what is free).",
+    "batch that fit into --memory (default: what is free).\n\n"
+    "       birl plan --simulate [RUN, FILE or PRESET] [section.key=value ...] [--measured FILE] [--json]\n\n"
+    "How to split GPUs into engines and learners, simulated from the times of the parts, and who would wait for whom.\n"
+    "PRESET: smollm2_cpu (default), h200_8b.",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"
@@ -138,6 +141,8 @@ def _plain(command: str, words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
+    if any(word.partition("=")[0] in ("--simulate", "--measured") for word in words):
+        return _simulate(words)
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
     available = None
     if "--memory" in words:
@@ -151,6 +156,25 @@ def _plan(words: list[str]) -> int:
     from birl.loops import plan
 
     plan.run(words, as_json=as_json, available=available)
+    return 0
+
+
+def _simulate(words: list[str]) -> int:
+    from birl.simulation import command
+
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    measured = ""
+    if "--measured" in words:
+        place = words.index("--measured")
+        measured = "".join(words[place + 1 : place + 2])
+        if not measured or measured.startswith("--"):
+            raise BirlError("--measured takes a file, as in `birl plan --simulate --measured async.json`")
+        words = words[:place] + words[place + 2 :]
+    as_json, words = "--json" in words, [word for word in words if word not in ("--json", "--simulate")]
+    unknown = [word for word in words if word.startswith("--")]
+    if unknown:
+        raise BirlError(f"{unknown[0]}: `birl plan --simulate` has --measured FILE and --json")
+    command.run(words, measured=measured, as_json=as_json)
     return 0
 
 

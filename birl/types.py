@@ -210,8 +210,8 @@ class Update:
     format, complete, never changed afterwards) or in `tensors` (name -> torch.Tensor in the engine's type).
 
     `digests`: name -> `birl.models.digests.digest` of each tensor. An engine proves with its own that it holds them.
-    `first`: of a learner's process. What engines hold may be newer then, from a process whose last steps were lost; any
-    other update that is older than what an engine holds is refused.
+    `anew`: the first of a run. Versions count from its checkpoint, so what an engine has of a run before may have a
+    higher number; any other update that is older than what an engine has is refused.
 
     Example: Update(version=12, digests={"model.norm.weight": "5f0e..."}, folder="runs/a/weights/v000012")
     """
@@ -220,7 +220,7 @@ class Update:
     digests: Mapping[str, str]
     folder: str = ""
     tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    first: bool = False
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

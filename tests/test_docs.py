@@ -19,6 +19,7 @@ from birl.config import schema
 from birl.config.help import documentation, presets, written
 from birl.config.load import load
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+from birl.simulation import scenario
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -27,6 +28,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve)
 KEYS = {key for kind in SCHEMAS for key in documentation(kind)}
+SCENARIO = {f"{name}.{key}" for name in scenario.SECTIONS for key in vars(getattr(scenario.Scenario(), name))}
 SECTIONS = tuple(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
 FOLDERS = ("birl", "tests", "docs", "recipes", "examples", "benchmarks")
 
@@ -182,7 +184,7 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             rest = [*rest, *small(command, rest, tiny), *(["--print-config"] if "--multirun" in rest else [])]
         if command != "eval" and not any(word.startswith("run=") for word in rest):
             rest.append("run=runs/here")
-    elif command == "plan":
+    elif command == "plan" and "--simulate" not in rest:
         rest = [*rest, f"model.path={tiny}"]
     elif command == "serve" and "--help" not in rest:  # tests/serve/test_page.py starts one
         rest = [*rest, "--print-config"]
@@ -216,6 +218,7 @@ def test_blocks_are_what_they_say(page: Path) -> None:
 def test_what_is_named_exists(page: Path) -> None:
     rows = {CODE.findall(" ".join(row))[0]: row for row in preset_rows(page)}
     own = {span for row in rows.values() for span in CODE.findall(row[2])}  # keys without their section
+    own |= SCENARIO if page.name == "simulate.md" else set()
     missing = [span for span in spans(page) if span not in own and problem(span)]
     assert not missing, f"{page.name} names what does not exist: {missing}"
 

@@ -41,6 +41,8 @@ def engine_problems(config: RL | Eval) -> list[str]:
         if engine.kind not in kinds:
             reason = f"engine.kind={engine.kind} does not read it ({' or '.join(kinds)} does)"
             found += without_effect(config, f"engine.{key}", reason)
+    if isinstance(config, Eval):
+        found += without_effect(config, "engine.recompute_kv", "weights do not change in an evaluation")
     for address in engine.attach:
         if not NAME.fullmatch(address) and not (
             urlsplit(address).scheme in ("http", "https") and urlsplit(address).netloc

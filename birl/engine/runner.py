@@ -31,7 +31,7 @@ class Runner:
 
     def run(self, plan: Sequence[Work]) -> Tensor:
         """Logits of the next token for each sampler of each complete work, and of one more behind each guess, in order:
-        [samplers + guesses, V] float32. A work that somebody follows has no guesses; others beside it may."""
+        [samplers + guesses, V] float32. Where somebody follows, nobody guesses."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]

@@ -34,7 +34,7 @@ class Weights:
 
     def stage(self, update: Update) -> dict[str, Tensor]:
         """The new tensors in this module's type. Raises `WeightsFailed`."""
-        if update.version < self.version and not update.first:
+        if update.version < self.version and not update.anew:
             raise WeightsFailed(
                 "stale", f"The engine has version {self.version} of the weights and was given {update.version}."
             )

@@ -146,6 +146,7 @@ class Parts:
     async def close(self) -> None:
         await self.engine.close()
         await self.rewards.close()
+        self.publisher.close()
         self.tracker.close()
 
 

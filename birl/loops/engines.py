@@ -23,7 +23,7 @@ from birl.engine.engine import Counters
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.loops.policy import Policy, cache_bytes
-from birl.serve import names
+from birl.serve import names, sglang, vllm
 from birl.serve.client import Client
 from birl.serve.process import Process, answers, free_port
 from birl.serve.remote import Remote
@@ -204,8 +204,6 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
     seconds = engine.request_timeout
     if engine.kind == "birl":
         return Client(address, token, timeout=seconds, load_timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
-    from birl.serve import sglang, vllm
-
     kind = vllm.VLLM if engine.kind == "vllm" else sglang.SGLang
     token = token if engine.attach or engine.kind == "sglang" else ""  # vLLM's own token does not guard its controls
     return kind(address, token=token, recompute_kv=engine.recompute_kv, end_ids=wanted.end_ids, timeout=seconds)
@@ -225,8 +223,6 @@ def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, toke
         command = [python, "-m", "birl", "serve", *words, *engine.arguments]
         env: dict[str, str] = {"BIRL_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
     else:
-        from birl.serve import sglang, vllm
-
         common = {
             "model": str(wanted.folder),
             "port": port,

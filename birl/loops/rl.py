@@ -109,23 +109,23 @@ class _Run(Run):
         self.clock = time.perf_counter()
         if config.debug.replay:
             await self.replay()
-            return self.summary(True)
-        await pipeline.run(
-            parts.stream(self.position),
-            self.rollout,
-            self.train,
-            keep=self.keep,
-            groups_per_step=config.rollout.prompts,
-            max_staleness=config.rollout.max_staleness,
-            sync_every=config.weights.sync_every,
-            window=config.rollout.order_window,
-            max_refill=config.algorithm.max_refill,
-            first_step=self.step + 1,
-            steps=config.steps or None,
-            position=self.position,
-            done=frozenset(self.ahead),
-            stop=self.stop,
-        )
+        else:
+            await pipeline.run(
+                parts.stream(self.position),
+                self.rollout,
+                self.train,
+                keep=self.keep,
+                groups_per_step=config.rollout.prompts,
+                max_staleness=config.rollout.max_staleness,
+                sync_every=config.weights.sync_every,
+                window=config.rollout.order_window,
+                max_refill=config.algorithm.max_refill,
+                first_step=self.step + 1,
+                steps=config.steps or None,
+                position=self.position,
+                done=frozenset(self.ahead),
+                stop=self.stop,
+            )
         self.ledger.close()
         finished = not self.stop.is_set()
         if finished and config.validation.every and parts.plan_validation and self.last_validation_step() != self.step:

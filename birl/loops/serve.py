@@ -18,11 +18,12 @@ from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, check_cache, load_policy
 from birl.models.load import cast
 from birl.serve import names
-from birl.serve.limits import Gate, is_loopback
+from birl.serve.limits import Gate, Refused, is_loopback
 from birl.serve.metrics import Metrics
 from birl.serve.server import app
 from birl.serve.service import Service
 from birl.serve.staging import Staging
+from birl.types import Update
 from birl.weights import folder
 
 LOOK = 0.2  # seconds between two looks into `volume`
@@ -111,18 +112,22 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 
 
 async def look(service: Service, root: Path) -> None:
-    """Take whatever is announced in `root` (weights.method=volume). What fails is told, and tried again when something
-    else is announced."""
-    seen = -1
+    """Take whatever is announced in `root` (weights.method=volume). What fails is told once, and tried again when
+    something else is announced. An engine that sleeps takes it when it is awake."""
+    tried: Update | None = None
+    said = ""
     while True:
         try:
             update = await asyncio.to_thread(folder.latest, root)
-            if update is not None and update.version not in (seen, service.engine.version):
-                seen = update.version
+            awake = service.hollow and update is not None and update.version == service.engine.version
+            if update is not None and (update != tried or awake) and not service.engine.asleep:
+                tried = update
                 async with service.control():
-                    await service.load(update.version, dict(update.digests), update.folder, update.first)
-        except (WeightsFailed, OSError) as error:
-            print(f"birl serve: volume={root}: {error}", flush=True)
+                    await service.load(update)
+        except (WeightsFailed, Refused, OSError) as error:
+            if str(error) != said:
+                said = str(error)
+                print(f"birl serve: volume={root}: {said}", flush=True)
         await asyncio.sleep(LOOK)
 
 

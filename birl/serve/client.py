@@ -77,13 +77,11 @@ class Client:
             raise EngineDown(f"{self.address} gave no completion: {_first(found)} ({error})") from error
 
     async def load(self, update: Update) -> Held:
-        body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests)}
-        body |= {"first": True} if update.first else {}
+        body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
         try:
             for bucket in buckets(update.tensors, self.bucket_mb):
                 data = await asyncio.to_thread(packed, bucket)
-                path = f"/stage/{update.version}{'?first=true' if update.first else ''}"
-                await self._json("PUT", path, content=data, seconds=self.load_timeout)
+                await self._json("PUT", f"/stage/{update.version}", content=data, seconds=self.load_timeout)
             if not update.tensors:
                 body["folder"] = update.folder
             found = await self._json("POST", "/load", json=body, seconds=self.load_timeout)

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
@@ -68,16 +69,18 @@ class Fleet:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         for member in self.members:
-            self.become(member, State.DOWN, "the router was closed")
+            member.become(State.DOWN, "the router was closed")  # no event: nothing is wrong
+        self.notify()
         await asyncio.gather(*(m.remote.close() for m in self.members))
 
     def describe(self) -> str:
         """Every engine, for messages."""
-        return "; ".join(
-            f"{m.remote.address} is {m.state} since {time.strftime('%H:%M:%S', time.localtime(m.since))}"
-            f"{f' ({m.error})' if m.error and m.state is not State.READY else ''}"
-            for m in self.members
-        )
+        lines: list[str] = []
+        for m in self.members:
+            why = "" if m.state is State.READY else f" ({m.error or 'it has not answered yet'})"
+            since = time.strftime("%H:%M:%S", time.localtime(m.since))
+            lines.append(f"{m.remote.address} is {m.state} since {since}{why}")
+        return "; ".join(lines)
 
     def become(self, member: Member, state: State, error: str = "") -> None:
         was = member.state
@@ -112,7 +115,7 @@ class Fleet:
     async def load(self, update: Update) -> Held:
         """See `Router.load`."""
         async with self._loading:
-            if update.version < self.version and not update.first:
+            if update.version < self.version and not update.anew:
                 raise WeightsFailed(
                     "stale", f"The engines have version {self.version}, and are given {update.version}."
                 )
@@ -257,7 +260,7 @@ class Fleet:
         due = asyncio.get_running_loop().time() >= member.load_after
         if member.state is State.STALE and self.update is not None and due and not self._loading.locked():
             with contextlib.suppress(WeightsFailed):  # told by its state, and tried again later
-                await self._give(member, self.update)
+                await self._give(member, replace(self.update, anew=True))  # whatever it has
                 return True
         return False
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from birl.types import SamplingParams
 
 T = TypeVar("T")
+COLDEST = 0.001  # logits divided by less leave what float32 can hold; 0 is greedy
 INVALID, OVERLOADED, TIMEOUT = "invalid_request_error", "overloaded", "timeout"
 
 
@@ -169,7 +170,7 @@ def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
     p = params
     ranges = (
         ("max_tokens", p.max_tokens >= 1, "must be at least 1"),
-        ("temperature", math.isfinite(p.temperature) and p.temperature >= 0, "must be a finite number of at least 0"),
+        ("temperature", p.temperature == 0 or COLDEST <= p.temperature < math.inf, f"must be 0 or at least {COLDEST}"),
         ("top_p", 0 < p.top_p <= 1, "must be more than 0 and at most 1"),
         ("top_k", 0 <= p.top_k < 2**31, "must be at least 0 (0: off) and less than 2^31"),
         ("min_p", 0 <= p.min_p <= 1, "must be at least 0 and at most 1"),

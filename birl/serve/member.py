@@ -44,7 +44,7 @@ class Member:
 
     remote: Remote
     state: State = State.DOWN
-    error: str = "it was not asked yet"
+    error: str = ""
     since: float = field(default_factory=time.time)
     version: int = -1
     digest: str = ""

@@ -14,6 +14,7 @@ from birl.serve import wire
 from birl.serve.limits import Refused, answered, body, json_object, outside, problem
 from birl.serve.service import Service
 from birl.serve.staging import read
+from birl.types import Update
 
 
 def reply(data: Mapping[str, Any], status: int = 200) -> Response:
@@ -46,7 +47,7 @@ async def generate(service: Service, request: Request) -> Response:
 
 async def load(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
-    only(data, "version", "digests", "folder", "first")
+    only(data, "version", "digests", "folder", "anew")
     number, digests, folder = data.get("version"), data.get("digests", {}), data.get("folder", "")
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise Refused(400, f"version must be a whole number of at least 0, got {number!r}.")
@@ -54,17 +55,16 @@ async def load(service: Service, request: Request) -> Response:
         raise Refused(400, "digests must be an object of texts: the digest of each tensor by its name.")
     if not isinstance(folder, str) or "\0" in folder:
         raise Refused(400, "folder must be a path, or empty for what was staged.")
-    if not isinstance(data.get("first", False), bool):
-        raise Refused(400, f"first must be true or false, got {data['first']!r}.")
+    if not isinstance(anew := data.get("anew", False), bool):
+        raise Refused(400, f"anew must be true or false, got {anew!r}.")
     async with service.control():
-        held = await service.load(number, digests, folder, data.get("first", False))
+        held = await service.load(Update(version=number, digests=digests, folder=folder, anew=anew))
     return reply(wire.held_to(held))
 
 
 async def stage(service: Service, request: Request) -> Response:
     version = request.path_params["version"]
-    first = request.query_params.get("first") == "true"
-    service.staging.begin(version, service.engine.version, first)
+    service.staging.begin(version)
     data = await body(request, service.staging.most + 2**24)  # a header of safetensors is smaller than that
     size = service.staging.put(version, await asyncio.to_thread(read, data, version))
     return reply({"version": version, "tensors": len(service.staging.tensors), "bytes": size})

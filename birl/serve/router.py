@@ -205,6 +205,8 @@ class Router:
 
     def _failed(self, member: Member, asked: Asked, error: EngineDown) -> None:
         """Raises where it was tried often enough."""
+        if self.fleet.closed:
+            raise EngineDown("the router was closed") from error
         if error.retry_after:
             return
         asked.avoid.add(member)

@@ -85,22 +85,20 @@ class Service:
         except TimeoutError as error:
             raise Refused(504, f"It took longer than {self.timeout:g} s (request_timeout).", "timeout") from error
 
-    async def load(self, version: int, digests: dict[str, str], folder: str, first: bool = False) -> Held:
-        """Raises `WeightsFailed` and `Refused`; the old weights are still there then."""
+    async def load(self, update: Update) -> Held:
+        """Without a folder: what was staged. Raises `WeightsFailed` and `Refused`; the old weights are still there
+        then."""
         if self.engine.asleep:
             raise Refused(409, "The engine sleeps and has no room for weights: POST /wake first.", CONFLICT)
         try:
-            if folder:
-                update = Update(version=version, digests=digests, folder=folder, first=first)
-            else:
-                tensors = self.staging.take(version)
-                update = Update(version=version, digests=digests, tensors=tensors, first=first)
+            if not update.folder:
+                update = replace(update, tensors=self.staging.take(update.version))
             held = await self.engine.load(update)
         except WeightsFailed as error:
             self.metrics.load_failures.labels(error.cause).inc()
             raise
         finally:
-            self.staging.drop_until(version)
+            self.staging.drop_until(update.version)
         self.metrics.loads.inc()
         self.digest, self.hollow = held.digest, False
         return held

@@ -23,13 +23,9 @@ class Staging:
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     touched: float = 0.0
 
-    def begin(self, version: int, held: int, first: bool = False) -> None:
-        """Before a piece is read: an older version, or one that nobody goes on with, makes room. `first`
-        as in `Update`. Raises `WeightsFailed`."""
+    def begin(self, version: int) -> None:
+        """Before a piece is read: another version makes room. Whether this one is welcome, /load decides."""
         self.sweep()
-        newest = max(held, self.version if self.version is not None else held)
-        if version < newest and not first:
-            raise WeightsFailed("stale", f"Version {version} of the weights is older than {newest}, which is here.")
         if version != self.version:
             self.drop()
         self.version, self.touched = version, time.monotonic()

@@ -2,8 +2,8 @@
 exactly (a float is written with all its digits).
 
     POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}
-    POST /load       {version, digests, folder, first}      -> {version, digest, seconds, bytes}
-    PUT  /stage/{version}[?first=true]   safetensors bytes, a bucket of tensors; then /load without a folder
+    POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
+    PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
     POST /pause {mode: keep | abort}   /resume   /abort {sessions}   /sleep   /wake
     GET  /health   /ready   /info   /digests   /metrics
 

@@ -1,7 +1,7 @@
 """A version of the weights as a folder in Hugging Face format: complete or not there.
 
 ROOT/v000012/          model.safetensors, config.json, the tokenizer: whatever the model folder has beside weights
-ROOT/latest.json       {"version", "folder", "digests", "first"}: what `weights.method=volume` looks into; renamed
+ROOT/latest.json       {"version", "folder", "anew", "digests"}: what servers look into with weights.method=volume
 """
 
 import json
@@ -21,7 +21,7 @@ LATEST = "latest.json"
 KEPT = 2  # the current one, and the one before, which an engine may be reading
 
 
-def write(root: Path, version: int, tensors: Mapping[str, Tensor], digests: Mapping[str, str], beside: Path) -> Path:
+def write(root: Path, version: int, tensors: Mapping[str, Tensor], beside: Path) -> Path:
     """Raises `WeightsFailed` where the disk is full; then nothing of the new version is there."""
     target = root / f"v{version:06d}"
     part = root / f".{target.name}.{os.getpid()}.part"
@@ -46,11 +46,11 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor], digests: Mapp
     return target
 
 
-def announce(root: Path, folder: Path, version: int, digests: Mapping[str, str], first: bool = False) -> None:
+def announce(root: Path, update: Update) -> None:
     """Whoever looks into `root` finds this version from now on."""
     new = root / f".{LATEST}.{os.getpid()}"
-    record = {"version": version, "folder": folder.name, "digests": dict(digests)}
-    new.write_text(json.dumps(record | ({"first": True} if first else {})))
+    row = {"version": update.version, "folder": Path(update.folder).name, "anew": update.anew}
+    new.write_text(json.dumps({**row, "digests": dict(update.digests)}))
     new.rename(root / LATEST)
 
 
@@ -58,8 +58,12 @@ def latest(root: Path) -> Update | None:
     """What was announced last, if anything. Raises `WeightsFailed` where that file is damaged."""
     try:
         found = json.loads((root / LATEST).read_text())
-        path, first = str(root / found["folder"]), bool(found.get("first"))
-        return Update(version=found["version"], digests=found["digests"], folder=path, first=first)
+        return Update(
+            version=found["version"],
+            digests=found["digests"],
+            folder=str(root / found["folder"]),
+            anew=found["anew"],
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

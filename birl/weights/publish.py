@@ -49,6 +49,7 @@ class Sent:
 
 
 class Publisher(Protocol):
+    def close(self) -> None: ...
     async def publish(self) -> Sent: ...
     async def rest(self) -> None:
         """Before the learner computes: engines that share its device give their memory back."""
@@ -61,6 +62,9 @@ class Memory:
         return Sent()
 
     async def rest(self) -> None:
+        return
+
+    def close(self) -> None:
         return
 
 
@@ -136,16 +140,17 @@ class Sender:
 
     def update(self) -> Update:
         """A snapshot of the weights as they are now (compute thread)."""
-        tensors, version, first = published(self.learner.model), self.learner.version, self.version < 0
+        tensors, version = published(self.learner.model), self.learner.version
         found = digests(tensors)
         self.canary.compute()
         if self.method == "direct":
             copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-            return Update(version=version, digests=found, tensors=copies, first=first)
-        path = folder.write(self.root, version, tensors, found, self.beside)
+            return Update(version=version, digests=found, tensors=copies, anew=self.version < 0)
+        path = folder.write(self.root, version, tensors, self.beside).resolve()
+        update = Update(version=version, digests=found, folder=str(path), anew=self.version < 0)
         if self.method == "volume":
-            folder.announce(self.root, path, version, found, first)
-        return Update(version=version, digests=found, folder=str(path.resolve()), first=first)
+            folder.announce(self.root, update)
+        return update
 
     async def proofs(self) -> list[float]:
         """The canaries of all engines that are ready, of one at least. An engine that is lost meanwhile stops nothing:
@@ -178,6 +183,11 @@ class Sender:
     async def rest(self) -> None:
         for remote in self.sleeping:
             await remote.sleep()
+
+    def close(self) -> None:
+        """What is in shared memory goes; folders on a disk stay where they are."""
+        if self.method == "shared":
+            folder.remove(self.root)
 
 
 class Volume:

@@ -99,7 +99,8 @@ def _birl(words: list[str], pipe: Any) -> None:
     for stream in (1, 2):
         os.dup2(pipe.fileno(), stream)
     pipe.close()
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115: the old one would seek
+    # the old ones would seek
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
     from birl.cli import main

@@ -114,6 +114,7 @@ class Seen:
     decoded_at_once: int = 0
     guesses: int = 0
     passes: int = 0
+    watchdog: float = 0.0
     printed: str = ""
     run: Path = Path()
     summary: dict[str, Any] = field(default_factory=dict)
@@ -211,6 +212,21 @@ MODEL = {
     else Case("cpu", lambda s: s.parts.policy.model.device.type, "cpu"),
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
 }
+SERVERS = {
+    "engine.count": "2",
+    "engine.attach": "[a/b]",
+    "engine.python": sys.executable,
+    "engine.threads": "2",
+    "engine.tensor_parallel": "2",
+    "engine.pipeline_parallel": "2",
+    "engine.memory_fraction": "0.5",
+    "engine.arguments": "[--seed=1]",
+    "engine.sleep": "true",
+    "engine.start_timeout": "9",
+    "engine.request_timeout": "9",
+    "engine.restarts": "1",
+}
+STALE = "steps=4 rollout.max_staleness=2 rollout.max_tokens=40 engine.max_batch=6 "
 MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "data.prompt_column": Case("other", first_prompt),
     "data.answer_column": Case("other", lambda s: s.groups[0].task.answer, "seven"),
@@ -226,6 +242,9 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
+    # what each of these does with servers: tests/loops/test_engines.py
+    **{key: Case(value, refused=r"engine\.kind=embedded does not read it") for key, value in SERVERS.items()},
+    "engine.kind": Case("birl", lambda s: type(s.parts.rollout.engine).__name__, "Servers"),
     "engine.kv_cache_gb": Case("1e-5", refused=r"engine\.kv_cache_gb=1e-05 holds the keys and values of \d+ tokens"),
     "threads": Case("2", lambda s: s.threads, 2),
 }
@@ -330,7 +349,27 @@ RL_CASES = {
     "rollout.max_failure_rate": Case(
         "0.2", under="reward.functions=given:first_fails", refused=r"more than rollout\.max_failure_rate=0\.2 allows"
     ),
-    "rollout.max_staleness": Case("1", refused=r"rollout\.max_staleness=1: asynchronous engines are not part"),
+    "rollout.max_staleness": Case("1", lambda s: max(m["staleness/max"] for m in s.metrics), 1.0, "steps=3"),
+    "rollout.order_window": Case(
+        "2", lambda s: s.metrics[0]["queue/ready"] + s.metrics[0]["queue/running"], 2.0, STALE
+    ),
+    "rollout.oversample": Case("2", last("tokens/generated")),
+    "engine.recompute_kv": Case(
+        "false", lambda s: s.parts.rollout.engine.counters.restarts, 0, STALE + "learner.max_logprob_gap=99"
+    ),
+    "weights.method": Case("direct", refused="engine.kind=embedded takes memory"),
+    **{
+        f"weights.{key}": Case(value, refused="(the learner's own weights|writes none|sends no buckets|allows)")
+        for key, value in (
+            *(("sync_every", "2"), ("folder", "elsewhere"), ("bucket_mb", "1")),
+            *(("timeout", "9"), ("canary", "1"), ("max_gap", "0.5")),
+        )
+    },
+    "track.record": Case("true", lambda s: (s.run / "record.jsonl").is_file(), True),
+    "debug.replay": Case("nowhere", refused=r"debug\.replay=nowhere: has no record\.jsonl"),
+    "debug.resample": Case("true", refused=r"debug\.replay is empty"),
+    "debug.only_rollout": Case("true", last("updates/done"), 0.0),
+    "watchdog": Case("77", lambda s: s.watchdog, 77.0),
     "reward.timeout": Case(
         "0.1", last("outcome/timeout"), 8.0, "reward.functions=given:slow rollout.max_failure_rate=1"
     ),
@@ -416,6 +455,7 @@ EVAL_CASES = {
     "validation.top_p": Case("0.1", answers, under=WARM),
     "validation.top_k": Case("1", answers, under=WARM),
     "validation.max_tokens": Case("4", lambda s: max(lengths(s.groups)), 4),
+    "engine.recompute_kv": Case("false", refused="weights do not change"),
     "reward.timeout": Case("0.1", under="reward.functions=given:slow", refused="reward .* took longer than 0.1 s"),
     "output": Case("results.json", lambda s: Path("results.json").is_file(), True),
     "seed": Case("1", answers, under=WARM),
@@ -492,6 +532,13 @@ def spies(seen: Seen, stack: ExitStack) -> None:
     spy(Runner, "run", note_batch)
     spy(build, "assembled", lambda parts, *_: setattr(seen, "parts", parts))
 
+    guard = rl.Watchdog
+
+    def watchdog(limit: float, *args: Any) -> Any:
+        seen.watchdog = limit
+        return guard(limit, *args)
+
+    stack.enter_context(patch.object(rl, "Watchdog", watchdog))
     play, measure, make_rewards = Rollout.group, evaluation.evaluation, build.make_rewards
 
     async def group(self: Rollout, *args: Any, **keys: Any) -> Group:

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, Callable[[Service], Any]]] = {
     "engine.max_batch": ("3", lambda s: s.engine.scheduler.max_batch),
     "engine.draft_rows": ("0", lambda s: s.engine.scheduler.drafts.rows),
     "engine.kv_cache_gb": ("0.0001", lambda s: (s.engine.scheduler.pages.total, s.engine.context)),
+    "engine.recompute_kv": ("false", lambda s: s.engine.recompute_kv),
     "served_name": ("gpt", lambda s: s.name),
     "max_request_mb": ("0.5", lambda s: s.most_bytes),
     "max_waiting": ("7", lambda s: s.gate.most),
@@ -42,6 +43,7 @@ ELSEWHERE = {  # by what is in a test of a whole server
     "host": "host=0.0.0.0",
     "port": "port={port}",
     "name": "name=exp/0",
+    "volume": "volume={tmp_path}",
     "drain_timeout": "drain_timeout=0.3",
 }
 REFUSED = {"model.device": ("cuda", "model.device=cuda")} if not torch.cuda.is_available() else {}

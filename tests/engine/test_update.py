@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,16 +98,19 @@ def test_given_tokens_can_begin_an_answer(folders, compute) -> None:
     run(main)
 
 
-def test_given_tokens_beside_a_group_of_one_prompt(folders, compute) -> None:
-    """The canary is scored while a group begins: its rows with many logits stand beside one row for many answers."""
+@pytest.mark.parametrize("draft_rows", [0, 16])
+def test_given_beginnings_beside_requests_that_share_their_prompt(folders, compute, draft_rows) -> None:
+    """A batch of both: some go on where they were cut, others begin with the same prompt."""
 
     async def main() -> None:
-        own = engine(folders[0], compute)
-        alone = await own.generate(PROMPT, params(40))
-        given = await own.generate(PROMPT[:3], params(40))
-        again = own.generate(PROMPT[:3], params(40, forced=given.tokens))
-        scored, *group = await asyncio.gather(again, *(own.generate(PROMPT, params(40)) for _ in "abc"))
-        assert scored == given and all(answer == alone for answer in group)
+        own = engine(folders[0], compute, draft_rows=draft_rows)
+        wanted = [params(40) if i % 2 else SamplingParams(max_tokens=40, seed=i, ignore_eos=True) for i in range(9)]
+        answers = await asyncio.gather(*(own.generate(PROMPT, p) for p in wanted))
+        begun = [
+            replace(p, forced=a.tokens[: 5 * (i % 3)]) for i, (p, a) in enumerate(zip(wanted, answers, strict=True))
+        ]
+        assert await asyncio.gather(*(own.generate(PROMPT, p) for p in begun)) == answers
+        await own.close()
 
     run(main)
 

@@ -100,12 +100,6 @@ def test_weights_arrive_as_tensors_and_as_a_folder(folders, tmp_path, bucket_mb)
                     await client.load(broken)
                 assert caught.value.cause == cause and address in str(caught.value)
             assert (await client.info()).version == 5
-            old = weights(folders[1])  # the learner was killed and goes on from its checkpoint
-            for more in ({"tensors": old}, {"folder": str(tmp_path)}):
-                given = old if "tensors" in more else weights(folders[0])
-                held = await client.load(Update(version=3, digests=digests(given), first=True, **more))
-                assert held.version == engine.version == 3 and held.digest == whole(digests(given))
-                assert (await client.load(Update(version=5, digests=digests(old), tensors=old))).version == 5
             await client.close()
 
     run(main)

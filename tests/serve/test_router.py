@@ -240,7 +240,7 @@ def test_a_learner_that_was_killed_goes_on_from_older_weights() -> None:
         router = Router(engines, version=5)
         with pytest.raises(WeightsFailed, match="are given 4"):
             await router.load(update(4))
-        assert (await router.load(replace(update(4), first=True))).version == router.version == 4
+        assert (await router.load(replace(update(4), anew=True))).version == router.version == 4
         await until(lambda: states(router) == ["ready", "ready"])
         answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(6)))
         assert {v for a in answers for v in a.versions} == {4} and [e.truth for e in engines] == [4, 4]
@@ -617,11 +617,12 @@ def test_a_callback_that_raises_is_told_and_does_not_end_the_watch() -> None:
 
 def test_closing_tells_whoever_waits() -> None:
     async def main() -> None:
-        engines = fakes(2)
-        router = Router(engines)
+        engines, events = fakes(2), []
+        router = Router(engines, on_event=lambda name, **fields: events.append(name))
         task = asyncio.create_task(router.generate(PROMPT, params(50)))
         await asyncio.sleep(1)
         await router.close()
+        assert events == ["engine_ready", "engine_ready"]
         with pytest.raises(EngineDown, match="closed"):
             await task
         with pytest.raises(EngineDown, match="closed"):

@@ -1,0 +1,231 @@
+"""The times of the parts of a training, out of the folder of a finished run: what `birl plan --simulate RUN` reads."""
+
+import heapq
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from birl.errors import BirlError
+from birl.simulation.draws import Floats
+from birl.simulation.scenario import Engine, step_seconds
+
+ENOUGH = 4  # steps for a fit
+TABLE_OF_SMOLLM2 = "assumed: shape of SmolLM2's table, scaled to the run's tokens per second"
+
+
+@dataclass(slots=True)
+class Rolled:
+    """What rollouts.jsonl says of one training step."""
+
+    groups: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # group -> answers [tokens]
+    prompts: list[int] = field(default_factory=list[int])  # of each group [tokens]
+    samples: int = 0  # tokens, each with its prompt
+    turns: list[int] = field(default_factory=list[int])
+    between: list[int] = field(default_factory=list[int])  # tokens that environments added
+
+
+def from_run(folder: Path) -> dict[str, Any]:
+    """Sections as `scenario_read.merged` takes them, with the source of each figure. Raises `BirlError` where the
+    folder holds no finished step of `birl rl`."""
+    config, metrics = _config(folder / "config.json"), _lines(folder / "metrics.jsonl")
+    needed = ("time/generate", "time/train", "tokens/generated", "tokens/trained", "length/mean", "length/max")
+    steps = [m for m in metrics if all(isinstance(m.get(name), int | float) for name in needed)]
+    if not steps:
+        raise BirlError(f"{folder}: metrics.jsonl holds no step of `birl rl` with times and tokens.")
+    steps = steps[1:] if len(steps) > ENOUGH else steps  # the first one warms up
+    rolled = _rolled(folder / "rollouts.jsonl", {m["step"] for m in steps})
+    size, batch, all_steps = config["rollout.group_size"], config["engine.max_batch"], len(steps)
+    steps = _undisturbed(steps, rolled, batch)
+    rolled = {step: its for step, its in rolled.items() if step in {m["step"] for m in steps}}
+    name = f"measured: {folder.name}, {len(steps)} of {all_steps} steps"
+    reward = float(np.median([m.get("time/reward") or 0.0 for m in steps]))
+    found: dict[str, Any] = {
+        "engine": {"max_batch": batch, "recompute_kv": bool(config.get("weights.recompute_kv", True))},
+        "learner": {"share_prompts": False},
+        "episodes": {"reward": [reward, reward], "max": config["rollout.max_tokens"]},
+        "run": {"prompts": config["rollout.prompts"], "group_size": size, "gpus": [8], "order_window": 0},
+        "result": {
+            "seconds_per_step": float(np.mean([_own_seconds(m) for m in steps])),
+            "engines": 1,
+            "learners": 1,
+            "shared": config["rollout.max_staleness"] == 0,
+            "max_staleness": config["rollout.max_staleness"],
+        },
+        "sources": {
+            "engine.max_batch": "the run's configuration",
+            "learner.share_prompts": "as `tokens/trained` counts",
+            "episodes.max": "the run's configuration",
+            **dict.fromkeys(("episodes", "result"), name),
+            "run": "the run's configuration",
+        },
+    }
+    _engine(found, steps, rolled, config, name)
+    _learner(found, steps, rolled, name)
+    _episodes(found, steps, rolled, config)
+    return found
+
+
+def _own_seconds(m: Mapping[str, Any]) -> float:
+    """Of a step, without what a simulation does not do."""
+    return m["time/step"] - (m.get("time/validate") or 0.0) - (m.get("time/checkpoint") or 0.0)
+
+
+def _engine(
+    found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], config: Any, name: str
+) -> None:
+    """time/generate = base x (decoding steps) + per_sequence x (tokens) + (prompt tokens) / prefill."""
+    engine, sources = found["engine"], found["sources"]
+    seconds, wanted = np.array([m["time/generate"] for m in steps]), _work(steps, rolled, config["engine.max_batch"])
+    # an answer of several turns takes more steps than is seen here
+    fits = bool((wanted[:, 0] >= wanted[:, 1] / config["engine.max_batch"] * 0.99).all())
+    if len(steps) >= ENOUGH and fits and np.linalg.matrix_rank(wanted[:, :2] / wanted[:, :2].max(axis=0), 0.05) == 2:
+        (base, each, prompt), error = nonnegative(wanted, seconds)
+        if base + each > 0:
+            engine |= {"base": base, "per_sequence": each}
+            sources |= dict.fromkeys(
+                ("engine.base", "engine.per_sequence"), f"{name}, fit off by {error:.0%} on average"
+            )
+            engine["prefill"] = 1 / prompt if prompt > 0 else 1e12
+            sources["engine.prefill"] = sources["engine.base"] if prompt > 0 else "assumed: no time, none was seen"
+            return
+    tokens, total = wanted[:, 1].sum(), max(wanted[:, 0].sum(), 1)
+    there = step_seconds(Engine(max_batch=engine["max_batch"]))
+    at = min(max(round(tokens / total), 1), engine["max_batch"])
+    scale = seconds.sum() / total / there[at]
+    engine["table"] = {n: there[n] * scale for n in sorted({1, *(2**i for i in range(1, 12)), at}) if n < len(there)}
+    sources["engine.table"] = f"{TABLE_OF_SMOLLM2} with {at} sequences"
+    engine["prefill"], sources["engine.prefill"] = 1e12, "assumed: no time, it is in the table"
+
+
+def _work(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_batch: int) -> Floats:
+    """[steps, 3]: decoding steps, tokens, prompt tokens."""
+    rows = []
+    for m in steps:
+        its = rolled.get(m["step"])
+        lengths = [n for group in its.groups.values() for n in group] if its else []
+        decoding = decoding_steps(lengths, max_batch) if lengths else m["length/max"]
+        rows.append((decoding, m["tokens/generated"], sum(its.prompts) if its else 0))
+    return np.array(rows, float)
+
+
+def _undisturbed(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_batch: int) -> list[dict[str, Any]]:
+    """Without the steps that generated at less than half the usual speed for their size: something else had the
+    machine."""
+    if len(steps) < ENOUGH:
+        return steps
+    pace = np.array([m["time/generate"] for m in steps]) / _work(steps, rolled, max_batch)[:, 0]
+    return [m for m, slow in zip(steps, pace > 2 * np.median(pace), strict=True) if not slow]
+
+
+def _learner(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], name: str) -> None:
+    """time/train = constant + per_token x tokens/trained."""
+    computed = [m for m in steps if m["tokens/trained"] > 0]
+    if not computed:
+        return  # nothing had a gradient
+    tokens = np.array([m["tokens/trained"] for m in computed], float)
+    seconds = np.array([m["time/train"] for m in computed])
+    if len(computed) >= ENOUGH:
+        (constant, each), error = nonnegative(np.stack([np.ones_like(tokens), tokens], axis=1), seconds)
+        source = f"{name}, fit off by {error:.0%} on average"
+    else:
+        constant, each, source = 0.0, float(seconds.sum() / tokens.sum()), f"{name}, the constant part in it"
+    found["learner"] |= {"constant": constant, "per_token": each}
+    found["sources"] |= dict.fromkeys(("learner.constant", "learner.per_token"), source)
+    samples = sum(rolled[m["step"]].samples for m in steps if m["step"] in rolled)
+    trained = sum(m["tokens/trained"] for m in steps if m["step"] in rolled)
+    if samples:
+        found["learner"]["trained"] = min(trained / samples, 1.0)
+        found["sources"]["learner.trained"] = name
+
+
+def _episodes(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], config: Any) -> None:
+    episodes, sources = found["episodes"], found["sources"]
+    if rolled:
+        episodes["tokens"] = [group for its in rolled.values() for group in its.groups.values()]
+        episodes["prompt"] = float(np.mean([n for its in rolled.values() for n in its.prompts]))
+        turns = [n for its in rolled.values() for n in its.turns]
+        between = [n for its in rolled.values() for n in its.between]
+        episodes["turns"] = [min(turns), max(turns)]
+        episodes["observation"] = float(np.mean(between)) if between else 0.0
+        return
+    episodes["mean"] = float(np.mean([m["length/mean"] for m in steps]))
+    sources["episodes.sigma"] = "assumed: there is no rollouts.jsonl"
+    episodes["sigma"] = 0.6
+    episodes["prompt"] = config.get("data.max_prompt_tokens") or 128
+    sources["episodes.prompt"] = "assumed: there is no rollouts.jsonl"
+
+
+def decoding_steps(lengths: Sequence[int], max_batch: int) -> int:
+    """Steps until answers of these lengths are done, at most `max_batch` at once, in order. Example:
+    decoding_steps([3, 1, 1], 2) == 3"""
+    ends: list[int] = []
+    for length in lengths:
+        start = heapq.heappop(ends) if len(ends) == max_batch else 0
+        heapq.heappush(ends, start + length)
+    return max(ends)
+
+
+def nonnegative(columns: Floats, values: Floats) -> tuple[tuple[float, ...], float]:
+    """Least squares of the relative error with no coefficient below 0: the best of all subsets of the few columns. And
+    the mean relative error."""
+    weighted = columns / values[:, None]
+    best, error = np.zeros(columns.shape[1]), np.inf
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in itertools.combinations(range(columns.shape[1]), count):
+            found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(values)), rcond=None)
+            off = float(np.square(weighted[:, chosen] @ found - 1).sum())
+            if found.min() >= 0 and off < error * (1 - 1e-9):
+                best, error = np.zeros(columns.shape[1]), off
+                best[list(chosen)] = found
+    return tuple(float(x) for x in best), float(np.abs(weighted @ best - 1).mean())
+
+
+def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
+    """By step; empty where there is no such file (track.rollouts=false)."""
+    found: dict[int, Rolled] = {}
+    for record in _lines(path) if path.exists() else ():
+        if record.get("step") not in steps or not record.get("samples"):
+            continue
+        its = found.setdefault(record["step"], Rolled())
+        if record["group"] not in its.groups:
+            its.prompts.append(record["samples"][0]["mask"].index(1) if 1 in record["samples"][0]["mask"] else 0)
+        turns = 0
+        for sample in record["samples"]:
+            its.samples += len(sample["tokens"])
+            runs = [(made, len(list(run))) for made, run in itertools.groupby(sample["mask"])]
+            its.groups[record["group"]] += [n for made, n in runs if made]
+            its.between += [n for made, n in runs[1:] if not made]
+            turns += sum(bool(made) for made, _ in runs)
+        its.turns.append(max(turns, 1))
+    return {step: its for step, its in found.items() if any(its.groups.values())}
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {key: found[key] for key in found} | {key: found[key] for key in KEYS}
+    except FileNotFoundError:
+        raise BirlError(f"{path.parent}: is no run of birl; there is no {path.name} in it.") from None
+    except KeyError as error:
+        raise BirlError(f"{path}: has no {error.args[0]}; only runs of `birl rl` can be simulated.") from None
+    except json.JSONDecodeError as error:
+        raise BirlError(f"{path}: {error}") from None
+
+
+KEYS = ("rollout.prompts", "rollout.group_size", "rollout.max_tokens", "rollout.max_staleness", "engine.max_batch")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
+    except FileNotFoundError:
+        raise BirlError(f"{path.parent}: there is no {path.name} in it; has the run done a step?") from None
+    except json.JSONDecodeError as error:
+        raise BirlError(f"{path}: a line is damaged: {error}") from None

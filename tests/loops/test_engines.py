@@ -1,0 +1,146 @@
+"""Runs whose engines are in other processes: started with the run, or found by name. One core, real servers."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from birl.config import schema
+from birl.config.load import load
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.loops import engines, evaluation
+from birl.loops.ledger import audit
+from birl.serve import names
+from tests.loops.test_rl import log, run
+
+NAME = f"tests/{os.getpid()}"
+UNEVEN = ("rollout.max_tokens=40", "rollout.prompts=2", "rollout.group_size=4", "model.dtype=bfloat16")
+QUICK = (*UNEVEN, "engine.kind=birl", "weights.timeout=30", "engine.request_timeout=30")
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`birl serve` in another shell, as a user would start it; gives the folder that it looks into for weights."""
+    volume = tmp_path_factory.mktemp("volume")
+    words = [f"model.path={tiny}", "model.dtype=bfloat16", "engine.max_batch=8", "engine.kv_cache_gb=0.01", "threads=1"]
+    command = [sys.executable, "-m", "birl", "serve", *words, f"name={NAME}", f"volume={volume}"]
+    with (volume / "log").open("w") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            deadline = time.monotonic() + 60
+            while not names.find(NAME):
+                assert child.poll() is None and time.monotonic() < deadline, (volume / "log").read_text()
+                time.sleep(0.1)
+            yield volume
+        finally:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(20)
+            child.kill()
+
+
+@pytest.mark.parametrize("method", ["reload", "shared", "direct", "volume"])
+def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Path, method: str) -> None:
+    """The engine samples from what is trained, to the bit: in another process, and while it changes."""
+    words = [*QUICK, f"engine.attach=[{NAME}]", f"weights.method={method}", "rollout.max_staleness=2", "steps=4"]
+    if method == "volume":
+        words.append(f"weights.folder={server}")
+    run(tiny, tmp_path, *words)
+    steps = log(tmp_path)
+    assert [s["weights/gap"] for s in steps] == [0.0] * 4 and all(s["weights/bytes"] > 0 for s in steps)
+    assert all(s["mismatch/mean"] in (None, 0.0) for s in steps) and steps[0]["mismatch/mean"] == 0
+    assert max(s["staleness/max"] for s in steps) <= 2
+    found = audit(tmp_path / "run")
+    assert not found.problems and found.tokens["trained"] > 0
+    assert not list(Path("/dev/shm").glob(f"birl-weights-{os.getpid()}/v*"))
+
+
+def test_a_synchronous_run_is_the_same_as_in_one_process(tiny: Path, tmp_path: Path, server: Path) -> None:
+    run(tiny, tmp_path / "one", *UNEVEN, "steps=3", "optimizer.lr=0.01")
+    run(tiny, tmp_path / "two", *QUICK, "steps=3", "optimizer.lr=0.01", f"engine.attach=[{NAME}]")
+    assert log(tmp_path / "one", "rollouts") == log(tmp_path / "two", "rollouts")
+    ends = [checkpoint.read_tensors(checkpoint.latest(tmp_path / n / "run" / "checkpoints")) for n in ("one", "two")]
+    assert all((ends[0][k] == ends[1][k]).all() for k in ends[0])
+
+
+def test_a_rollout_test_finds_servers_by_name(tiny: Path, tmp_path: Path, server: Path, capsys) -> None:
+    """AReaLite's way: servers in one shell, a test of the rollout in another."""
+    (tmp_path / "b.jsonl").write_text('{"prompt": "What is 1 + 2?", "answer": "3"}\n' * 3)
+    words = [f"model.path={tiny}", f"data.validation={tmp_path}/b.jsonl", "validation.max_tokens=8", "threads=1"]
+    words += ["engine.kind=birl", f"output={tmp_path}/r.json"]
+    evaluation.run(load(schema.Eval, [*words, f"engine.attach=[{NAME}]"]))
+    assert "pass@1" in capsys.readouterr().out
+    found = __import__("json").loads((tmp_path / "r.json").read_text())
+    assert len(found["weights"]) == len(found["data"]) == 32 and len(found["answers"]) == 3
+    with pytest.raises(BirlError, match="no server has that name"):
+        evaluation.run(load(schema.Eval, [*words, "engine.attach=[nobody/0]"]))
+    with pytest.raises(BirlError, match=r"127.0.0.1:9"):
+        evaluation.run(load(schema.Eval, [*words, "engine.attach=['http://127.0.0.1:9']"]))
+
+
+def test_servers_come_and_go_with_the_run(tiny: Path, tmp_path: Path) -> None:
+    before = children()
+    run(tiny, tmp_path, *QUICK, "engine.count=2", "rollout.max_staleness=1", "steps=3", "engine.arguments=[seed=5]")
+    assert children() == before
+    assert len(list((tmp_path / "run" / "engines").glob("*.log"))) == 2
+    assert not audit(tmp_path / "run").problems
+
+
+def test_servers_that_are_started_anew_from_each_folder(tiny: Path, tmp_path: Path) -> None:
+    run(tiny, tmp_path, *QUICK, "weights.method=checkpoint", "steps=1")
+    assert log(tmp_path)[0]["weights/gap"] == 0
+    printed = (tmp_path / "run" / "engines" / "engine-0.log").read_text()
+    assert printed.count("birl serve:") >= 3 and "v000001" in printed  # the model, version 0, version 1
+
+
+def test_servers_sleep_while_the_learner_trains(tiny: Path, tmp_path: Path, server: Path) -> None:
+    run(tiny, tmp_path / "a", *QUICK, f"engine.attach=[{NAME}]", "engine.sleep=true", "steps=3")
+    run(tiny, tmp_path / "b", *UNEVEN, "steps=3")
+    assert log(tmp_path / "a", "rollouts") == log(tmp_path / "b", "rollouts")
+
+
+def test_a_server_that_does_not_start_says_why(tiny: Path, tmp_path: Path) -> None:
+    before = children()
+    with pytest.raises(BirlError, match="max_batchh") as caught:
+        run(tiny, tmp_path, *QUICK, "engine.arguments=[engine.max_batchh=3]")
+    assert "engine-0.log" in str(caught.value) and children() == before
+
+
+def test_what_servers_are_started_with(tiny: Path, tmp_path: Path) -> None:
+    wanted = engines.Wanted(
+        folder=tiny,
+        dtype="bfloat16",
+        device="cpu",
+        context=512,
+        longest=64,
+        kv_cache_gb=0.5,
+        end_ids=frozenset({2}),
+        logs=tmp_path,
+        volume="/shared",
+    )
+    common = {"python": sys.executable, "threads": 3, "max_batch": 7, "arguments": ["--more"], "start_timeout": 9.0}
+    cases = {
+        "birl": ("serve", "engine.max_batch=7", "threads=3", "volume=/shared", "engine.kv_cache_gb=0.5000"),
+        "vllm": ("--tensor-parallel-size 2", "--pipeline-parallel-size 3", "--max-num-seqs 7", "--max-model-len 512"),
+        "sglang": ("--tp-size 2", "--pp-size 3", "--max-running-requests 7", "--context-length 512", "--device cpu"),
+    }
+    for kind, parts in cases.items():
+        config = schema.Engine(kind=kind, tensor_parallel=2, pipeline_parallel=3, restarts=4, **common)  # type: ignore[arg-type]
+        remote = engines.speak(config, wanted, "http://127.0.0.1:5555", "secret")
+        process = engines.child(config, wanted, remote, 5555, "secret", 0)
+        said = " ".join(process.command)
+        assert said.startswith(sys.executable) and said.endswith("--more") and "5555" in said
+        assert all(part in said for part in parts), said
+        assert process.start_timeout == 9 and process.max_restarts == 4
+        assert "secret" not in said or kind == "sglang"  # SGLang takes it as a word only
+
+
+def children() -> set[str]:
+    """Processes of this one, by number."""
+    return set(subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split())

@@ -1,0 +1,423 @@
+"""The adapters of vLLM and SGLang against the real servers and transformers, with SmolLM2 in float32 on this CPU:
+
+    python tests/peers/engines.py vllm --python .venv-vllm/bin/python
+    python tests/peers/engines.py vllm --python .venv-vllm/bin/python --method reload
+    python tests/peers/engines.py sglang --address http://127.0.0.1:30000       one that already runs, in float32
+
+Prints one line for each check, and exits with 1 if any failed. The server is started and stopped here unless
+`--address` names one; its output is in `--log`. `make check-engines` runs the first.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from birl.engine.sampler import given
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.models.digests import digests
+from birl.models.load import load_tokenizer, resolve
+from birl.serve import sglang, vllm
+from birl.types import Completion, SamplingParams, Stop, Update
+
+TEXTS = ("The capital of France is", "Once upon a time", "2 + 3 =", "<|im_start|>user\nWhat is the sea?<|im_end|>\n")
+CLOSE = 2e-5  # mean of abs(difference of log-probs), float32, for each answer [nats]
+STARTS = 300.0  # a server gets so long to start [s]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    engine: Any
+    models: list[Any]  # of transformers: SmolLM2, and the same with noise
+    updates: list[Update]
+    prompts: list[tuple[int, ...]]
+    tmp: Path
+
+    def logprobs(self, prompt: tuple[int, ...], answer: Completion, params: SamplingParams, which: int) -> list[float]:
+        """What transformers gives the tokens of an answer."""
+        ids = torch.tensor([[*prompt, *answer.tokens]])
+        with torch.no_grad():
+            logits = self.models[which](ids).logits[0, len(prompt) - 1 : -1].float()
+        return given(logits, answer.tokens, params).tolist()
+
+    def gap(self, prompt: tuple[int, ...], answer: Completion, params: SamplingParams, version: int) -> float:
+        return mean(
+            abs(a - b) for a, b in zip(answer.logprobs, self.logprobs(prompt, answer, params, version), strict=True)
+        )
+
+    async def fresh(self, version: int) -> Update:
+        """These weights under the next number, loaded."""
+        update = self.next(version)
+        await self.engine.load(update)
+        return update
+
+    def next(self, version: int) -> Update:
+        old = self.updates[version]
+        return Update(version=self.engine.version + 1, digests=old.digests, folder=old.folder)
+
+
+def mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def sampled(count: int, **keys: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, **keys)
+
+
+async def greedy_tokens(bench: Bench) -> str:
+    params = SamplingParams(max_tokens=48, temperature=0.0)
+    answers = await asyncio.gather(*(bench.engine.generate(p, params) for p in bench.prompts))
+    for prompt, answer in zip(bench.prompts, answers, strict=True):
+        found = bench.models[0].generate(torch.tensor([prompt]), max_new_tokens=48, do_sample=False)[0, len(prompt) :]
+        assert answer.tokens == tuple(found.tolist()), (answer.tokens, found.tolist())
+    return f"{sum(len(a.tokens) for a in answers)} tokens equal transformers'"
+
+
+async def sampled_logprobs(bench: Bench) -> str:
+    kinds = [sampled(64, seed=1), sampled(64, seed=2, temperature=0.7)]
+    if isinstance(bench.engine, vllm.VLLM):
+        kinds += [sampled(64, seed=3, top_p=0.9), sampled(64, seed=4, temperature=1.3, top_k=20)]
+    gaps = []
+    for params in kinds:
+        answers = await asyncio.gather(*(bench.engine.generate(p, params) for p in bench.prompts))
+        gaps.append(mean(bench.gap(p, a, params, 0) for p, a in zip(bench.prompts, answers, strict=True)))
+        assert all(len(a.tokens) == 64 and set(a.versions) == {bench.engine.version} for a in answers)
+    assert max(gaps) < CLOSE, gaps
+    return f"mean gap {max(gaps):.1e} nats over {len(kinds)} ways to sample"
+
+
+async def scored_tokens(bench: Bench) -> str:
+    params, prompt = sampled(64, seed=5), bench.prompts[1]
+    answer = await bench.engine.generate(prompt, params)
+    scored = await bench.engine.generate(prompt, sampled(64, forced=answer.tokens))
+    begun = await bench.engine.generate(prompt, sampled(64, forced=answer.tokens[:20]))
+    assert scored.tokens == answer.tokens and scored.stop is Stop.LENGTH
+    assert begun.tokens[:20] == answer.tokens[:20] and len(begun.tokens) == 64
+    gaps = [bench.gap(prompt, scored, params, 0), bench.gap(prompt, begun, params, 0)]
+    assert max(gaps) < CLOSE, gaps
+    try:
+        await bench.engine.generate(prompt, sampled(64, forced=answer.tokens, temperature=0.5))
+    except BirlError:
+        return f"mean gap {max(gaps):.1e} nats; another temperature is refused"
+    raise AssertionError("scored under a temperature that it can not score under")
+
+
+async def stops(bench: Bench) -> str:
+    prompt = bench.prompts[0]
+    free = await bench.engine.generate(prompt, SamplingParams(max_tokens=16, temperature=0.0))
+    by_id = await bench.engine.generate(
+        prompt, SamplingParams(max_tokens=16, temperature=0.0, stop_ids=free.tokens[4:5])
+    )
+    assert by_id.stop is Stop.STOP and by_id.tokens == free.tokens[:5]
+    by_text = await bench.engine.generate(prompt, SamplingParams(max_tokens=16, temperature=0.0, stop=("Paris",)))
+    assert by_text.stop is Stop.STOP and by_text.tokens == free.tokens[: len(by_text.tokens)], by_text
+    assert len(by_text.logprobs) == len(by_text.tokens) < len(free.tokens)
+    return "stop ids and strings stay in the answer"
+
+
+async def loaded(bench: Bench) -> str:
+    """All weights are the new ones, tied ones too."""
+    gaps = []
+    for source in (1, 0):
+        update = await bench.fresh(source)
+        for prompt in bench.prompts:
+            answer = await bench.engine.generate(prompt, sampled(32, seed=6))
+            assert set(answer.versions) == {update.version}
+            gaps.append(bench.gap(prompt, answer, sampled(32), source))
+    assert max(gaps) < CLOSE, gaps
+    return f"mean gap {max(gaps):.1e} nats"
+
+
+async def switch(bench: Bench) -> str:
+    """Every token has the log-prob that its version gives it after all tokens before it."""
+    engine = bench.engine
+    if not engine.recompute_kv:
+        return "left out: this engine keeps old keys and values"
+    first = engine.version
+    asked = [asyncio.create_task(engine.generate(p, sampled(160, seed=7))) for p in bench.prompts]
+    await asyncio.sleep(1.0)
+    held = await engine.load(bench.next(1))
+    second = engine.version
+    gaps = []
+    for prompt, answer in zip(bench.prompts, [await a for a in asked], strict=True):
+        cut = answer.versions.index(second)
+        assert 0 < cut < 160 and set(answer.versions) == {first, second}, answer.versions
+        for version, part in ((0, slice(0, cut)), (1, slice(cut, 160))):
+            right = bench.logprobs(prompt, answer, sampled(160), version)
+            gaps.append(mean(abs(a - b) for a, b in zip(answer.logprobs[part], right[part], strict=True)))
+    assert max(gaps) < CLOSE, gaps
+    await bench.fresh(0)
+    return f"answers change at tokens they name; mean gap {max(gaps):.1e} nats; stood still {held.seconds:.2f} s"
+
+
+async def old_keys(bench: Bench) -> str:
+    """Without new keys and values the log-probs after the switch are of neither policy."""
+    engine, prompt = bench.engine, bench.prompts[1]
+    engine.recompute_kv = False
+    try:
+        asked = asyncio.create_task(engine.generate(prompt, sampled(160, seed=8)))
+        await asyncio.sleep(1.0)
+        await engine.load(bench.next(1))
+        answer = await asked
+        cut = answer.versions.index(engine.version)
+        right = bench.logprobs(prompt, answer, sampled(160), 1)
+        gap = mean(abs(a - b) for a, b in zip(answer.logprobs[cut:], right[cut:], strict=True))
+        assert gap > CLOSE, "it computed keys and values anew"
+        new = await engine.generate(prompt, sampled(32, seed=9))
+        assert bench.gap(prompt, new, sampled(32), 1) < CLOSE, "a new answer was sampled with old keys and values"
+    finally:
+        engine.recompute_kv = True
+        await bench.fresh(0)
+    return f"mean gap {gap:.1e} nats after the switch, new answers are exact"
+
+
+async def pauses(bench: Bench) -> str:
+    engine, prompt = bench.engine, bench.prompts[1]
+    asked = asyncio.create_task(engine.generate(prompt, sampled(120, seed=3)))
+    await asyncio.sleep(0.7)
+    await engine.pause()
+    late = asyncio.create_task(engine.generate(prompt, sampled(8)))
+    await asyncio.sleep(1.5)
+    assert not asked.done() and not late.done() and (await engine.info()).paused is not False
+    await engine.resume()
+    kept = await asked
+    assert (
+        len(kept.tokens) == 120 and bench.gap(prompt, kept, sampled(120), 0) < CLOSE and len((await late).tokens) == 8
+    )
+    asked = asyncio.create_task(engine.generate(prompt, sampled(800)))
+    await asyncio.sleep(0.7)
+    await engine.pause(abort=True)
+    partial = await asyncio.wait_for(asked, 10)
+    await engine.resume()
+    assert partial.stop is Stop.ABORT and 0 < len(partial.tokens) < 800, partial.stop
+    return f"kept: all 120 tokens exact; aborted: {len(partial.tokens)} of 800 tokens"
+
+
+async def aborts(bench: Bench) -> str:
+    engine, prompt = bench.engine, bench.prompts[1]
+    asked = [asyncio.create_task(engine.generate(prompt, sampled(800 if s == "b" else 60), s)) for s in "abb"]
+    await asyncio.sleep(0.7)
+    assert await engine.abort({"b"}) == 2
+    a, b, c = [await t for t in asked]
+    assert b.stop is c.stop is Stop.ABORT and 0 < len(b.tokens) < 800 and a.stop is Stop.LENGTH and len(a.tokens) == 60
+    asked = [asyncio.create_task(engine.generate(prompt, sampled(800)))]
+    await asyncio.sleep(0.5)
+    await engine.pause()
+    assert await engine.abort() == 1 and (await asked[0]).stop is Stop.ABORT  # while it is paused
+    await engine.resume()
+    gone = asyncio.create_task(engine.generate(prompt, sampled(900)))
+    await asyncio.sleep(0.5)
+    gone.cancel()
+    for _ in range(50):
+        if (await engine.info()).running == 0:
+            return "by session, while paused, and by leaving"
+        await asyncio.sleep(0.2)
+    raise AssertionError("the request of a cancelled caller goes on")
+
+
+async def bad_loads(bench: Bench) -> str:
+    engine, tmp = bench.engine, bench.tmp / "bad"
+    good = bench.updates[1]
+    params = SamplingParams(max_tokens=16, temperature=0.0)
+    before, version = await engine.generate(bench.prompts[1], params), engine.version
+
+    def update(folder: Path | str = good.folder, number: int = version + 1, sums: Any = good.digests) -> Update:
+        return Update(version=number, digests=sums, folder=str(folder))
+
+    shutil.copytree(good.folder, tmp)
+    weights = tmp / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    fewer = dict(good.digests)
+    fewer.popitem()
+    cases = {
+        "stale": update(number=version - 1),
+        "missing": update(bench.tmp / "none"),
+        "truncated": update(tmp),
+        "mismatch": update(bench.updates[0].folder),
+    }
+    for cause, wrong in [*cases.items(), ("missing", update(sums=fewer))]:
+        try:
+            await engine.load(wrong)
+        except WeightsFailed as error:
+            assert error.cause == cause, (cause, error.cause, str(error))
+        else:
+            raise AssertionError(f"took weights that are {cause}")
+        assert engine.version == version == (await engine.info()).version, (cause, engine.version)
+        answer = await engine.generate(bench.prompts[1], params)
+        assert answer.tokens == before.tokens and bench.gap(bench.prompts[1], answer, params, 0) < CLOSE, (
+            cause,
+            answer,
+        )
+    await engine.load(update())
+    assert (await engine.generate(bench.prompts[1], params)).tokens != before.tokens, "the new ones answer as the old"
+    await bench.fresh(0)
+    return "stale, missing, truncated, mismatch: refused, and the old weights answer"
+
+
+async def speed(bench: Bench) -> str:
+    began = time.perf_counter()
+    answers = await asyncio.gather(
+        *(bench.engine.generate((*bench.prompts[0], 100 + i), sampled(128)) for i in range(16))
+    )
+    seconds = time.perf_counter() - began
+    held = [await bench.engine.load(bench.next(i % 2)) for i in (1, 2)]
+    stood = ", ".join(f"{h.seconds:.2f}" for h in held)
+    rate = sum(len(a.tokens) for a in answers) / seconds
+    return f"16 x 128 tokens: {rate:.0f} tokens/s; idle loads stood still {stood} s"
+
+
+async def many(bench: Bench) -> str:
+    """More requests at once than the server runs at once."""
+    answers = await asyncio.gather(
+        *(bench.engine.generate((*bench.prompts[0], 100 + i), sampled(4)) for i in range(300))
+    )
+    assert all(len(a.tokens) == 4 for a in answers)
+    return "300 requests at once"
+
+
+CHECKS: dict[str, Callable[[Bench], Awaitable[str]]] = {
+    f.__name__: f
+    for f in (
+        greedy_tokens,
+        sampled_logprobs,
+        scored_tokens,
+        stops,
+        loaded,
+        switch,
+        old_keys,
+        pauses,
+        aborts,
+        bad_loads,
+        many,
+        speed,
+    )
+}
+
+
+def weights(tmp: Path) -> tuple[list[Any], list[Update]]:
+    """SmolLM2, and the same with noise."""
+    source = Path(resolve("smollm2"))
+    models, updates = [], []
+    for noisy in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        folder = source
+        if noisy:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.003)
+            folder = tmp / "weights"
+            model.save_pretrained(folder)
+        sums = digests({name: p.data for name, p in model.named_parameters()})
+        models.append(model)
+        updates.append(Update(version=0, digests=sums, folder=str(folder)))
+    return models, updates
+
+
+@contextmanager
+def server(kind: str, python: str, method: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start one, and stop all of it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"model": resolve("smollm2"), "port": port, "python": python, "dtype": "float32", "context": 1024}
+    if kind == "vllm":
+        line = vllm.command(**shared, max_batch=32, method=method, extra=["--enforce-eager"])
+        env = vllm.environment(method=method, cpu=True)
+    else:
+        line = sglang.command(**shared, max_batch=32, cpu=True, kv_tokens=16384)
+        env = sglang.environment(cpu=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, number)
+                process.wait(20)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+async def healthy(engine: Any, process: subprocess.Popen[bytes] | None, log: Path) -> float:
+    began = time.perf_counter()
+    while time.perf_counter() - began < STARTS:
+        try:
+            await engine.info()
+            return time.perf_counter() - began
+        except EngineDown as error:
+            if process is None:
+                raise SystemExit(str(error)) from error
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended by itself ({process.returncode}): see {log}") from error
+            await asyncio.sleep(1)
+    raise SystemExit(f"{engine.address} was not there after {STARTS:.0f} s: see {log}")
+
+
+async def run(
+    arguments: argparse.Namespace, tmp: Path, address: str, process: subprocess.Popen[bytes] | None = None
+) -> int:
+    end_ids = frozenset({2})
+    engine: Any = (
+        vllm.VLLM(address, method=arguments.method, end_ids=end_ids, timeout=300)
+        if arguments.kind == "vllm"
+        else sglang.SGLang(address, end_ids=end_ids, timeout=300)
+    )
+    models, updates = await asyncio.to_thread(weights, tmp)
+    print(f"{arguments.kind} answers after {await healthy(engine, process, arguments.log):.0f} s", flush=True)
+    tokenizer = load_tokenizer(resolve("smollm2"))
+    prompts = [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
+    bench = Bench(engine=engine, models=models, updates=updates, prompts=prompts, tmp=tmp)
+    failed = 0
+    await bench.fresh(0)
+    for name, check in CHECKS.items():
+        if arguments.only and name not in arguments.only:
+            continue
+        began = time.perf_counter()
+        try:
+            told = await asyncio.wait_for(check(bench), 240)
+        except Exception as error:
+            failed += 1
+            told = f"FAILED: {type(error).__name__}: {str(error)[:1500]}"
+        print(f"{name:18} {time.perf_counter() - began:5.1f} s  {told}", flush=True)
+    await engine.close()
+    return min(failed, 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("vllm", "sglang"))
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has the engine")
+    parser.add_argument("--address", default="", help="of one that already runs")
+    parser.add_argument("--method", default="birl", choices=vllm.METHODS)
+    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "birl-check-engine.log")
+    parser.add_argument("--only", nargs="*", choices=CHECKS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not arguments.address and shutil.which(arguments.python) is None:
+        parser.error(f"--python {arguments.python}: there is no such program")
+    with tempfile.TemporaryDirectory() as tmp:
+        if arguments.address:
+            return asyncio.run(run(arguments, Path(tmp), arguments.address))
+        with server(arguments.kind, arguments.python, arguments.method, arguments.log) as (address, process):
+            return asyncio.run(run(arguments, Path(tmp), address, process))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
