@@ -11,6 +11,7 @@ counts in the denominator), `masked`, `refused` (the group had no signal), an ou
 first) or `open` (still waiting). `audit` checks that the sums agree and that nothing was trained twice.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Ledger:
             path.unlink()
         self.life = 1 + max((row["life"] for row in read_jsonl(path)), default=0) if path.is_file() else 1
         self.log = JsonLog(path)
+        self.log.cut(sys.maxsize)  # a line that a crash has torn: the next one must not become part of it
         self._write({"event": "began", "step": step})
 
     def rolled_out(self, group: Group) -> None:

@@ -124,7 +124,7 @@ class Chaos:
             "engine frozen beyond its deadline": lambda: self.freeze_engine(deadline + self.rng.uniform(1, 8)),
             "learner frozen": lambda: self.freeze_learner(self.rng.uniform(0.5, 5)),
             "learner frozen beyond a deadline": lambda: self.freeze_learner(deadline + self.rng.uniform(1, 4)),
-            "disk full": lambda: self.fill_disk(self.rng.choice([0, 60_000, 300_000, 1_000_000])),
+            "disk full": lambda: self.fill_disk(self.rng.choice([0, 60_000, 150_000, 1_000_000])),
         }
         if attach:
             self.kinds |= {
