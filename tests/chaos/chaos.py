@@ -71,8 +71,9 @@ def command(root: Path, steps: int, *more: str) -> list[str]:
 
 
 class Chaos:
-    """One run and what is done to it. `attach`: the engines are ours, behind proxies, and outlive the learner. `begin`
-    starts a process. What is told goes to `say`; what must not happen is in `problems`."""
+    """One run and what is done to it. `attach`: the engines are ours, behind proxies, and outlive the learner. `method`
+    is that of the weights, `deadline` that of a request [s]. `begin` starts a process. What is told goes to `say`; what
+    must not happen is in `problems`."""
 
     def __init__(
         self,
@@ -81,12 +82,13 @@ class Chaos:
         steps: int,
         *,
         attach: bool = False,
+        method: str = "reload",
         begin: Start = started,
         say: Callable[[str], None] = print,
         deadline: float = 6.0,
     ) -> None:
         self.root, self.run, self.attach, self.begin, self.say = root, root / "run", attach, begin, say
-        self.deadline = deadline  # of a request [s]
+        self.deadline, self.method = deadline, method
         self.rng, self.clock = random.Random(seed), time.monotonic()
         self.learner: Child | None = None
         self.lives, self.killed, self.starved = 0, False, False
@@ -113,7 +115,7 @@ class Chaos:
             self.engines = [(self.serve(port), port) for port in ports]
             self.proxies = [Proxy(port) for port in ports]
             words = [f"engine.attach=[{','.join(f'http://127.0.0.1:{p.port}' for p in self.proxies)}]"]
-        self.words = command(root, steps, f"engine.request_timeout={deadline}", *words)
+        self.words = command(root, steps, f"engine.request_timeout={deadline}", f"weights.method={method}", *words)
         self.kinds: dict[str, Callable[[], str | None]] = {
             "engine killed while it generates": self.kill_generating,
             "engine killed while it loads": self.kill_loading,
@@ -138,6 +140,7 @@ class Chaos:
 
     def serve(self, port: int) -> Child:
         words = [f"model.path={self.root}/model", "model.dtype=bfloat16", "engine.max_batch=8", "threads=1"]
+        words += [f"volume={self.run}/weights"] if self.method == "volume" else []
         return self.begin(["serve", *words, f"port={port}"])
 
     def up(self) -> None:
@@ -231,9 +234,19 @@ class Chaos:
         return next((s for s in servers if s.info().get("running")), None)
 
     def new_weights(self) -> bool:
-        """Wait for a version of the weights to be complete: engines are told at once."""
-        before = {p.name for p in self.run.glob("weights/v*")}
-        return self.until(lambda: {p.name for p in self.run.glob("weights/v*")} - before, 15.0, every=0.001)
+        """Wait for a version of the weights to be complete: engines are told at once. With the method direct nothing
+        shows that; they are sent soon after a step."""
+        before, at = self.versions("v*"), self.steps()
+        if self.method == "direct":
+            found = self.until(lambda: self.steps() > at, 15.0, every=0.001)
+            time.sleep(self.rng.uniform(0, 0.2))
+            return found
+        return self.until(lambda: self.versions("v*") - before, 15.0, every=0.001)
+
+    def versions(self, pattern: str) -> set[str]:
+        """Of the weights, as folders."""
+        shared = Path(f"/dev/shm/birl-weights-{self.learner.pid if self.learner else 0}")
+        return {p.name for p in (shared if self.method == "shared" else self.run / "weights").glob(pattern)}
 
     def kill_generating(self) -> str | None:
         found: list[Server] = []
@@ -265,8 +278,10 @@ class Chaos:
         return self.kill_learner(self.rng.uniform(0, 0.04))
 
     def kill_syncing(self) -> str | None:
-        part = self.rng.random() < 0.3  # while the folder is written, or while engines load and prove
-        if part and not self.until(lambda: [*self.run.glob("weights/.v*.part")], 15.0, every=0.001):
+        part = (
+            self.rng.random() < 0.3 and self.method != "direct"
+        )  # while the folder is written, or while engines load and prove
+        if part and not self.until(lambda: self.versions(".v*.part"), 15.0, every=0.001):
             return None
         if not part and not self.new_weights():
             return None
@@ -382,10 +397,8 @@ class Chaos:
 
     def check(self) -> list[str]:
         """Everything that must hold, once all processes are gone."""
-        parts = [str(p.relative_to(self.run)) for p in self.run.glob("weights/.v*.part")]
-        return (
-            self.problems + broken(self.run, BOUND, GROUP) + [f"{p} was left behind" for p in parts if len(parts) > 1]
-        )
+        parts = [str(p) for p in (*self.run.glob("weights/.v*.part"), *self.run.glob("checkpoints/*.part"))]
+        return self.problems + broken(self.run, BOUND, GROUP) + [f"{p} was left behind" for p in parts]
 
     def summary(self) -> str:
         width = 36
@@ -406,6 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--attach", action="store_true", help="engines of our own behind proxies that misbehave")
+    parser.add_argument("--method", choices=("reload", "shared", "volume", "direct"), default="reload")
     parser.add_argument("--run", type=Path, help="an empty folder for everything; else a temporary one")
     args = parser.parse_args(argv)
     if sys.platform != "linux":
@@ -414,7 +428,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--run {args.run} is not empty")
     root = (args.run or Path(tempfile.mkdtemp(prefix="birl-chaos-"))).resolve()
     root.mkdir(parents=True, exist_ok=True)
-    chaos = Chaos(root, args.seed, args.steps, attach=args.attach, say=lambda text: print(text, flush=True))
+    chaos = Chaos(
+        root, args.seed, args.steps, attach=args.attach, method=args.method, say=lambda text: print(text, flush=True)
+    )
     try:
         chaos.go(args.seconds)
     finally:

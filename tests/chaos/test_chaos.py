@@ -19,7 +19,7 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
     chaos = Chaos(tmp_path, 0, 100_000, attach=True, begin=forked, say=said.append, deadline=2.0)
 
     def full_while_weights_are_saved() -> str | None:
-        """Just after a checkpoint, so that the weights come next; they have more bytes than that, and the ledger less."""
+        """Just after a checkpoint, so that the weights come next: they have more bytes, and the ledger less."""
         before = set(chaos.run.glob("checkpoints/step-??????"))
         chaos.until(lambda: set(chaos.run.glob("checkpoints/step-??????")) - before, 20.0, every=0.001)
         return chaos.fill_disk(150_000)
