@@ -116,7 +116,7 @@ check-engines: setup .venv-vllm/setup.done
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/peers/engines.py vllm --python .venv-vllm/bin/python $(CHECK_FLAGS)
 
 chaos: setup-dev
-	@failed=; for seed in "0" "1 --method direct" "2 --attach"; do \
+	@failed=; for seed in "0" "1 --method direct" "2 --attach --fork"; do \
 		$(BIN)/python -m tests.chaos.chaos --seed $$seed $(CHAOS_FLAGS) || failed="$$failed ($$seed)"; done; \
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from birl.loops.ledger import audit
 from birl.serve.process import free_port
 from tests.chaos.invariants import broken
-from tests.chaos.processes import Child, Server, Start, about, kill, no_room, room, servers_of, started
+from tests.chaos.processes import Child, Server, Start, about, forked, kill, no_room, preload, room, servers_of, started
 from tests.chaos.proxy import Proxy
 from tests.tiny import tiny_model_folder
 
@@ -419,6 +419,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--attach", action="store_true", help="engines of our own behind proxies that misbehave")
+    parser.add_argument("--fork", action="store_true", help="start processes as forks of one that has imported torch")
     parser.add_argument("--method", choices=("reload", "shared", "volume", "direct"), default="reload")
     parser.add_argument("--run", type=Path, help="an empty folder for everything; else a temporary one")
     args = parser.parse_args(argv)
@@ -428,11 +429,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--run {args.run} is not empty")
     root = (args.run or Path(tempfile.mkdtemp(prefix="birl-chaos-"))).resolve()
     root.mkdir(parents=True, exist_ok=True)
+    if args.fork:
+        preload()
     chaos = Chaos(
-        root, args.seed, args.steps, attach=args.attach, method=args.method, say=lambda text: print(text, flush=True)
+        root,
+        args.seed,
+        args.steps,
+        attach=args.attach,
+        method=args.method,
+        begin=forked if args.fork else started,
+        say=lambda text: print(text, flush=True),
     )
     try:
         chaos.go(args.seconds)
+    except KeyboardInterrupt:
+        print(f"interrupted; what there is of the run is in {root}", file=sys.stderr)
+        return 130
     finally:
         chaos.close()
     problems = chaos.check()
