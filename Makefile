@@ -5,6 +5,7 @@
 #                        a machine without a GPU does not need; `--index-url` can name the index of the CPU builds
 #   PIP_FLAGS=...        pip flags for everything
 #   DEMO_FLAGS=...       more key=value for the demo
+#   CHAOS_FLAGS=...      more flags for `make chaos`, such as --seconds 600
 #   CHECK_FLAGS=--write  `make check-peers` writes its table to docs/peers_check.md
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ TORCH_FLAGS ?=
 PIP_FLAGS ?=
 DEMO_FLAGS ?=
 CHECK_FLAGS ?=
+CHAOS_FLAGS ?=
 
 BIN := .venv/bin
 # PyTorch comes first and alone, so that no other package's requirement can pick another build of it.
@@ -27,7 +29,7 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format bench-setup bench check-peers check-engines clean
+.PHONY: help setup setup-dev demo test lint format bench-setup bench check-peers check-engines chaos clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -38,6 +40,7 @@ help:
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
 	@echo "make check-engines  compare the adapter of vLLM with vLLM itself and transformers (installs it into .venv-vllm)"
+	@echo "make chaos   kill, freeze and cut off the processes of real runs at random, for ten minutes"
 	@echo "make clean   remove the environments and all caches; runs/ stays"
 
 setup: .venv/setup.done
@@ -111,6 +114,11 @@ check-peers: .venv-peers/setup.done
 # For SGLang, which has no CPU build of its kernels: docs/engines.md.
 check-engines: setup .venv-vllm/setup.done
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/peers/engines.py vllm --python .venv-vllm/bin/python $(CHECK_FLAGS)
+
+chaos: setup-dev
+	@failed=; for seed in "0" "1 --method direct" "2 --attach --fork"; do \
+		$(BIN)/python -m tests.chaos.chaos --seed $$seed $(CHAOS_FLAGS) || failed="$$failed ($$seed)"; done; \
+		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
 	rm -rf .venv .venv-trl .venv-vllm .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

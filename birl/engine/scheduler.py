@@ -113,7 +113,7 @@ class Scheduler:
             if spare <= 0:
                 return
             request = work.request
-            if request.forced:
+            if request.forced or work.followers:
                 continue
             guesses = self.drafts.guess(request, -(-spare // (len(plan) - place)))
             while len(request.pages) < pages_for(len(request) + len(guesses)) and self.pages.free:

@@ -41,6 +41,7 @@ class Ledger:
             path.unlink()
         self.life = 1 + max((row["life"] for row in read_jsonl(path)), default=0) if path.is_file() else 1
         self.log = JsonLog(path)
+        self.log.cut(sys.maxsize)  # a line that a crash has torn: the next one must not become part of it
         self._write({"event": "began", "step": step})
 
     def rolled_out(self, group: Group) -> None:

@@ -30,6 +30,7 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error.strerror}")
 """
+LONGEST = 30.0  # s that it waits before it starts a process again
 POLL = 0.05  # s between two looks at a process that is to start or to end
 
 
@@ -39,7 +40,7 @@ class Process:
 
     `ready()` is asked until it gives True, for at most `start_timeout` [s]; `EngineDown` from it means not yet.
     `terminate` waits `stop_timeout` [s] between SIGTERM and SIGKILL. At most `max_restarts` within `window` [s], the
-    first after `backoff` [s], each further one after twice as long.
+    first after `backoff` [s], each further one after twice as long, at most LONGEST.
 
     On Linux the kernel kills the child when the *thread* that started it ends: start it from the main thread. Children
     of the child are killed by `terminate`, not by the kernel.
@@ -104,7 +105,7 @@ class Process:
                     f"{self._name} was started again {len(self.restarts)} times within {self.window:g} s, and not once "
                     f"more. {self._last()}"
                 )
-            wait = self.backoff * 2 ** len(self.restarts)
+            wait = min(self.backoff * 2 ** len(self.restarts), LONGEST)
             self.restarts.append(now)
             await self._terminate()
             await asyncio.sleep(wait)

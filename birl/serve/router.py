@@ -116,13 +116,14 @@ class Router:
         return await self.fleet.load(update)
 
     async def settle(self, timeout: float) -> None:
-        """Look at every engine now; returns when all whose weights are proven are ready, and one is. Raises
-        `EngineDown` where that is not so in time."""
+        """Look at every engine now; returns when all that answer and whose weights are proven are ready, and one is.
+        Raises `EngineDown` where that is not so in time."""
         for member in self.fleet.members:
             member.poke.set()
 
         def done() -> bool:
-            proven = [m for m in self.fleet.members if m.proven and m.version == self.version]
+            there = [m for m in self.fleet.members if m.state is not State.DOWN]
+            proven = [m for m in there if m.proven and m.version == self.version]
             return bool(proven) and all(m.state is State.READY for m in proven)
 
         if not await self.fleet.wait(done, timeout):

@@ -32,6 +32,8 @@ from birl.waits import event, waiting
 from birl.weights import folder
 from birl.weights.canary import Canary
 
+LOOK = 0.2  # seconds between two looks at whether an engine is still there
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
@@ -96,6 +98,7 @@ class Sender:
     sleeping: Sequence[Remote] = ()
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
     version: int = -1  # that was sent last
+    lost: str = ""  # why an engine's canary had no answer
 
     async def publish(self) -> Sent:
         """Raises `WeightsFailed` with its cause: the run stops rather than go on with weights nobody is sure of."""
@@ -113,12 +116,12 @@ class Sender:
                     held = await self.fleet.load(update)
                     for remote in self.sleeping:
                         await remote.resume()
-                    await self.fleet.settle(self.timeout)
-                    gaps = await asyncio.gather(*(self.prove(remote) for remote in self.remotes()))
+                    gaps = await self.proofs()
         except TimeoutError as error:
             raise WeightsFailed(
                 "unreachable",
-                f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s.",
+                f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s."
+                f"{f' {self.lost}' if self.lost else ''}",
             ) from error
         except EngineDown as error:
             raise WeightsFailed("unreachable", f"Version {version} of the weights: {error}") from error
@@ -148,6 +151,30 @@ class Sender:
         if self.method == "volume":
             folder.announce(self.root, update)
         return update
+
+    async def proofs(self) -> list[float]:
+        """The canaries of all engines that are ready, of one at least. An engine that is lost meanwhile stops nothing:
+        it gets weights, and proves them, when it is back. Raises `WeightsFailed` where one computes something else."""
+        self.lost = ""
+        while True:
+            await self.fleet.settle(self.timeout)
+            found = await asyncio.gather(*(self.unless_lost(remote) for remote in self.remotes()))
+            if gaps := [gap for gap in found if gap is not None]:
+                return gaps
+            await asyncio.sleep(LOOK)
+
+    async def unless_lost(self, remote: Remote) -> float | None:
+        """The canary of one engine; None where it does not answer, or others have found that it does not."""
+        work = asyncio.create_task(self.prove(remote))
+        try:
+            while not work.done() and remote in self.remotes():
+                await asyncio.wait({work}, timeout=LOOK)
+            return work.result() if work.done() else None
+        except EngineDown as error:
+            self.lost = str(error)
+            return None
+        finally:
+            work.cancel()
 
     async def prove(self, remote: Remote) -> float:
         """The canary of one engine. Raises `WeightsFailed`."""

@@ -116,6 +116,16 @@ def test_the_first_to_finish_are_taken(tiny: Path, tmp_path: Path) -> None:
     assert set(groups.values()) == {4} and not audit(tmp_path / "run").problems
 
 
+def test_a_ledger_survives_a_torn_line(tiny: Path, tmp_path: Path) -> None:
+    words = [*UNEVEN, "rollout.max_staleness=1", "checkpoint.every=1"]
+    run(tiny, tmp_path, *words, "steps=2")
+    path = tmp_path / "run" / FILE
+    path.write_bytes(path.read_bytes() + b'{"life":1,"event":"sam')  # the machine went down
+    run(tiny, tmp_path, *words, "steps=4")
+    found = audit(tmp_path / "run")
+    assert not found.problems and found.lives == 2
+
+
 def test_a_ledger_that_does_not_close_says_where(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, *UNEVEN, "steps=2")
     path = tmp_path / "run" / FILE

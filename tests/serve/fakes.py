@@ -135,7 +135,7 @@ class Fake:
         await self._alive(pid)
         if self.refuses:
             raise WeightsFailed(self.refuses, f"{self.address} refuses")
-        if update.version < self.version:
+        if update.version < self.version and not update.anew:
             raise WeightsFailed("stale", f"{self.address} has {self.version}")
         self.version = self.truth = update.version
         return Held(version=update.version, digest=self.digest_of(self.truth), seconds=self.slow_load, bytes=10)

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,6 +221,53 @@ def test_new_weights_reach_all_and_requests_go_on() -> None:
         with pytest.raises(WeightsFailed, match="are given 4") as caught:
             await router.load(update(4))
         assert caught.value.cause == "stale" and router.version == 5
+        await router.close()
+
+    play(main)
+
+
+def test_a_learner_that_was_killed_goes_on_from_older_weights() -> None:
+    """engine.attach: the engines have outlived it, with the weights of steps that are lost."""
+
+    async def main() -> None:
+        engines = fakes(2)
+        before = Router(engines)
+        await before.start()
+        await before.load(update(5))
+        await before.close()
+        engines[1].crash()
+        engines[1].restart()  # with version 0
+        router = Router(engines, version=5)
+        with pytest.raises(WeightsFailed, match="are given 4"):
+            await router.load(update(4))
+        assert (await router.load(replace(update(4), anew=True))).version == router.version == 4
+        await until(lambda: states(router) == ["ready", "ready"])
+        answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(6)))
+        assert {v for a in answers for v in a.versions} == {4} and [e.truth for e in engines] == [4, 4]
+        await router.close()
+
+    play(main)
+
+
+def test_settling_does_not_wait_for_an_engine_that_has_gone_down() -> None:
+    """It took the weights, proved them, and died; the others are ready."""
+
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines, interval=1000.0)
+        await router.start()
+        await router.load(update(5))
+        engines[1].crash()
+        router.fleet.members[1].poke.set()
+        await until(lambda: states(router) == ["ready", "down"])
+        began = asyncio.get_running_loop().time()
+        await router.settle(300.0)
+        assert asyncio.get_running_loop().time() - began < 1
+        engines[0].crash()
+        router.fleet.members[0].poke.set()
+        await until(lambda: states(router) == ["down", "down"])
+        with pytest.raises(EngineDown, match="No engine was ready"):
+            await router.settle(30.0)
         await router.close()
 
     play(main)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from birl.engine.engine import EmbeddedEngine
-from birl.errors import WeightsFailed
+from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
 from birl.models.digests import digests, whole
@@ -104,6 +105,37 @@ def test_the_engine_has_what_was_trained(tiny: Path, tmp_path: Path, compute, me
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("way", ["refuses", "hangs"])
+def test_an_engine_that_is_lost_before_its_canary_stops_nothing(tiny: Path, tmp_path: Path, compute, way) -> None:
+    """It was killed, or frozen, after it took the weights; the other one proves them."""
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        other = Local(tiny, compute, torch.bfloat16)
+        ready = [local, other]
+
+        async def lost(*_: object) -> Completion:
+            if way == "refuses":
+                raise EngineDown("connection refused")
+            ready.remove(other)  # the router finds out
+            await asyncio.sleep(60)
+            raise AssertionError
+
+        other.generate = lost  # type: ignore[method-assign]
+        found.remotes = lambda: tuple(ready)  # type: ignore[assignment]
+        began = time.monotonic()
+        assert (await found.publish()).gap == 0 and time.monotonic() - began < 20
+        train(found.learner)
+        ready[:] = [other]
+        found.timeout = 1.0
+        with pytest.raises(WeightsFailed, match="did not arrive within") as caught:  # nobody is left to prove them
+            await found.publish()
+        assert caught.value.cause == "unreachable" and (way == "hangs" or "connection refused" in str(caught.value))
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_weights_that_did_not_change_are_not_sent_again(tiny: Path, tmp_path: Path, compute) -> None:
     async def main() -> None:
         found, local = sender(tiny, tmp_path, compute, "reload")
@@ -154,6 +186,8 @@ def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Pa
 
     async def main() -> None:
         found, local = sender(tiny, tmp_path, compute, "reload")
+        await found.publish()
+        train(found.learner)
         before = await local.engine.digests()
         original = local.engine.load
 
