@@ -25,7 +25,7 @@ from birl.serve.service import Service
 from birl.serve.staging import Staging
 from birl.weights import folder
 
-LOOK = 0.2  # seconds between two looks into `volume`
+LOOK = 0.1  # seconds between two looks into `volume`
 GRACE = 5  # seconds for connections to take what was answered, once nothing is sampled any more
 
 
