@@ -34,6 +34,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   serve        a model behind HTTP: OpenAI's dialect and birl's own
   plan         how much memory a training will take; --simulate: how to split GPUs
   chat         talk to a model or to a run
+  ledger       where every token went that a run has sampled
   checkpoints  list, verify, export and prune the checkpoints of a run
   cache        list, verify and clear converted models
   doctor       what is installed, which device, what is missing and how to get it
@@ -54,6 +55,7 @@ USAGE = {
     "PRESET: smollm2_cpu (default), h200_8b.",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
+    "ledger": "Usage: birl ledger RUN\n\nAdds up RUN/ledger.jsonl; exits with 1 where it does not close.",
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"
     "       birl checkpoints RUN verify [STEP]         compare every file with its digest; 1 where one differs\n"
     "       birl checkpoints RUN export STEP FOLDER    write a Hugging Face model folder (STEP: number, last, best)\n"
@@ -129,6 +131,12 @@ def _plain(command: str, words: list[str]) -> int:
         target = words[0] if words and "=" not in words[0] else ""
         chat.run(target or "smollm2", words[1:] if target else words)
         return 0
+    if command == "ledger":
+        from birl.loops import ledger
+
+        if len(words) != 1:
+            raise BirlError("birl ledger: name a run folder, as in `birl ledger runs/NAME`")
+        return ledger.run(words[0])
     if command == "checkpoints":
         if not words:
             raise BirlError("birl checkpoints: name a run folder, as in `birl checkpoints runs/NAME`")

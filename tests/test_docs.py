@@ -264,13 +264,15 @@ def test_the_table_of_metrics_is_what_a_run_writes(demo: Path) -> None:
     written: set[str] = set()
     for log in ("metrics.jsonl", "validation.jsonl"):
         record = json.loads((demo / log).read_text().splitlines()[-1])
-        written |= {k for k in record if k not in ("step", "time", "samples")}
+        written |= {k for k in record if k not in (*ABOUT, "samples")}
     pattern = {name: re.sub(r"<\w+>", r"[^/]+", name) for name in named}
     assert not {w for w in written if not any(re.fullmatch(p, w) for p in pattern.values())}
     assert not {n for n, p in pattern.items() if not any(re.fullmatch(p, w) for w in written)}
 
 
 Figures = dict[str, tuple[set[str], set[str]]]
+ABOUT = ("step", "time", "version", "weights", "data", "seed", "n")  # of a record, beside its figures
+AHEAD = "rl reward=length reward.length_target=8 rollout.max_staleness=1 engine.kind=birl"
 
 
 @pytest.fixture(scope="module")
@@ -280,13 +282,13 @@ def figures(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     (folder / "my.jsonl").write_text(jsonl(ROWS))
     ppo = "algorithm=ppo algorithm.entropy_control=kl_cov algorithm.reject=divergence reward=length"
     found: Figures = {}
-    for line in ("sft", "rm", "dpo", "dpo preference.loss=kto", f"rl {ppo} reward.length_target=8"):
+    for line in ("sft", "rm", "dpo", "dpo preference.loss=kto", f"rl {ppo} reward.length_target=8", AHEAD):
         command, *words = line.split()
         run = folder / str(len(found))
         words += [f"data.train={folder}/my.jsonl", f"data.validation={folder}/my.jsonl", f"run={run}"]
         assert main([command, *words, *small(command, words, tiny)]) == 0, line
         logs = [json.loads((run / f"{log}.jsonl").read_text().splitlines()[-1]) for log in ("metrics", "validation")]
-        metrics, validation = ({k for k in log if k not in ("step", "time", "samples")} for log in logs)
+        metrics, validation = ({k for k in log if k not in (*ABOUT, "samples")} for log in logs)
         found[line] = metrics, validation
     return found
 
@@ -305,8 +307,15 @@ def test_the_tables_of_figures_are_what_the_stages_write(figures: Figures) -> No
 def test_the_table_of_figures_is_what_algorithms_add(figures: Figures, demo: Path) -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("## Figures")[2]
     plain = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
-    (metrics,) = (metrics for line, (metrics, _) in figures.items() if line.startswith("rl"))
+    (metrics,) = (metrics for line, (metrics, _) in figures.items() if line.startswith("rl algorithm=ppo"))
     assert names(tables(page)["name"]) == metrics - plain
+
+
+def test_the_table_of_figures_is_what_asynchronous_runs_add(figures: Figures, demo: Path) -> None:
+    page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8").partition("## The bound")[2]
+    plain = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
+    told = names(tables(page)["metric"])
+    assert figures[AHEAD][0] - plain - {"factor"} <= told <= figures[AHEAD][0] | plain
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: f"{page.parent.name}/{page.name}")

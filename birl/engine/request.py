@@ -65,6 +65,11 @@ class Request:
         """The next tokens, where they are given."""
         return self.params.forced[len(self.tokens) : self.max_tokens]
 
+    @property
+    def only_scored(self) -> bool:
+        """Is every token of its answer given?"""
+        return len(self.params.forced) >= self.max_tokens
+
     def uniforms(self, n: int) -> list[float]:
         """The random numbers of the next n tokens, in [0, 1); fewer at the end."""
         return self._uniforms[len(self.tokens) : len(self.tokens) + n]

@@ -1,7 +1,7 @@
 """Who computes what next. Pure Python: no tensors, no time, no threads, so that it can be tested with numbers alone.
 
 A running request owns the pages of its positions; full pages of a common prompt belong to all its answers. Requests are
-admitted in order of arrival while there are pages for what they have. When somebody's next token finds no free page,
+admitted in order of arrival, those that are only scored first, while there are pages for what they have. When somebody's next token finds no free page,
 the youngest is preempted: it goes back to the head of the queue with what it has sampled, and is computed again later,
 with the same result.
 """
@@ -62,7 +62,10 @@ class Scheduler:
                 f"({len(request.prompt)} of prompt and {request.max_tokens} of answer). Raise engine.kv_cache_gb or "
                 "lower rollout.max_tokens."
             )
-        self.waiting.append(request)
+        if request.only_scored:  # soon over, and after an update the learner waits for it (the canary): not behind
+            self.waiting.appendleft(request)  # everybody whose keys and values are computed anew
+        else:
+            self.waiting.append(request)
         self.drafts.add(request)
 
     @property
@@ -81,6 +84,8 @@ class Scheduler:
                 plan.append(Work(request=request, start=request.computed, tokens=pending))
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             request = self.waiting[0]
+            if plan and plan[-1].request.only_scored and not request.only_scored:
+                break  # a step without long prompts
             leader = None if request.forced else next((w for w in plan if leads(w, request)), None)
             if not self.admit(request, leader):
                 break

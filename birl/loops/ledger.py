@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from birl.errors import BirlError
 from birl.rollout.assemble import Usage
 from birl.track.log import JsonLog, read_jsonl
 from birl.types import Group, Outcome, Sample, Trajectory
@@ -131,3 +132,20 @@ def audit(run: Path) -> Audit:
     if found.sampled != found.tokens.total():
         found.problems.append(f"{found.sampled} tokens were sampled, {found.tokens.total()} are accounted for")
     return found
+
+
+def run(folder: str) -> int:
+    """`birl ledger RUN`."""
+    try:
+        found = audit(Path(folder))
+    except OSError as error:
+        raise BirlError(
+            f"{folder} has no {FILE}: {error.strerror}. `birl rl` writes it into its run folder."
+        ) from error
+    print(f"{found.sampled:>12,}  tokens sampled, by {found.lives} process{'es' * (found.lives != 1)}")
+    for reason, tokens in found.tokens.most_common():
+        print(f"{tokens:>12,}  {reason}")
+    for problem in found.problems:
+        print(f"birl: {problem}", file=sys.stderr)
+    print("The ledger does not close." if found.problems else "The ledger closes.")
+    return 1 if found.problems else 0

@@ -70,10 +70,9 @@ def staleness_metrics(run: "_Run", step: pipeline.Step, credited: Credited) -> d
     metrics = {
         "staleness/mean": ages.mean(found),
         "staleness/max": float(max(found, default=0)),
-        "queue/ready": float(step.ready),
-        "queue/running": float(step.running),
     }
     if run.config.rollout.max_staleness > 0:
+        metrics |= {"queue/ready": float(step.ready), "queue/running": float(step.running)}
         metrics["staleness/mixed"] = ages.mixed(credited.samples)
         for age in range(min(run.config.rollout.max_staleness, OLD) + 1):
             count = found[age] if age < OLD else sum(n for a, n in found.items() if a >= OLD)

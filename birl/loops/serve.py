@@ -26,7 +26,7 @@ from birl.serve.staging import Staging
 from birl.types import Update
 from birl.weights import folder
 
-LOOK = 0.2  # seconds between two looks into `volume`
+LOOK = 0.1  # seconds between two looks into `volume`
 GRACE = 5  # seconds for connections to take what was answered, once nothing is sampled any more
 
 
@@ -48,7 +48,8 @@ def run(config: schema.Serve) -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     """Does not listen yet: whoever comes before the model is loaded is turned away by the system."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 asyncio leaves Nagle on: 40 ms
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

@@ -40,6 +40,7 @@ class SGLang:
         self.peer = Peer(address, token=token, timeout=timeout)
         self.address, self.version = self.peer.address, 0
         self.recompute_kv, self.end_ids, self.timeout = recompute_kv, end_ids, timeout
+        self._loads = 0
         self.paused = self.asleep = False
         self.empty = False  # slept, and still without weights
         self.cacheless = False  # slept, and still without a cache
@@ -53,6 +54,7 @@ class SGLang:
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
+        loads = self._loads
         try:
             # not /health: it samples a token, and so waits for the end of a pause
             model = await self.peer.json("GET", "/model_info", timeout=QUICK)
@@ -64,11 +66,13 @@ class SGLang:
             label, context = model["weight_version"], int(card["max_model_len"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("", repr(error), error)
-        self.version, self.context = number(label), context
+        self.context = context
+        if loads == self._loads and not self._control.locked():  # else a load has overtaken the answer
+            self.version = number(label)
         return Info(
             engine="sglang",
             model=model["model_path"],
-            version=self.version,
+            version=number(label),
             digest="",
             dtype=str(server.get("dtype", "")),
             context=self.context,
@@ -203,7 +207,7 @@ class SGLang:
             await asyncio.to_thread(check_folder, update, self.version)
             began = time.perf_counter()
             await self.take(update)
-            return Held(version=self.version, seconds=time.perf_counter() - began, bytes=size(update.folder))
+            return Held(version=update.version, seconds=time.perf_counter() - began, bytes=size(update.folder))
 
     async def take(self, update: Update) -> None:
         """SGLang says that it goes back to the old weights when it fails half-way, but reads the new folder again."""
@@ -222,6 +226,7 @@ class SGLang:
             if found != label:
                 raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
             self.version, self.broken, self.empty = update.version, "", False
+            self._loads += 1
             if not self.paused:
                 await self.go_on()
         except (EngineDown, BirlError, asyncio.CancelledError) as error:

@@ -10,6 +10,7 @@ the log-prob of a token of version v is exactly what version v gives it. Without
 
 import asyncio
 import hashlib
+import math
 import os
 import shutil
 import sys
@@ -52,6 +53,7 @@ class VLLM:
         self.peer = Peer(address, token=token, timeout=timeout)
         self.address, self.version = self.peer.address, 0
         self.method, self.recompute_kv, self.end_ids = method, recompute_kv, end_ids
+        self._loads = 0
         self.paused = self.asleep = False
         self.empty = False  # slept, and still without weights
         self.cacheless = False  # slept, and still without a cache
@@ -64,6 +66,7 @@ class VLLM:
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
+        loads = self._loads
         try:
             model = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
             label = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
@@ -77,11 +80,13 @@ class VLLM:
         except BirlError as error:
             hint = " Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
             raise BirlError(f"{error}{hint}") from error
-        self.version, self.context = number(label), context
+        self.context = context
+        if loads == self._loads and not self._control.locked():  # else a load has overtaken the answer
+            self.version = number(label)
         return Info(
             engine="vllm",
             model=model["root"],
-            version=self.version,
+            version=number(label),
             digest="",
             dtype=self.dtype,
             context=self.context,
@@ -207,7 +212,7 @@ class VLLM:
             began = time.perf_counter()
             await self.take(update)
             seconds = time.perf_counter() - began
-            return Held(version=self.version, seconds=seconds, bytes=size(update.folder))
+            return Held(version=update.version, seconds=seconds, bytes=size(update.folder))
 
     async def reloadable(self, update: Update) -> None:
         """On a CPU reload_weights leaves the packed copy of a tied output layer as it was, and says nothing."""
@@ -277,6 +282,7 @@ class VLLM:
             if found != label:
                 raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
             self.version, self.broken, self.empty = update.version, "", False
+            self._loads += 1
             if not self.paused:
                 await self.peer.call("POST", "/resume", timeout=QUICK)
         except (EngineDown, BirlError, asyncio.CancelledError) as error:
@@ -424,7 +430,7 @@ def environment(
         rest = found.get("PYTHONPATH")
         found["PYTHONPATH"] = os.pathsep.join([str(write_plugin()), *([rest] if rest else [])])
     if cpu:
-        found["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_cache_gb:g}"
+        found["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(kv_cache_gb), 1))  # whole GiB only
         if threads:
             found["VLLM_CPU_OMP_THREADS_BIND"] = threads
     return found

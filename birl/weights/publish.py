@@ -193,7 +193,7 @@ class Sender:
 class Volume:
     """A `Remote` whose engine looks for new weights by itself: `load` waits until it says that it has them."""
 
-    def __init__(self, remote: Remote, timeout: float, interval: float = 0.1) -> None:
+    def __init__(self, remote: Remote, timeout: float, interval: float = 0.03) -> None:
         self._remote, self.timeout, self.interval = remote, timeout, interval
 
     def __getattr__(self, name: str):

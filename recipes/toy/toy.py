@@ -3,8 +3,9 @@
     python recipes/toy/toy.py make FOLDER                 model and data
     python recipes/toy/toy.py stages FOLDER [SEED ...]    SFT, DPO, GRPO, PPO in turn; a reward model, RL against it
     python recipes/toy/toy.py presets FOLDER [SEED ...]   every preset of `algorithm`, each from the SFT model
+    python recipes/toy/toy.py staleness FOLDER [SEED ...]  old answers, with a correction and without
 
-The last two write the curves that are committed beside this file.
+The last three write the curves that are committed beside this file.
 """
 
 import json
@@ -257,6 +258,48 @@ def presets(data: Path, seeds: list[int]) -> None:
         (HERE / "presets.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+WAYS = {  # what the importance ratio starts from, and whether that is weighed against what sampled
+    "corrected": [],  # algorithm.proximal=auto
+    "ratio to what sampled": ["algorithm.proximal=behaviour"],  # PPO
+    "as if fresh": ["algorithm.proximal=recompute", "algorithm.correction=none"],
+}
+TASKS = {  # reward, steps, rollout.max_staleness, words
+    "sevens": ("share", 60, (1, 4, 16), ["optimizer.lr=1e-3", "algorithm.updates_per_batch=8"]),
+    "sorting": ("partly", 60, (8,), ["optimizer.lr=3e-4", "algorithm.updates_per_batch=4"]),
+}
+
+
+def staleness(data: Path, seeds: list[int]) -> None:
+    """GRPO on answers of old weights: by task, way and rollout.max_staleness the curve of each seed."""
+    import staleness_plot
+
+    start = data / "stages-0" / "sft" / "exported"
+    if not start.exists():
+        raise SystemExit(f"{start} is missing: run `python recipes/toy/toy.py stages {data} 0` first")
+    found: dict[str, dict[str, Any]] = {}
+    for task, (reward, steps, bounds, words) in TASKS.items():
+        table = found[task] = {}
+        for bound, way in [(0, "synchronous"), *((b, w) for b in bounds for w in WAYS)]:
+            curves, old = [], []
+            for seed in seeds:
+                run = data / f"staleness-{task}-{bound}-{way.replace(' ', '_')}-{seed}"
+                more = ("rollout.prompts=16", "engine.max_batch=4096", "track.rollouts=false", *words, *WAYS.get(way, []))
+                more += (f"rollout.max_staleness={bound}", f"steps={steps}", f"seed={seed}", f"run={run}")
+                birl(*rl(data / "rl.jsonl", reward), *THREADS, *TEXTS, f"model.path={start}", *more)
+                metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+                curves.append([round(m["reward/mean"], 4) for m in metrics])
+                old.append(round(statistics.mean(m["staleness/mean"] for m in metrics[bound:]), 2))
+            record = {"way": way, "max_staleness": bound, "staleness": old, "curves": curves}
+            record["last"] = [round(statistics.mean(c[-5:]), 4) for c in curves]
+            record["mean"] = [round(statistics.mean(c), 4) for c in curves]
+            table[f"{way}, {bound}"] = record
+            told = f"staleness {old}, reward of all steps {record['mean']}, of the last five {record['last']}"
+            print(f"{task}, {way}, {bound}: {told}", flush=True)
+            (HERE / "staleness.json").write_text(json.dumps(found, indent=1) + "\n")
+    for task, table in found.items():
+        (HERE / f"staleness-{task}.svg").write_text(staleness_plot.drawn(table))
+
+
 if __name__ == "__main__":
     what, where, *rest = sys.argv[1:]
     target = Path(where).resolve()
@@ -264,4 +307,4 @@ if __name__ == "__main__":
     if what == "make":
         make(target)
     else:
-        {"stages": stages, "presets": presets}[what](target, [int(x) for x in rest] or [0, 1, 2])
+        {"stages": stages, "presets": presets, "staleness": staleness}[what](target, [int(x) for x in rest] or [0, 1, 2])

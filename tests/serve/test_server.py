@@ -18,7 +18,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model, load_tokenizer
 from birl.serve import names, staging, wire
-from birl.types import Completion, SamplingParams
+from birl.types import Completion, SamplingParams, Update
 from birl.weights import folder
 from tests.serve.running import Running, process, running, slowed, until
 from tests.tiny import tiny_model_folder

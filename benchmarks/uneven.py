@@ -1,0 +1,92 @@
+"""`birl rl` in a world that makes it wait: environments that take their time, answers of very different lengths.
+
+    python -m benchmarks.uneven --wait 0.1 5 --tokens 64 rl data.train=... steps=8
+
+The words behind the options go to `birl` as they are. Two parts are exchanged for this process: every answer gets its own
+length (lognormal around `--tokens`, exactly, as end tokens are ignored), and its environment answers only after a random
+time. Both depend on the episode alone, so that runs that are compared have the same ones. After every step a line
+of `engine.jsonl` in the run folder says what the engine has computed so far.
+
+Standard library only above `main`: the reward worker imports this file.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import sys
+from dataclasses import asdict, replace
+from math import log
+from pathlib import Path
+from typing import Any
+
+
+def noise(completions: list[str], **_: Any) -> list[float]:
+    """0 or 1, by the answer's text: every group has something to learn from, and there is nothing to learn."""
+    return [float(hashlib.blake2b(c.encode(), digest_size=1).digest()[0] % 2) for c in completions]
+
+
+def letters(completions: list[str], **_: Any) -> list[float]:
+    """Share of the letter a: learned in a few steps even by a random model."""
+    return [c.count("a") / max(len(c), 1) for c in completions]
+
+
+def length(seed: int, tokens: int, sigma: float, longest: int) -> int:
+    """Of an answer [tokens]."""
+    return min(max(round(random.Random(seed).lognormvariate(log(tokens), sigma)), 1), longest)
+
+
+def install(args: argparse.Namespace) -> None:
+    from birl.envs.single_turn import SingleTurn
+    from birl.loops import build, rl
+    from birl.rollout import episode
+    from birl.types import Feedback, Message
+
+    asks, finishes = episode._ask, rl._Run.finish_step
+
+    async def ask(engine: Any, prompt: tuple[int, ...], params: Any, session: str) -> Any:
+        if args.tokens:
+            own = length(params.seed, args.tokens, args.sigma, args.longest)
+            params = replace(params, max_tokens=own, ignore_eos=True)
+        turn = await asks(engine, prompt, params, session)
+        waits.seconds = random.Random(params.seed + 1).uniform(*args.wait)  # read before anybody else runs
+        return turn
+
+    class waits(SingleTurn):
+        seconds = 0.0
+
+        async def step(self, reply: Message) -> Feedback:
+            if seconds := waits.seconds:
+                await asyncio.sleep(seconds)
+            return await super().step(reply)
+
+    async def finish_step(run: Any, metrics: dict[str, float], reported: float) -> None:
+        remotes = getattr(run.parts.engine, "remotes", None)
+        if remotes is None:
+            totals = [asdict(run.parts.engine.counters)]
+        else:
+            totals = [(await remote.info()).counters for remote in remotes.values()]
+        row = {"step": run.step, **{key: sum(t[key] for t in totals) for key in ("seconds", "tokens", "prefilled")}}
+        with (Path(run.parts.run) / "engine.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        await finishes(run, metrics, reported)
+
+    episode._ask, build.SingleTurn, rl._Run.finish_step = ask, waits, finish_step  # type: ignore[misc]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wait", nargs=2, type=float, default=(0.0, 0.0), metavar=("LEAST", "MOST"), help="[s]")
+    parser.add_argument("--tokens", type=int, default=0, help="median length of an answer; 0: as the model ends it")
+    parser.add_argument("--sigma", type=float, default=0.0, help="of the logarithm of the length; 0: all are equal")
+    parser.add_argument("--longest", type=int, default=512, help="longest answer")
+    args, words = parser.parse_known_args()
+    from birl.cli import main as birl
+
+    install(args)
+    return birl(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
