@@ -149,7 +149,9 @@ def compare(args: argparse.Namespace, part: str, folder: Path, parts: dict[str, 
             write(args, f"async_{part}_{name.replace(' ', '_').replace(',', '')}", scenario, about=False)
     best = max((n for n in results if n != "embedded"), key=lambda n: results[n]["reached"])
     reached, step = results[best]["reached"], results[best]["step"]
-    gains = [f"{results[n]['step'] / step:.2f} times as fast as {n}" for n in ("staleness 0", "embedded") if n in results]
+    gains = [
+        f"{results[n]['step'] / step:.2f} times as fast as {n}" for n in ("staleness 0", "embedded") if n in results
+    ]
     goal = "" if part == "cores" else f" goal {GOAL:.2f}"
     print(f"async, {part}: {best} reaches {reached:.2f} of the ideal{goal}; {', '.join(gains)}", flush=True)
     return 0 if part == "cores" or args.quick else int(reached < GOAL)
@@ -205,7 +207,12 @@ def learning(args: argparse.Namespace, folder: Path) -> int:
     """Seconds to the same reward."""
     quick = ["reward=benchmarks/uneven.py:letters", "optimizer.lr=3e-3", f"data.train={args.data}"]
     demo = ["recipes/smollm2_arithmetic_grpo_cpu2.yaml", "optimizer.lr=3e-5"]
-    words = [*(quick if args.quick else demo), f"model.path={args.model}", f"steps={args.most}", "rollout.max_tokens=32"]
+    words = [
+        *(quick if args.quick else demo),
+        f"model.path={args.model}",
+        f"steps={args.most}",
+        "rollout.max_tokens=32",
+    ]
     ways = [("embedded, synchronous", 2, ())]
     ways += [(f"staleness {n}", 1, (*SERVER, f"rollout.max_staleness={n}")) for n in (0, 1, 2)]
     found = {}

@@ -1,10 +1,12 @@
 """How much memory a run will need, by purpose and phase, before it starts. `docs/runs.md` has measured peaks beside it.
 
-Generation and training never overlap: they share one thread. The peak is the larger of the two, not their sum:
+In one process generation and training share one thread and alternate. The peak is the larger of the two, not their sum:
 
     always       the process, the weights (compute type and float32), AdamW's state, a reference model
     generation   keys and values, one step's hidden states and logits; without the kernels, weights laid out
-    training     activations and the gradient; with the kernels, the weights laid out stay for both
+    training     activations and the gradient; with the kernels, the weights laid out stay for both. In an asynchronous
+                 run answers are under way meanwhile, so their keys and values are there too
+    servers      where the run starts some: a process, weights and generation each; the peak is theirs and training's
 
 Sizes of an architecture come from its modules and its configuration, so a model on the meta device will do.
 """
@@ -144,7 +146,8 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
     tokens = groups * (prompt + rollout.group_size * rollout.max_tokens)
     count = -(-tokens // config.learner.tokens_per_microbatch)
     validates = config.validation.every > 0 and (config.data.validation or config.data.validation_split > 0)
-    sequences = min(config.engine.max_batch, rollout.prompts * rollout.group_size)
+    ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are under way at once
+    sequences = min(config.engine.max_batch, ahead * rollout.prompts * rollout.group_size)
     return Load(
         microbatch=-(-tokens // count),
         several=count > 1,
@@ -177,12 +180,17 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     if config.algorithm.advantage in CRITIC and not config.critic.shared:
         state = 8 * trained.stepped + (beside if lora else 4 * shape.parameters + 4 * trained.gradient)
         always["critic and its optimizer"] = frozen + state
-    phases = {
-        "generation": always | {"weights laid out": laid_out} | generation(shape, config.engine, load),
-        "training": always
-        | {"weights laid out": laid_out if shape.on_kernels else 0}
-        | training(shape, trained, load, config.learner.gradient_checkpointing),
-    }
+    generating, stale = generation(shape, config.engine, load), config.rollout.max_staleness > 0
+    computing = training(shape, trained, load, config.learner.gradient_checkpointing)
+    phases = {"training": always | {"weights laid out": laid_out if shape.on_kernels else 0} | computing}
+    if config.engine.kind == "embedded":
+        phases = {"generation": always | {"weights laid out": laid_out} | generating} | phases
+        if stale:
+            phases["training"] |= {"weights laid out": laid_out, "keys and values": generating["keys and values"]}
+    elif not config.engine.attach:
+        weights = {f"weights, {config.model.dtype}": shape.wide * shape.parameters, "weights laid out": laid_out}
+        server = {"process": PROCESS} | weights | generating
+        phases["servers"] = {name: config.engine.count * size for name, size in server.items()}
     for purposes in phases.values():
         purposes["between blocks"] = int(LOST * sum(purposes.values()))
     return phases
@@ -225,7 +233,9 @@ def training(shape: Shape, trained: Trained, load: Load, checkpointing: bool) ->
 
 
 def peak(phases: Phases) -> int:
-    return max(sum(purposes.values()) for purposes in phases.values())
+    """What is there at once: servers beside the learner, generation and training in turns."""
+    sizes = {phase: sum(purposes.values()) for phase, purposes in phases.items()}
+    return max(sizes["training"], sizes.get("generation", 0)) + sizes.get("servers", 0)
 
 
 def largest(model: nn.Module, config: schema.RL, load: Load, memory: int) -> dict[str, int]:
@@ -238,9 +248,10 @@ def largest(model: nn.Module, config: schema.RL, load: Load, memory: int) -> dic
     def batch_fits(sequences: int) -> bool:
         whole = replace(config, engine=replace(config.engine, max_batch=sequences, kv_cache_gb=0.0))
         phases = predict(model, whole, replace(load, sequences=sequences))
-        sizes = phases["generation"]
-        loaded = sum(sizes.values()) - sizes["keys and values"] - sizes["hidden states and logits"]
-        return peak(phases) <= memory and sizes["keys and values"] <= SHARE * (memory - loaded)
+        sizes = phases.get("generation") or phases.get("servers") or phases["training"]
+        cache = sizes.get("keys and values", 0)
+        loaded = sum(sizes.values()) - cache - sizes.get("hidden states and logits", 0)
+        return peak(phases) <= memory and cache <= SHARE * (memory - loaded)
 
     return {"learner.tokens_per_microbatch": _last(microbatch_fits), "engine.max_batch": _last(batch_fits)}
 

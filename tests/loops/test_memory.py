@@ -115,6 +115,17 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
     assert "weights, bfloat16" in base["training"] and not found("model.dtype=float32")["training"]["weights, bfloat16"]
 
 
+def test_what_asynchronous_runs_and_servers_add() -> None:
+    base, ahead, servers = (
+        memory.predict(tiny_model(), settings(*words), STEP)
+        for words in ((), ("rollout.max_staleness=2",), ("engine.kind=birl", "engine.count=3"))
+    )
+    cache = base["generation"]["keys and values"]
+    assert ahead["training"]["keys and values"] == cache and memory.peak(ahead) > memory.peak(base)
+    assert "generation" not in servers and servers["servers"]["keys and values"] == 3 * cache
+    assert memory.peak(servers) == sum(sum(column.values()) for column in servers.values())
+
+
 @pytest.mark.parametrize("words", [[], ["lora.dora=true", "lora.targets=[q_proj,down_proj]"]])
 def test_what_lora_adds_and_saves_is_what_is_counted(words: list[str]) -> None:
     config = settings("lora.rank=4", *words)
