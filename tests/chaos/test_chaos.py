@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.chaos import Chaos
+from tests.chaos.events import fill_disk
 from tests.chaos.invariants import broken
 from tests.chaos.processes import forked, preload
 
@@ -17,12 +18,13 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
     preload()
     said: list[str] = []
     chaos = Chaos(tmp_path, 0, 100_000, attach=True, begin=forked, say=said.append, deadline=2.0)
+    run = chaos.run
 
     def full_while_weights_are_saved() -> str | None:
         """Just after a checkpoint, so that the weights come next: they have more bytes, and the ledger less."""
-        before = set(chaos.run.glob("checkpoints/step-??????"))
-        chaos.until(lambda: set(chaos.run.glob("checkpoints/step-??????")) - before, 20.0, every=0.001)
-        return chaos.fill_disk(150_000)
+        before = set(run.folder.glob("checkpoints/step-??????"))
+        run.until(lambda: set(run.folder.glob("checkpoints/step-??????")) - before, 20.0, every=0.001)
+        return fill_disk(run, 150_000)
 
     chaos.kinds["disk full"] = full_while_weights_are_saved
     try:
@@ -34,15 +36,15 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
             "engine frozen beyond its deadline",
             "disk full",
         ):
-            assert chaos.trains() and chaos.happen(kind), "\n".join(said)
-            chaos.until(lambda: False, 0.2)
-        chaos.finish(60.0)
+            assert run.trains() and chaos.happen(kind), "\n".join(said)
+            run.until(lambda: False, 0.2)
+        run.finish(60.0)
     finally:
-        chaos.close()
+        run.close()
     assert chaos.check() == [], "\n".join(said)
-    assert chaos.ends == {"killed": 1, "stopped, the disk was full": 1, "done": 1}, "\n".join(said)
-    assert "of the weights could not be written" in chaos.told[0]
-    metrics = chaos.run / "metrics.jsonl"
+    assert run.ends == {"killed": 1, "stopped, the disk was full": 1, "done": 1}, "\n".join(said)
+    assert "of the weights could not be written" in run.told[0]
+    metrics = run.folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*lines[:-2], lines[-1]]) + "\n")
-    assert any("metrics.jsonl has the steps" in problem for problem in broken(chaos.run, 2, 3))
+    assert any("metrics.jsonl has the steps" in problem for problem in broken(run.folder, 2, 3))
