@@ -44,6 +44,7 @@ class Fleet:
         self.version = self.arriving = update.version if update else version
         self.changed = asyncio.Event()  # a new one after each change
         self._digest = whole(update.digests) if update and update.digests else ""  # empty: what the first one says
+        self.refused: list[WeightsFailed] = []  # of the last load: by engines that answer
         self._commands = 0  # pauses and resumes so far: a look that one of them overtook says nothing
         self._loading = asyncio.Lock()
         self._watches: list[asyncio.Task[None]] = []
@@ -135,9 +136,9 @@ class Fleet:
         if strange := [x for x in found if isinstance(x, BaseException) and not isinstance(x, WeightsFailed)]:
             raise strange[0]
         failed = [x for x in found if isinstance(x, WeightsFailed)]
-        wrong = [x for x in failed if x.cause != "unreachable"]  # an engine that is gone comes back; this one is there
-        if wrong or not held:
-            raise (wrong or failed)[0]
+        self.refused = [x for x in failed if x.cause != "unreachable"]
+        if not held:
+            raise failed[0]
         digest = next((h.digest for h in held if h.digest), "")
         seconds, size = max(h.seconds for h in held), sum(h.bytes for h in held)
         return Held(version=update.version, digest=digest, seconds=seconds, bytes=size)

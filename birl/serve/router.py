@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
-from birl.errors import BirlError, EngineDown
+from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.serve.asked import Asked
 from birl.serve.fleet import Fleet
 from birl.serve.member import Member, Row, State, check_versions
@@ -81,6 +81,12 @@ class Router:
     @property
     def version(self) -> int:
         return self.fleet.version
+
+    @property
+    def refused(self) -> list[WeightsFailed]:
+        """Why engines that answer did not take the last update, though others did. An engine that is gone comes back
+        and is brought up to date; one that answers and has something else may point to a mistake."""
+        return self.fleet.refused
 
     def table(self) -> list[Row]:
         return [member.line() for member in self.fleet.members]

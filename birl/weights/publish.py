@@ -77,6 +77,8 @@ def published(model: nn.Module) -> dict[str, Tensor]:
 class Fleet(Protocol):
     """What sending needs of the engines: `serve.router.Router`."""
 
+    @property
+    def refused(self) -> Sequence[WeightsFailed]: ...
     async def load(self, update: Update) -> Held: ...
     async def settle(self, timeout: float) -> None: ...
 
@@ -114,6 +116,8 @@ class Sender:
                     if self.recreate is not None:
                         await self.recreate(update.folder)
                     held = await self.fleet.load(update)
+                    if self.fleet.refused:
+                        raise self.fleet.refused[0]
                     for remote in self.sleeping:
                         await remote.resume()
                     gaps = await self.proofs()

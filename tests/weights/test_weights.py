@@ -28,6 +28,7 @@ class Local:
     """An engine of this process in the place of one in another."""
 
     address = "local"
+    refused: tuple[WeightsFailed, ...] = ()
 
     def __init__(self, path: Path, compute: ThreadPoolExecutor, dtype: torch.dtype) -> None:
         model = cast(load_model(path), dtype).requires_grad_(False)
@@ -215,6 +216,19 @@ def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Pa
             await found.publish()
         assert caught.value.cause == causes[damage]
         assert await local.engine.digests() == before
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_one_engine_of_several_that_refuses_stops_the_run(tiny: Path, tmp_path: Path, compute) -> None:
+    """MRL's defect: a failed update was a warning, and training went on with a stale engine."""
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        local.refused = (WeightsFailed("truncated", "the other one read half a file"),)
+        with pytest.raises(WeightsFailed, match="half a file"):
+            await found.publish()
         await local.engine.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
