@@ -52,7 +52,7 @@ class Wanted:
     end_ids: frozenset[int]
     logs: Path
     method: str = "reload"
-    words: str
+    words: str = ""
     volume: str = ""
     run: str = ""
     timeout: float = 300.0
@@ -214,7 +214,7 @@ async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote],
 
 def unfit(engine: schema.Engine, wanted: Wanted, info: Info) -> str:
     """Why a server can not stand in for the model, and what to do; empty where it can."""
-    if info.words and info.words != wanted.words:
+    if info.words and wanted.words and info.words != wanted.words:
         return (
             "its vocabulary or its end tokens are others, so its tokens mean something else. Start it with this model."
         )
