@@ -7,11 +7,12 @@ engine.attach                      addresses, or a name under which `birl serve`
 import asyncio
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,11 +24,13 @@ from birl.engine.engine import Counters
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.loops.policy import Policy, cache_bytes
+from birl.models.digests import words
 from birl.serve import names, sglang, vllm
 from birl.serve.client import Client
 from birl.serve.process import Process, answers, free_port
 from birl.serve.remote import Remote
 from birl.serve.router import Router
+from birl.serve.wire import Info
 from birl.types import Completion, SamplingParams
 from birl.waits import alive, event
 from birl.weights.canary import Canary
@@ -37,7 +40,8 @@ from birl.weights.publish import Sender, Volume, shared_memory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What servers are started for. `longest`: no sequence has more tokens; `kv_cache_gb` [GiB] holds what `max_batch`
-    of them need. `volume`: where they look for new weights by themselves; empty: nowhere."""
+    of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
+    vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights."""
 
     folder: Path
     dtype: str
@@ -48,7 +52,9 @@ class Wanted:
     end_ids: frozenset[int]
     logs: Path
     method: str = "reload"
+    words: str = ""
     volume: str = ""
+    run: str = ""
     timeout: float = 300.0
     bucket_mb: int = 256
 
@@ -61,8 +67,8 @@ class Servers:
     router: Router
     children: list[Process]
     remotes: dict[str, Remote]  # by address, without what the method of the weights puts around them
-    counters: Counters = field(default_factory=Counters)
     say: Callable[[str], None] = lambda text: None
+    done: Counters = field(default_factory=Counters)  # as of the last answer
     renewed: bool = False  # they are just being started from other weights
     _open: int = 0
     _since: float = 0.0
@@ -70,6 +76,11 @@ class Servers:
     @property
     def version(self) -> int:
         return self.router.version
+
+    @property
+    def counters(self) -> Counters:
+        now = time.perf_counter() - self._since if self._open else 0.0
+        return replace(self.done, seconds=self.done.seconds + now)
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         self._open += 1
@@ -80,10 +91,10 @@ class Servers:
         finally:
             self._open -= 1
             if self._open == 0:
-                self.counters.seconds += time.perf_counter() - self._since
+                self.done.seconds += time.perf_counter() - self._since
         alive()
-        self.counters.tokens += len(found.tokens)
-        self.counters.finished += 1
+        self.done.tokens += len(found.tokens)
+        self.done.finished += 1
         return found
 
     def ready(self) -> list[Remote]:
@@ -147,7 +158,7 @@ def _cores() -> int:
 async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     """Start or find them; returns when each answers. Raises `BirlError`, and then none is left running."""
     if engine.attach:
-        addresses = [a for name in engine.attach for a in find(name)]
+        addresses = list(dict.fromkeys(a for name in engine.attach for a in find(name)))
         token = os.environ.get("BIRL_TOKEN", "")
         remotes, children = [speak(engine, wanted, a, token) for a in addresses], []
     else:
@@ -160,11 +171,14 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     try:
         await asyncio.gather(*(c.start() for c in children))
         infos = await asyncio.gather(*(remote.info() for remote in remotes))
+        if engine.attach:
+            await take(engine, wanted, remotes, infos)
     except BaseException as error:
         await asyncio.gather(*(c.terminate() for c in children))
         await asyncio.gather(*(remote.close() for remote in remotes))
         if isinstance(error, Exception) and not isinstance(error, BirlError):
-            raise BirlError(f"engine.kind={engine.kind}: {error}") from error
+            key = f"engine.attach=[{','.join(engine.attach)}]" if engine.attach else f"engine.kind={engine.kind}"
+            raise BirlError(f"{key}: {error}") from error
         raise
     if wanted.method == "volume":
         remotes = [Volume(remote, wanted.timeout) for remote in remotes]
@@ -186,6 +200,41 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     return servers
 
 
+async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote], infos: Sequence[Info]) -> None:
+    """Raises `BirlError` where servers that run already do not fit this model, or belong to another run."""
+    for remote, info in zip(remotes, infos, strict=True):
+        if found := unfit(engine, wanted, info):
+            raise BirlError(f"engine.attach: {remote.address} has the model {info.model}, which does not fit: {found}")
+    for remote, info in zip(remotes, infos, strict=True):
+        if isinstance(remote, Client) and wanted.run:
+            await remote.claim()
+        elif info.run:
+            print(f"{remote.address} is used by the run {info.run}, which may change its weights.", flush=True)
+
+
+def unfit(engine: schema.Engine, wanted: Wanted, info: Info) -> str:
+    """Why a server can not stand in for the model, and what to do; empty where it can."""
+    if info.words and wanted.words and info.words != wanted.words:
+        return (
+            "its vocabulary or its end tokens are others, so its tokens mean something else. Start it with this model."
+        )
+    if engine.kind == "birl" and info.dtype != wanted.dtype:
+        return f"it computes in {info.dtype}. Set model.dtype={info.dtype} here, or start it with {wanted.dtype}."
+    if info.context < wanted.longest:
+        return (
+            f"its context is {info.context} tokens, and prompt and answer may have {wanted.longest}. Start it with a "
+            f"larger model.max_length or engine.kv_cache_gb, or lower rollout.max_tokens or data.max_prompt_tokens."
+        )
+    if engine.kind == "birl" and wanted.volume and not info.volume:
+        return (
+            f"it looks for new weights nowhere. Start it with volume={wanted.volume} (the folder as it sees it), or "
+            "set weights.method=reload or direct."
+        )
+    if (info.asleep or info.paused) and not engine.sleep:
+        return "it is paused or sleeps, as a run that was killed leaves it. Start it again."
+    return ""
+
+
 def find(name: str) -> list[str]:
     """The addresses behind one word of `engine.attach`."""
     if not NAME.fullmatch(name):
@@ -203,7 +252,8 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
     """The adapter for one address."""
     seconds = engine.request_timeout
     if engine.kind == "birl":
-        return Client(address, token, timeout=seconds, load_timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
+        limits = {"timeout": seconds, "load_timeout": wanted.timeout, "bucket_mb": wanted.bucket_mb}
+        return Client(address, token, **limits, run=wanted.run)
     kind = vllm.VLLM if engine.kind == "vllm" else sglang.SGLang
     token = token if engine.attach or engine.kind == "sglang" else ""  # vLLM's own token does not guard its controls
     return kind(address, token=token, recompute_kv=engine.recompute_kv, end_ids=wanted.end_ids, timeout=seconds)
@@ -268,6 +318,8 @@ def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[in
         logs=run / "engines",
         method=method,
         volume=str(weights_folder(config, run)) if method == "volume" else "",
+        words=words(policy.tokenizer.get_vocab(), policy.chat.end_ids),
+        run=f"{socket.gethostname()}:{run.resolve()}" if config.engine.attach else "",
         timeout=config.weights.timeout,
         bucket_mb=config.weights.bucket_mb,
     )

@@ -22,7 +22,7 @@ from birl.loops.engines import Servers, Wanted, open_servers
 from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
-from birl.models.digests import digests, whole
+from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.rewards.score import Rewards
 from birl.rollout.episode import Limits
@@ -103,10 +103,19 @@ async def served(config: schema.Eval, reader: Reader, context: int, asked: tuple
             kv_cache_gb=config.engine.kv_cache_gb or 1.0,
             end_ids=reader.chat.end_ids,
             logs=Path(tempfile.mkdtemp(prefix="birl-engines-")),
+            words=words(reader.chat.tokenizer.get_vocab(), reader.chat.end_ids),
         ),
     )
-    told = {(await remote.info()).digest for remote in servers.remotes.values()}
-    return servers, told.pop() if len(told) == 1 else ""
+    infos = {remote.address: await remote.info() for remote in servers.remotes.values()}
+    for address, info in infos.items() if config.engine.attach else ():
+        print(f"{address} has version {info.version} of {info.model}.", flush=True)
+    if len({info.digest for info in infos.values()}) > 1:
+        await servers.close()
+        raise BirlError(
+            "engine.attach: the servers hold different weights, so the result would belong to no model. Evaluate "
+            "one at a time."
+        )
+    return servers, next(info.digest for info in infos.values())
 
 
 def run(config: schema.Eval) -> None:
@@ -125,6 +134,7 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     finally:
         await parts.close()
     check_failures(groups)
+    check_versions(groups)
     _print(metrics)
     if config.output:
         records = [
@@ -150,6 +160,16 @@ def check_failures(groups: Sequence[Group]) -> None:
         if failed.total() == len(episodes):
             raise BirlError(text)
         print(text)
+
+
+def check_versions(groups: Sequence[Group]) -> None:
+    found = {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
+    if len(found) > 1:
+        raise BirlError(
+            f"engine.attach: the weights changed meanwhile (answers come from the versions "
+            f"{', '.join(map(str, sorted(found)))}), so the result would belong to no model. Evaluate when the run "
+            "that trains them is over, or a checkpoint of it."
+        )
 
 
 @contextmanager

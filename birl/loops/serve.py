@@ -16,6 +16,7 @@ from birl.errors import BirlError, WeightsFailed
 from birl.kernels import PAGE
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, check_cache, load_policy
+from birl.models.digests import words
 from birl.models.load import cast
 from birl.serve import names
 from birl.serve.limits import Gate, Refused, is_loopback
@@ -147,6 +148,8 @@ def load(config: schema.Serve, token: str, compute: Executor) -> Service:
         engine=engine,
         chat=policy.chat,
         name=config.served_name or short_name(config.model.path),
+        words=words(policy.tokenizer.get_vocab(), engine.end_ids),
+        volume=config.volume,
         vocabulary=model.get_input_embeddings().weight.shape[0],  # pyright: ignore
         dtype=config.model.dtype,
         gate=Gate(most=config.engine.max_batch + config.max_waiting),

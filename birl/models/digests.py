@@ -1,6 +1,6 @@
 """What weights are, in 32 letters: the same bytes give the same digest on every machine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import xxhash
@@ -22,3 +22,8 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def whole(digests: Mapping[str, str]) -> str:
     """One digest of all: independent of their order."""
     return xxhash.xxh3_128("\n".join(f"{n} {d}" for n, d in sorted(digests.items())).encode()).hexdigest()
+
+
+def words(vocabulary: Mapping[str, int], end_ids: Iterable[int]) -> str:
+    """What the token ids mean, and which of them end an answer."""
+    return xxhash.xxh3_128(repr((sorted(vocabulary.items()), sorted(end_ids))).encode()).hexdigest()

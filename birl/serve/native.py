@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from birl.serve import wire
 from birl.serve.limits import Refused, answered, body, json_object, outside, problem
+from birl.serve.owner import HEADER
 from birl.serve.service import Service
 from birl.serve.staging import read
 from birl.types import Update
@@ -20,6 +21,20 @@ from birl.types import Update
 def reply(data: Mapping[str, Any], status: int = 200) -> Response:
     """JSON with every digit of a float, and -Infinity where a log-prob is."""
     return Response(json.dumps(data), status, media_type="application/json")
+
+
+async def claim(service: Service, request: Request) -> Response:
+    """A run takes the server for itself (`owner.py`)."""
+    only(await json_object(request, service.most_bytes))
+    if not service.owner.now():
+        raise Refused(400, f"Who claims the server must say so in the header {HEADER}.")
+    return reply({"run": service.owner.name})
+
+
+async def release(service: Service, request: Request) -> Response:
+    only(await json_object(request, service.most_bytes))
+    service.owner.release(request.headers)
+    return reply({"run": service.owner.now()})
 
 
 async def generate(service: Service, request: Request) -> Response:
@@ -140,6 +155,9 @@ async def info(service: Service, request: Request) -> Response:
                 dtype=service.dtype,
                 context=engine.context,
                 vocabulary=service.vocabulary,
+                words=service.words,
+                volume=service.volume,
+                run=service.owner.now(),
                 running=len(engine.scheduler.running),
                 waiting=max(service.gate.open - len(engine.scheduler.running), 0),
                 paused=engine.paused,

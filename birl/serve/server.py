@@ -24,6 +24,8 @@ OPEN = ("/health", "/ready")  # for everybody: whoever watches processes has no 
 CLOSED = 499  # in the figures: whoever asked went away
 
 ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/claim"): native.claim,
+    ("POST", "/release"): native.release,
     ("POST", "/generate"): native.generate,
     ("POST", "/load"): native.load,
     ("PUT", "/stage/{version:int}"): native.stage,
@@ -72,6 +74,7 @@ async def answer(
     try:
         if path not in OPEN and (stranger := intruder(request.headers, service.token)):
             raise stranger
+        service.owner.admit(path, request.headers)
         response = await handler(service, request)
         await response(scope, receive, noted)
     except Gone:

@@ -13,6 +13,7 @@ from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
 from birl.serve.limits import Gate, Refused
 from birl.serve.metrics import Metrics
+from birl.serve.owner import Owner
 from birl.serve.staging import Staging
 from birl.text.chat import Chat
 from birl.types import Completion, Held, SamplingParams, Update
@@ -24,7 +25,8 @@ CONFLICT = "conflict"
 class Service:
     """`name`: what the model is called, `vocabulary`: valid token ids, `timeout`: of one request [s], `most_bytes`: of
     one request, `stuck_after`: seconds without progress that are too many. With `seed` above 0, requests without a seed
-    of their own get one that depends on it and on their number."""
+    of their own get one that depends on it and on their number. `words`: digest of the vocabulary and its end tokens,
+    `volume`: where it looks for new weights by itself."""
 
     engine: EmbeddedEngine
     chat: Chat
@@ -39,6 +41,9 @@ class Service:
     token: str = ""
     seed: int = 0
     stuck_after: float = 60.0
+    words: str = ""
+    volume: str = ""
+    owner: Owner = field(default_factory=Owner)
     digest: str = ""
     hollow: bool = False  # awake, and without weights
     asked: int = 0

@@ -4,6 +4,7 @@ exactly (a float is written with all its digits).
     POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}
     POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
     PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
+    POST /claim   /release   of the run in the header birl-run (`owner.py`)
     POST /pause {mode: keep | abort}   /resume   /abort {sessions}   /sleep   /wake
     GET  /health   /ready   /info   /digests   /metrics
 
@@ -21,7 +22,8 @@ from birl.types import Completion, Held, SamplingParams, Stop
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info:
     """GET /info. `digest` is `whole` of the weights that are held; `context` and `vocabulary` in tokens; `counters` are
-    those of the engine since its start."""
+    those of the engine since its start. Only of `birl serve`: `words`, digest of vocabulary and end tokens; `volume`,
+    the folder that it looks into for new weights; `run`, whose weights it holds."""
 
     engine: str
     model: str
@@ -35,6 +37,9 @@ class Info:
     paused: bool
     asleep: bool
     pid: int
+    words: str = ""
+    volume: str = ""
+    run: str = ""
     counters: dict[str, float] = field(default_factory=dict[str, float])
 
 

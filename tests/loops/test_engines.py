@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from birl.config import schema
@@ -17,7 +18,10 @@ from birl.learner import checkpoint
 from birl.loops import engines, evaluation
 from birl.loops.ledger import audit
 from birl.serve import names
+from birl.serve.owner import header
+from birl.serve.wire import Info
 from tests.loops.test_rl import log, run
+from tests.tiny import tiny_model_folder
 
 NAME = f"tests/{os.getpid()}"
 UNEVEN = ("rollout.max_tokens=40", "rollout.prompts=2", "rollout.group_size=4", "model.dtype=bfloat16")
@@ -103,6 +107,57 @@ def test_servers_sleep_while_the_learner_trains(tiny: Path, tmp_path: Path, serv
     run(tiny, tmp_path / "a", *QUICK, f"engine.attach=[{NAME}]", "engine.sleep=true", "steps=3")
     run(tiny, tmp_path / "b", *UNEVEN, "steps=3")
     assert log(tmp_path / "a", "rollouts") == log(tmp_path / "b", "rollouts")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("model.path={other}",), "vocabulary"),
+        (("model.dtype=float32",), "model.dtype=bfloat16"),
+    ],
+)
+def test_servers_that_do_not_fit_are_refused_by_name(
+    tiny: Path, tmp_path: Path, server: Path, words: tuple[str, ...], reason: str
+) -> None:
+    other = tiny_model_folder(tmp_path / "other", vocab=300)
+    said = [word.format(other=other) for word in words]
+    with pytest.raises(BirlError, match=rf"engine.attach: http://127.*{reason}"):
+        run(tiny, tmp_path, *QUICK, f"engine.attach=[{NAME}]", *said)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({}, ""),
+        ({"context": 95}, "rollout.max_tokens"),
+        ({"volume": ""}, "volume=/weights"),
+        ({"dtype": "float32"}, "model.dtype=float32"),
+        ({"words": "other"}, "vocabulary"),
+        ({"paused": True}, "paused"),
+        ({"asleep": True}, "sleeps"),
+    ],
+)
+def test_what_a_server_must_have(told: dict[str, object], reason: str) -> None:
+    limits = {"context": 512, "longest": 96, "kv_cache_gb": 1.0, "end_ids": frozenset({2})}
+    wanted = engines.Wanted(
+        folder=Path("m"), dtype="bfloat16", device="cpu", logs=Path("l"), words="w", volume="/weights", **limits
+    )
+    state = {"engine": "birl", "model": "m", "version": 0, "digest": "d", "dtype": "bfloat16", "context": 96}
+    state |= {"vocabulary": 320, "running": 0, "waiting": 0, "paused": False, "asleep": False, "pid": 1}
+    found = engines.unfit(schema.Engine(kind="birl"), wanted, Info(**state | {"words": "w", "volume": "/v"} | told))
+    assert reason in found and bool(reason) == bool(found)
+
+
+def test_two_runs_do_not_share_a_server(tiny: Path, tmp_path: Path, server: Path) -> None:
+    (address,) = names.find(NAME)
+    with httpx.Client(base_url=address, headers=header("elsewhere:/runs/first")) as first:
+        first.post("/claim").raise_for_status()
+        with pytest.raises(BirlError, match="elsewhere:/runs/first"):
+            run(tiny, tmp_path, *QUICK, f"engine.attach=[{NAME}]")
+        first.post("/release").raise_for_status()
+    run(tiny, tmp_path, *QUICK, f"engine.attach=[{NAME}]")
+    assert not httpx.get(f"{address}/info").json()["run"], "a run that is over leaves it free"
 
 
 def test_a_server_that_does_not_start_says_why(tiny: Path, tmp_path: Path) -> None:

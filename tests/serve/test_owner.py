@@ -1,0 +1,45 @@
+"""One server belongs to one run at a time."""
+
+import pytest
+
+from birl.serve.limits import Refused
+from birl.serve.owner import LIFE, Owner, header
+
+A, B = header("host:/runs/first run"), header("host:/runs/b")
+
+
+def test_the_first_run_keeps_others_out() -> None:
+    now = [0.0]
+    owner = Owner(clock=lambda: now[0])
+    owner.admit("/info", A)
+    assert owner.now() == "", "who only looks takes nothing"
+    owner.admit("/claim", A)
+    for path in ("/claim", "/load", "/stage/{version:int}", "/generate", "/pause", "/sleep"):
+        owner.admit(path, A)
+        with pytest.raises(Refused, match="host:/runs/first run"):
+            owner.admit(path, B)
+    with pytest.raises(Refused):
+        owner.admit("/load", {})  # somebody's curl
+    owner.admit("/generate", {})  # who is no run may sample
+    owner.admit("/v1/chat/completions", {})
+    owner.admit("/info", B)
+    owner.release(B)
+    assert owner.now() == "host:/runs/first run"
+    owner.release(A)
+    owner.admit("/load", B)
+    assert owner.now() == "host:/runs/b"
+
+
+def test_a_run_that_is_silent_loses_it() -> None:
+    now = [0.0]
+    owner = Owner(clock=lambda: now[0])
+    owner.admit("/load", A)
+    now[0] = LIFE - 1
+    owner.admit("/info", A)  # as a router does all the time
+    now[0] = 2 * LIFE - 2
+    with pytest.raises(Refused):
+        owner.admit("/claim", B)
+    now[0] = 2 * LIFE
+    owner.admit("/claim", B)
+    with pytest.raises(Refused, match="runs/b"):
+        owner.admit("/generate", A)
