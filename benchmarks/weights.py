@@ -157,7 +157,9 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
 
 def report(results: list[dict[str, Any]], bandwidth: float) -> list[dict[str, Any]]:
     columns = ("total", *PARTS, "still")
-    print("| method | type | MB | " + " | ".join(f"{c} [s]" for c in columns) + " | floor [s] | times the floor | gap |")
+    print(
+        "| method | type | MB | " + " | ".join(f"{c} [s]" for c in columns) + " | floor [s] | times the floor | gap |"
+    )
     print("| --- " * (len(columns) + 6) + "|")
     rows = []
     for result in results:
@@ -167,7 +169,9 @@ def report(results: list[dict[str, Any]], bandwidth: float) -> list[dict[str, An
         figures = " | ".join(f"{mid[c]:.3f}" for c in columns)
         ratio = mid["total"] / floor if floor else 0.0
         name, dtype, size = result["method"], result["dtype"], mid["bytes"] / 1e6
-        print(f"| {name} | {dtype} | {size:.1f} | {figures} | {floor:.3f} | {ratio:.1f} | {mid['gap']:.2g} |", flush=True)
+        print(
+            f"| {name} | {dtype} | {size:.1f} | {figures} | {floor:.3f} | {ratio:.1f} | {mid['gap']:.2g} |", flush=True
+        )
     return rows
 
 

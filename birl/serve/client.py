@@ -1,13 +1,14 @@
 """Speaks to one `birl serve` in its own dialect (`wire.py`). Nothing is tried twice here: that is the router's."""
 
 import asyncio
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import httpx
-from safetensors.torch import save
+import torch
 from torch import Tensor
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
@@ -194,9 +195,22 @@ def buckets(tensors: Mapping[str, Tensor], bucket_mb: float) -> Iterator[dict[st
         yield bucket
 
 
+NAMES = {  # safetensors' for PyTorch's
+    **{torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+}
+
+
 def packed(bucket: Mapping[str, Tensor]) -> bytes:
-    """As a safetensors file. Of copies: safetensors refuses tensors that are views of the same memory."""
-    return save({name: t.detach().to("cpu", copy=True).contiguous() for name, t in bucket.items()})
+    """As a safetensors file: each byte is copied once. `safetensors.torch.save` takes twice as long."""
+    header, data, end = dict[str, Any](), list[memoryview](), 0
+    for name, tensor in bucket.items():
+        data.append(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    told = json.dumps(header).encode()
+    told += b" " * (-len(told) % 8)  # tensors begin at a multiple of 8
+    return b"".join([len(told).to_bytes(8, "little"), told, *data])
 
 
 def _first(found: Any) -> str:

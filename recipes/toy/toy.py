@@ -283,7 +283,13 @@ def staleness(data: Path, seeds: list[int]) -> None:
             curves, old = [], []
             for seed in seeds:
                 run = data / f"staleness-{task}-{bound}-{way.replace(' ', '_')}-{seed}"
-                more = ("rollout.prompts=16", "engine.max_batch=4096", "track.rollouts=false", *words, *WAYS.get(way, []))
+                more = (
+                    "rollout.prompts=16",
+                    "engine.max_batch=4096",
+                    "track.rollouts=false",
+                    *words,
+                    *WAYS.get(way, []),
+                )
                 more += (f"rollout.max_staleness={bound}", f"steps={steps}", f"seed={seed}", f"run={run}")
                 birl(*rl(data / "rl.jsonl", reward), *THREADS, *TEXTS, f"model.path={start}", *more)
                 metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -307,4 +313,6 @@ if __name__ == "__main__":
     if what == "make":
         make(target)
     else:
-        {"stages": stages, "presets": presets, "staleness": staleness}[what](target, [int(x) for x in rest] or [0, 1, 2])
+        {"stages": stages, "presets": presets, "staleness": staleness}[what](
+            target, [int(x) for x in rest] or [0, 1, 2]
+        )
