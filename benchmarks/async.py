@@ -7,7 +7,7 @@
                 embedded engine that takes turns with the learner and has both cores
     waits       the same, and every answer's environment takes 0.1 to 5 s
     tails       lengths are lognormal, the longest eight times the median
-    reward      the demo's task: seconds from the start of the process until the mean reward of three steps is `--target`
+    reward      the demo's task: seconds from the start until the mean reward of three steps is `--target`
 
 For every setting of rollout.max_staleness and rollout.order_window, means over all steps but the first `--warm`:
 
@@ -18,8 +18,8 @@ For every setting of rollout.max_staleness and rollout.order_window, means over 
                 best, and nobody waits. Where they take turns in one process their sum
     reached     ideal / step. The rest of the step is in wait (the learner waits for groups) and other (logs)
 
-The goal is 0.9 for the best setting of waits and of tails. Each part writes async_<part>.json with all figures, the machine
-and its load; async_<part>_<setting>.json is what `birl plan --simulate --measured` reads.
+The goal is 0.9 for the best setting of waits and of tails. Each part writes async_<part>.json with all figures, the
+machine and its load; async_<part>_<setting>.json is what `birl plan --simulate --measured` reads.
 """
 
 import argparse
@@ -149,9 +149,8 @@ def compare(args: argparse.Namespace, part: str, folder: Path, parts: dict[str, 
             write(args, f"async_{part}_{name.replace(' ', '_').replace(',', '')}", scenario, about=False)
     best = max((n for n in results if n != "embedded"), key=lambda n: results[n]["reached"])
     reached, step = results[best]["reached"], results[best]["step"]
-    gains = [
-        f"{results[n]['step'] / step:.2f} times as fast as {n}" for n in ("staleness 0", "embedded") if n in results
-    ]
+    others = [n for n in ("staleness 0", "embedded") if n in results and n != best]
+    gains = [f"{results[n]['step'] / step:.2f} times as fast as {n}" for n in others]
     goal = "" if part == "cores" else f" goal {GOAL:.2f}"
     print(f"async, {part}: {best} reaches {reached:.2f} of the ideal{goal}; {', '.join(gains)}", flush=True)
     return 0 if part == "cores" or args.quick else int(reached < GOAL)

@@ -1,9 +1,9 @@
 """Who computes what next. Pure Python: no tensors, no time, no threads, so that it can be tested with numbers alone.
 
 A running request owns the pages of its positions; full pages of a common prompt belong to all its answers. Requests are
-admitted in order of arrival, those that are only scored first, while there are pages for what they have. When somebody's next token finds no free page,
-the youngest is preempted: it goes back to the head of the queue with what it has sampled, and is computed again later,
-with the same result.
+admitted in order of arrival, those that are only scored first, while there are pages for what they have. When
+somebody's next token finds no free page, the youngest is preempted: it goes back to the head of the queue with what it
+has sampled, and is computed again later, with the same result.
 """
 
 from collections import deque
