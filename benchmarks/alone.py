@@ -1,5 +1,5 @@
-"""An engine alone and a learner alone, in this process, one after the other: what their steps cost, as one line of JSON in
-the form of `birl plan --simulate`: {"engine": {"table", "per_context", "prefill"}, "learner": {"constant", "per_token"}}.
+"""An engine alone and a learner alone, in this process, one after the other: what their steps cost, as one line of JSON
+in the form of `birl plan --simulate`: {"engine": {"table", "prefill"}, "learner": {"constant", "per_token"}}.
 
     python -m benchmarks.alone --model smollm2 [--data FILE] [--prompts 4] [--group 8] [--tokens 64] [--max-batch 64]
 

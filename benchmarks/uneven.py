@@ -2,10 +2,10 @@
 
     python -m benchmarks.uneven --wait 0.1 5 --tokens 64 rl data.train=... steps=8
 
-The words behind the options go to `birl` as they are. Two parts are exchanged for this process: every answer gets its own
-length (lognormal around `--tokens`, exactly, as end tokens are ignored), and its environment answers only after a random
-time. Both depend on the episode alone, so that runs that are compared have the same ones. After every step a line
-of `engine.jsonl` in the run folder says what the engine has computed so far.
+The words behind the options go to `birl` as they are. Two parts are exchanged for this process: every answer gets its
+own length (lognormal around `--tokens`, exactly, as end tokens are ignored), and its environment answers only after a
+random time. Both depend on the episode alone, so that runs that are compared have the same ones. After every step a
+line of `engine.jsonl` in the run folder says what the engine has computed so far.
 
 Standard library only above `main`: the reward worker imports this file.
 """

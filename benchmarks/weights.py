@@ -2,21 +2,21 @@
 
     python -m benchmarks.weights [--rounds 5] [--answers 16] [--dtypes bfloat16 float32] [--json FILE]
 
-One `birl serve` with one thread, and a learner with one thread in this process, as a run of `birl rl engine.kind=birl`
-has them. Before every round the learner's weights move, so that there is something to send; `--answers` are being sampled
+One `birl serve` with one thread, and a learner with one thread in this process, as in `birl rl engine.kind=birl`.
+Before every round the learner's weights move, so that there is something to send; `--answers` are being sampled
 meanwhile (0: the engine rests). Seconds are medians over the rounds, the first of which is left out:
 
     total    Sender.publish: from the learner's tensors to the proof that the engine has them
     digest   of the learner's tensors                           (learner, its thread)
     expect   the canary's log-probs                             (learner, its thread)
-    write    the folder, or the copies                          (learner, its thread)
+    write    the folder; direct makes copies instead, which are in the total only (learner, its thread)
     load     until the engine says that it has them: reading, comparing digests, waiting for the token under way
-    still    of that: the engine samples nothing                (engine, its thread)
+    still    of that: the engine samples nothing; volume does not tell (engine, its thread)
     settle   until the router has seen it
     canary   the engine's log-probs, compared
 
-The floor is the weights' bytes by the speed at which one thread of this machine copies memory, so the share of the floor
-says how many times over the bytes were in effect copied. `checkpoint` starts a process, which has no such floor.
+The floor is the weights' bytes by the speed at which one thread of this machine copies memory; times the floor is total
+/ floor: how many times over the bytes were in effect copied. `checkpoint` starts a process, which has no such floor.
 """
 
 import argparse
@@ -73,8 +73,7 @@ def watched(sender: Any) -> Iterator[Counter[str]]:
     places = [(publish, "digests", "digest"), (canary, "compute", "expect"), (folder, "write", "write")]
     places += [(fleet, "load", "load"), (fleet, "settle", "settle"), (canary, "check", "canary")]
     places += [(sender, "recreate", "load")] if sender.recreate else []
-    patches = [patch.object(owner, name, timed(spent, part, getattr(owner, name))) for owner, name, part in places[:-1]]
-    patches.append(patch.object(places[-1][0], places[-1][1], timed(spent, places[-1][2], getattr(*places[-1][:2]))))
+    patches = [patch.object(owner, name, timed(spent, part, getattr(owner, name))) for owner, name, part in places]
     for one in patches:
         one.start()
     try:
@@ -138,9 +137,8 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
             await loop.run_in_executor(compute, move, parts.learner)
             with watched(sender) as spent:
                 sent = await sender.publish()
-            if method == "direct":
-                spent["write"] = 0.0
-            found = {"total": sent.seconds, **{part: spent[part] for part in PARTS}, "still": sent.paused}
+            still = {"checkpoint": spent["load"], "volume": None}.get(method, sent.paused)
+            found = {"total": sent.seconds, **{part: spent[part] for part in PARTS}, "still": still}
             rows.append(found | {"bytes": sent.bytes, "gap": sent.gap})
             print(f"{method} {dtype}: {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
     finally:
@@ -157,21 +155,19 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
 
 def report(results: list[dict[str, Any]], bandwidth: float) -> list[dict[str, Any]]:
     columns = ("total", *PARTS, "still")
-    print(
-        "| method | type | MB | " + " | ".join(f"{c} [s]" for c in columns) + " | floor [s] | times the floor | gap |"
-    )
+    names = ["method", "type", "MB", *(f"{c} [s]" for c in columns), "floor [s]", "times the floor", "gap"]
+    print(f"| {' | '.join(names)} |")
     print("| --- " * (len(columns) + 6) + "|")
     rows = []
     for result in results:
-        mid = {c: median(r[c] for r in result["rounds"]) for c in (*columns, "bytes", "gap")}
+        told = [c for c in (*columns, "bytes", "gap") if result["rounds"][0][c] is not None]
+        mid = {c: median(r[c] for r in result["rounds"]) for c in told}
         floor = mid["bytes"] / bandwidth
         rows.append({"method": result["method"], "dtype": result["dtype"], **mid, "floor": floor})
-        figures = " | ".join(f"{mid[c]:.3f}" for c in columns)
+        figures = " | ".join(f"{mid[c]:.3f}" if c in mid else "" for c in columns)
         ratio = mid["total"] / floor if floor else 0.0
         name, dtype, size = result["method"], result["dtype"], mid["bytes"] / 1e6
-        print(
-            f"| {name} | {dtype} | {size:.1f} | {figures} | {floor:.3f} | {ratio:.1f} | {mid['gap']:.2g} |", flush=True
-        )
+        print(f"| {name} | {dtype} | {size:.1f} | {figures} | {floor:.3f} | {ratio:.1f} | {mid['gap']:.2g} |")
     return rows
 
 

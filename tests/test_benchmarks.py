@@ -31,3 +31,56 @@ def test_it_prints_tables_and_verdicts(module: str, tables: int, verdicts: int, 
 def test_generate_knows_no_uneven_lengths() -> None:
     done = run("rollout", "--peer", "generate", "--lengths", "uneven")
     assert done.returncode == 2 and "--lengths uneven needs --peer vllm" in done.stderr
+
+
+SMALL = (
+    "--prompts",
+    2,
+    "--group",
+    4,
+    "--tokens",
+    6,
+    "--max-batch",
+    16,
+    "--data",
+    "recipes/data/arithmetic/train.jsonl",
+)
+
+
+@pytest.mark.timeout(240)
+def test_weights_are_sent_and_every_second_is_told(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "weights.json"
+    words = ("--methods", "reload", "direct", "--dtypes", "float32", "--rounds", 1, "--answers", 2, "--json", file)
+    done = run("weights", "--model", tiny, *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert [row["method"] for row in found["table"]] == ["reload", "direct"]
+    for row in found["table"]:
+        parts = sum(row[part] for part in ("digest", "expect", "write", "load", "settle", "canary"))
+        assert 0.5 * row["total"] < parts < 1.05 * row["total"] and row["gap"] < 1e-4
+        assert row["bytes"] == found["table"][0]["bytes"] > 0
+
+
+@pytest.mark.skipif(bool(kernels.problem()), reason="needs birl's kernels")
+@pytest.mark.timeout(240)
+def test_asynchronous_runs_are_compared_and_can_be_simulated(tiny: Path, tmp_path: Path) -> None:
+    words = ("--quick", "--parts", "components", "tails", "--steps", 2, "--warm", 1, "--out", tmp_path)
+    done = run("async", "--model", tiny, *SMALL, *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "async_tails.json").read_text())
+    assert list(found["results"]) == ["staleness 0", "staleness 2, window 2"] and found["machine"]["load"]
+    for result in found["results"].values():
+        assert result["ideal"] > 0 and 0 < result["reached"] <= 1.05 and result["tokens"] > 0
+        assert len({length for group in result["answers"] for length in group}) > 3  # they are uneven
+    part = json.loads((tmp_path / "async_tails_staleness_2_window_2.json").read_text())
+    assert part["run"]["order_window"] == 2 and part["result"]["max_staleness"] == 2
+    assert part["engine"]["table"] and part["learner"]["per_token"] > 0 and part["sync"]["bandwidth"] > 0
+
+
+def test_waits_and_lengths_depend_on_the_episode_alone() -> None:
+    from benchmarks.uneven import length
+
+    lengths = [length(seed, 64, 1.0, 512) for seed in range(400)]
+    assert lengths == [length(seed, 64, 1.0, 512) for seed in range(400)]
+    assert 45 < sorted(lengths)[200] < 90 and max(lengths) == 512 and min(lengths) < 20
+    assert {length(seed, 64, 0.0, 64) for seed in range(9)} == {64}

@@ -77,6 +77,7 @@ class Scheduler:
         self.make_room()
         budget = self.prefill
         plan: list[Work] = []
+        scored = False
         for request in self.running:
             pending = request.pending()[:budget] if len(request) - request.computed > 1 else request.pending()
             budget -= len(pending) if len(pending) > 1 else 0
@@ -84,12 +85,13 @@ class Scheduler:
                 plan.append(Work(request=request, start=request.computed, tokens=pending))
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             request = self.waiting[0]
-            if plan and plan[-1].request.only_scored and not request.only_scored:
-                break  # a step without long prompts
+            if scored and not request.only_scored:
+                break  # no long prompts in this step
             leader = None if request.forced else next((w for w in plan if leads(w, request)), None)
             if not self.admit(request, leader):
                 break
             self.running.append(self.waiting.popleft())
+            scored = scored or request.only_scored
             if leader is not None:
                 leader.followers.append(request)
             else:

@@ -1,4 +1,4 @@
-"""staleness.json as a picture: one panel for each way, one line for each rollout.max_staleness, means over the seeds."""
+"""staleness.json as a picture: a panel for each way, a line for each rollout.max_staleness, means over the seeds."""
 
 import re
 from collections.abc import Mapping
@@ -30,7 +30,8 @@ def panel(title: str, series: list[Series], left: int) -> str:
         for i, one in enumerate(series)
     )
     inner = f'<svg y="{HEAD}" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{drawing[1]}</svg>'
-    return f'<g transform="translate({left} 0)"><text class="title" x="{LEFT}" y="13">{escape(title)}</text>{keys}{inner}</g>'
+    head = f'<text class="title" x="{LEFT}" y="13">{escape(title)}</text>'
+    return f'<g transform="translate({left} 0)">{head}{keys}{inner}</g>'
 
 
 def drawn(table: Mapping[str, Mapping[str, Any]]) -> str:

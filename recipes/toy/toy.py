@@ -3,7 +3,7 @@
     python recipes/toy/toy.py make FOLDER                 model and data
     python recipes/toy/toy.py stages FOLDER [SEED ...]    SFT, DPO, GRPO, PPO in turn; a reward model, RL against it
     python recipes/toy/toy.py presets FOLDER [SEED ...]   every preset of `algorithm`, each from the SFT model
-    python recipes/toy/toy.py staleness FOLDER [SEED ...]  old answers, with a correction and without
+    python recipes/toy/toy.py staleness FOLDER [SEED ...] old answers, with a correction and without
 
 The last three write the curves that are committed beside this file.
 """
@@ -283,13 +283,8 @@ def staleness(data: Path, seeds: list[int]) -> None:
             curves, old = [], []
             for seed in seeds:
                 run = data / f"staleness-{task}-{bound}-{way.replace(' ', '_')}-{seed}"
-                more = (
-                    "rollout.prompts=16",
-                    "engine.max_batch=4096",
-                    "track.rollouts=false",
-                    *words,
-                    *WAYS.get(way, []),
-                )
+                more = ("rollout.prompts=16", "engine.max_batch=4096", "track.rollouts=false")
+                more += (*words, *WAYS.get(way, []))
                 more += (f"rollout.max_staleness={bound}", f"steps={steps}", f"seed={seed}", f"run={run}")
                 birl(*rl(data / "rl.jsonl", reward), *THREADS, *TEXTS, f"model.path={start}", *more)
                 metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -301,7 +296,8 @@ def staleness(data: Path, seeds: list[int]) -> None:
             table[f"{way}, {bound}"] = record
             told = f"staleness {old}, reward of all steps {record['mean']}, of the last five {record['last']}"
             print(f"{task}, {way}, {bound}: {told}", flush=True)
-            (HERE / "staleness.json").write_text(json.dumps(found, indent=1) + "\n")
+            rows = ",\n".join(f"{json.dumps(t)}: {json.dumps(records)}" for t, records in found.items())
+            (HERE / "staleness.json").write_text(f"{{{rows}}}\n")
     for task, table in found.items():
         (HERE / f"staleness-{task}.svg").write_text(staleness_plot.drawn(table))
 

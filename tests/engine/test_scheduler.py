@@ -113,3 +113,18 @@ def test_abort_works_for_waiting_and_running() -> None:
     a.aborted = b.aborted = True
     assert scheduler.retire() == [b, a] and a.stop is b.stop is Stop.ABORT and not scheduler.busy
     assert len(scheduler.pages.free) == 9
+
+
+def test_what_is_only_scored_goes_first_and_alone() -> None:
+    """After an update everybody's context is computed anew; the learner waits for the canary, not for that."""
+    scheduler = Scheduler(max_batch=8, pages=Pages(200), prefill=300)
+    answers = [request(200, 50, first=300 * i) for i in range(3)]
+    for r in answers:
+        scheduler.add(r)
+    compute(scheduler.plan())
+    scheduler.restart()
+    asked = request(20, 4, first=2000)
+    asked.params = SamplingParams(max_tokens=4, forced=(7, 7, 7, 7), seed=0)
+    scheduler.add(asked)
+    assert [w.request for w in scheduler.plan()] == [asked]
+    assert [w.request for w in scheduler.plan()] == [asked, answers[0], answers[1]]  # nobody waits for long

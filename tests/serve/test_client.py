@@ -17,7 +17,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model
-from birl.serve.client import Client, buckets
+from birl.serve.client import Client, buckets, packed
 from birl.serve.process import free_port
 from birl.types import SamplingParams, Stop, Update
 from tests.serve.app import app, tiny_engine
@@ -110,6 +110,16 @@ def test_buckets_are_full_and_lose_nothing() -> None:
     found = list(buckets(tensors, 1.0))
     assert [list(b) for b in found] == [["0", "1", "2", "3"], ["4"], ["5"], ["6"]]
     assert list(buckets({}, 1.0)) == []
+
+
+def test_what_is_packed_is_what_safetensors_reads() -> None:
+    from safetensors.torch import load
+
+    whole = torch.randn(6, 5)
+    tensors = {"a": whole[:2], "b": whole.t(), "c": whole.bfloat16(), "é": torch.tensor(7), "empty": torch.zeros(0, 3)}
+    found = load(packed(tensors))
+    assert found.keys() == tensors.keys()
+    assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in tensors.items())
 
 
 def test_commands_do_what_they_say(folders) -> None:
