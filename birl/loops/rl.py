@@ -204,6 +204,7 @@ class _Run(Run):
         self.greedy = {index: reward for index, reward in self.greedy.items() if index not in trained}
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
+        self.check_staleness(groups)
         credited = self.parts.credit.of(groups, greedy, self.kl.coef)
         stats = Stats() if self.config.debug.only_rollout else self.update(credited.samples)
         if credited.kl == credited.kl:
@@ -261,6 +262,15 @@ class _Run(Run):
         self.check_finite(own)
         stats.nonfinite += own.nonfinite
         stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": own.grad_norm}
+
+    def check_staleness(self, groups: Sequence[Group]) -> None:
+        """The bound that `rollout/pipeline.py` proves."""
+        oldest = max((self.ages.of(g.start_version) for g in groups), default=0)
+        if oldest > self.config.rollout.max_staleness:
+            raise BirlError(
+                f"A group was begun {oldest} steps ago, and rollout.max_staleness={self.config.rollout.max_staleness}. "
+                "That is a mistake in birl: please report it, with the ledger.jsonl of this run."
+            )
 
     def check_failures(self, step: pipeline.Step) -> None:
         episodes = [t for g in (*step.groups, *step.refused) for t in g.trajectories]

@@ -1,17 +1,18 @@
 """Speaks to one `birl serve` in its own dialect (`wire.py`). Nothing is tried twice here: that is the router's."""
 
 import asyncio
-import json
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import httpx
-import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.serve.owner import header
 from birl.serve.wire import Info, completion_from, held_from, params_to
 from birl.types import Completion, Held, SamplingParams, Update
 
@@ -23,6 +24,7 @@ class Client:
     """Implements `Remote`. Times in seconds: `timeout` for an answer, `load_timeout` for new weights, sleep and wake,
     `control_timeout` for everything else. At most `connections` answers are waited for at a time (each takes a file
     descriptor), further ones queue here. Weights that come as tensors are sent in buckets of `bucket_mb` [MiB].
+    `run` says for which run it asks, and may `claim` the engine.
 
     Example: Client("http://127.0.0.1:8000", token=os.environ.get("BIRL_TOKEN", ""))
     """
@@ -37,14 +39,15 @@ class Client:
         load_timeout: float = 300.0,
         connections: int = 512,
         bucket_mb: float = 64.0,
+        run: str = "",
     ) -> None:
         self.address, self.version = checked_address(address), -1
         self.timeout, self.control_timeout, self.load_timeout = timeout, control_timeout, load_timeout
-        self.bucket_mb = bucket_mb
+        self.bucket_mb, self._run, self._claimed = bucket_mb, run, False
         self._room = asyncio.Semaphore(connections)
         self._http = httpx.AsyncClient(
             base_url=self.address,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers=({"Authorization": f"Bearer {token}"} if token else {}) | header(run),
             timeout=httpx.Timeout(control_timeout, connect=min(5.0, control_timeout)),
             limits=httpx.Limits(
                 max_connections=connections + CONTROL,
@@ -78,7 +81,7 @@ class Client:
             raise EngineDown(f"{self.address} gave no completion: {_first(found)} ({error})") from error
 
     async def load(self, update: Update) -> Held:
-        body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests)}
+        body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
         try:
             for bucket in buckets(update.tensors, self.bucket_mb):
                 data = await asyncio.to_thread(packed, bucket)
@@ -110,7 +113,16 @@ class Client:
     async def wake(self) -> None:
         await self._json("POST", "/wake", json={}, seconds=self.load_timeout)
 
+    async def claim(self) -> None:
+        """No other run may use it until this is closed. Raises `BirlError` where one does."""
+        await self._json("POST", "/claim", json={}, seconds=self.control_timeout)
+        self._claimed = True
+
     async def close(self) -> None:
+        if self._claimed:
+            self._claimed = False
+            with contextlib.suppress(EngineDown, BirlError):  # then it is free after a while
+                await self._json("POST", "/release", json={}, seconds=min(2.0, self.control_timeout))
         await self._http.aclose()
 
     async def _json(self, method: str, path: str, *, seconds: float, what: str = "", **body: Any) -> dict[str, Any]:
@@ -195,22 +207,9 @@ def buckets(tensors: Mapping[str, Tensor], bucket_mb: float) -> Iterator[dict[st
         yield bucket
 
 
-NAMES = {  # safetensors' for PyTorch's
-    **{torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
-}
-
-
 def packed(bucket: Mapping[str, Tensor]) -> bytes:
-    """As a safetensors file: each byte is copied once. `safetensors.torch.save` takes twice as long."""
-    header, data, end = dict[str, Any](), list[memoryview](), 0
-    for name, tensor in bucket.items():
-        data.append(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)  # tensors begin at a multiple of 8
-    return b"".join([len(told).to_bytes(8, "little"), told, *data])
+    """As a safetensors file. safetensors refuses tensors that are views of the same memory: an update has none."""
+    return save({name: t.detach().cpu().contiguous() for name, t in bucket.items()})
 
 
 def _first(found: Any) -> str:
