@@ -37,7 +37,9 @@ def test_the_plugin_needs_nothing_that_vllms_environment_may_lack(tmp_path) -> N
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.randn(3, 5), torch.ones(4, dtype=torch.bfloat16), torch.randn(4, 6).T], ids=str
+    "tensor",
+    [torch.arange(15.0).reshape(3, 5), torch.ones(4, dtype=torch.bfloat16), torch.arange(24.0).reshape(4, 6).T],
+    ids=["float32", "bfloat16", "turned"],
 )
 def test_the_plugin_digests_as_birl_does(tensor) -> None:
     assert vllm_plugin.fingerprint(tensor, "xxh3_128") == digest(tensor)
