@@ -156,7 +156,7 @@ def refusal(what: str, response: httpx.Response, found: Any) -> EngineDown | Bir
     if status == 409 and error.get("type") == "weights":
         return WeightsFailed(str(error.get("cause", "mismatch")), message)
     if status in (401, 403):
-        return EngineDown(f"{message}: give the token with which the engine was started (BIRL_TOKEN)")
+        return EngineDown(f"{message} Here it is taken from the environment variable BIRL_TOKEN.")
     if status == 429:
         return EngineDown(message, retry_after=_seconds(response.headers.get("Retry-After", "")))
     if status in (400, 409, 413, 422):
