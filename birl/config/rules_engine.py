@@ -92,7 +92,7 @@ def asynchronous_problems(config: RL) -> list[str]:
         found += without_effect(config, "weights.bucket_mb", f"weights.method={method} sends no buckets")
     if weights.canary == 0 and changed(config, "weights.max_gap"):
         found += without_effect(config, "weights.max_gap", "weights.canary=0 compares nothing")
-    if weights.sync_every > rollout.max_staleness + 1:
+    if weights.sync_every > max(rollout.max_staleness, 0) + 1:
         found.append(
             f"weights.sync_every={weights.sync_every}: the weights would be older than rollout.max_staleness="
             f"{rollout.max_staleness} allows; set weights.sync_every={rollout.max_staleness + 1} or less."
@@ -102,7 +102,7 @@ def asynchronous_problems(config: RL) -> list[str]:
         if rollout.order_window > most:
             found.append(
                 f"rollout.order_window={rollout.order_window}: no step could be filled; at most (max_staleness - "
-                f"sync_every + 1) x prompts = {most}."
+                f"sync_every + 1) x prompts = {most}. Lower it, or raise rollout.max_staleness."
             )
     found += _debug_problems(config)
     if engine.sleep and rollout.max_staleness > 0:

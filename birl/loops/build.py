@@ -117,6 +117,8 @@ class Parts:
 
     def has_gradient(self, sample: Sample) -> bool:
         """Samples that have none need not go through the model."""
+        if self.config.debug.only_rollout:
+            return False
         keys = self.config.algorithm
         ranked = keys.entropy_control != "none"  # all tokens of the step are compared
         everything = ranked or keys.advantage in CRITIC or keys.entropy_coef > 0 or self.objective.needs_reference()

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -169,7 +170,7 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         children = [child(engine, wanted, remote, port, token, number) for number, (remote, port) in pairs]
     plain = {remote.address: remote for remote in remotes}
     try:
-        await asyncio.gather(*(c.start() for c in children))
+        await start(engine, children)
         infos = await asyncio.gather(*(remote.info() for remote in remotes))
         if engine.attach:
             await take(engine, wanted, remotes, infos)
@@ -198,6 +199,15 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     if children:
         servers.router.fleet.restart = servers.restart
     return servers
+
+
+async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
+    """Raises `BirlError` with the end of the log of the first that does not get ready."""
+    try:
+        await asyncio.gather(*(c.start() for c in children))
+    except BirlError as error:
+        hint = "engine.python names its interpreter, engine.arguments its further words, engine.start_timeout its time"
+        raise BirlError(f"engine.kind={engine.kind}: a server did not start ({hint}). {error}") from error
 
 
 async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote], infos: Sequence[Info]) -> None:
@@ -307,6 +317,8 @@ def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[in
     longest = min(max(map(sum, asked)), context)
     size = config.engine.kv_cache_gb or cache_bytes(policy.model, config.engine.max_batch, longest) / 2**30
     method = weights_method(config)
+    if method in ("reload", "volume", "checkpoint"):
+        check_writable(weights_folder(config, run))
     return Wanted(
         folder=policy.folder,
         dtype=config.model.dtype,
@@ -323,6 +335,17 @@ def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[in
         timeout=config.weights.timeout,
         bucket_mb=config.weights.bucket_mb,
     )
+
+
+def check_writable(folder: Path) -> None:
+    """Better to know before servers are started."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BirlError(
+            f"weights.folder={folder}: cannot be written ({error.strerror}). Name another place that servers see too."
+        ) from error
 
 
 def weights_folder(config: schema.RL, run: Path) -> Path:

@@ -34,11 +34,9 @@ class Ledger:
     """Writes the file. One life is one process from start to end."""
 
     def __init__(self, run: Path, step: int) -> None:
-        """`step`: the last finished one that this life goes on from; 0 empties the file: a new run."""
+        """`step`: the last finished one that this life goes on from; 0 where there is no checkpoint."""
         path = run / FILE
         self.totals: Counter[str] = Counter()
-        if step == 0 and path.is_file():
-            path.unlink()
         self.life = 1 + max((row["life"] for row in read_jsonl(path)), default=0) if path.is_file() else 1
         self.log = JsonLog(path)
         self.log.cut(sys.maxsize)  # a line that a crash has torn: the next one must not become part of it

@@ -21,6 +21,7 @@ once does not depend on how long a reward took, and a resumed run computes the s
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from birl.types import Group, Task
 from birl.waits import event, waiting
@@ -112,9 +113,13 @@ async def run(
     finished step). `tasks` begins at number `position` of the stream; those in `done` are passed over.
 
     A last step with fewer groups is trained like any other; nothing is dropped. `max_refill` bounds the refused groups
-    of a step to that many times groups_per_step: then the step is handed over as it is.
+    of a step to that many times groups_per_step: then the step is handed over as it is. With `steps`, no group is begun
+    that none of them could train.
     """
-    free = asyncio.Semaphore(slots(groups_per_step, max_staleness, sync_every, window))
+    room = slots(groups_per_step, max_staleness, sync_every, window)
+    wanted = inf if steps is None else (steps - first_step + 1) * groups_per_step
+    free = asyncio.Semaphore(int(min(room, max(wanted, groups_per_step))))
+    later = wanted - room  # groups that the last steps still want beyond the first slots
     numbers: list[int] = []  # of the task at each place
     order = Ordered(window)
     running: set[asyncio.Task[None]] = set()
@@ -170,7 +175,9 @@ async def run(
             if stop.is_set():
                 break
             for _ in kept:
-                free.release()
+                if later > 0:
+                    free.release()
+                later -= 1
         for task in (producer, stopped, *running):
             task.cancel()
 

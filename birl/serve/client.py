@@ -152,11 +152,11 @@ def refusal(what: str, response: httpx.Response, found: Any) -> EngineDown | Bir
     """What an answer that is none means: the engine is not well, or the request was not."""
     status, told = response.status_code, found.get("error") if isinstance(found, dict) else None
     error: Mapping[str, Any] = told if isinstance(told, dict) else {}
-    message = f"{what}: {status} {_first(error.get('message', response.text))}"
+    message = f"{what}: {status} {_first(error.get('message', response.text), 1000)}"
     if status == 409 and error.get("type") == "weights":
         return WeightsFailed(str(error.get("cause", "mismatch")), message)
     if status in (401, 403):
-        return EngineDown(f"{message}: give the token with which the engine was started (BIRL_TOKEN)")
+        return EngineDown(f"{message} Here it is taken from the environment variable BIRL_TOKEN.")
     if status == 429:
         return EngineDown(message, retry_after=_seconds(response.headers.get("Retry-After", "")))
     if status in (400, 409, 413, 422):
@@ -212,8 +212,8 @@ def packed(bucket: Mapping[str, Tensor]) -> bytes:
     return save({name: t.detach().cpu().contiguous() for name, t in bucket.items()})
 
 
-def _first(found: Any) -> str:
-    return " ".join(str(found).split())[:200]
+def _first(found: Any, most: int = 200) -> str:
+    return " ".join(str(found).split())[:most]
 
 
 def _seconds(header: str) -> float:

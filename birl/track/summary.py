@@ -134,7 +134,8 @@ def closing(
     run: Path, title: str, found: Mapping[str, Any], report: Path | None, ascii_only: bool
 ) -> Iterator[RenderableType]:
     """The end of a run as the terminal shows it."""
-    yield Text(f"\n{visible(title)}: done", style="bold")
+    how = "done" if found.get("finished", True) else f"stopped after step {found.get('step', 0)}"
+    yield Text(f"\n{visible(title)}: {how}", style="bold")
     grid = Table.grid(padding=(0, 2))
     for label, words in [*lines(found), ("run folder", str(run)), *([("report", str(report))] if report else [])]:
         grid.add_row(Text("  " + label, style="bright_black"), Text(words, overflow="fold"))

@@ -124,7 +124,8 @@ class Sender:
         except TimeoutError as error:
             raise WeightsFailed(
                 "unreachable",
-                f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s."
+                f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s: raise it, "
+                "where that is too short for the size of the model."
                 f"{f' {self.lost}' if self.lost else ''}",
             ) from error
         except EngineDown as error:

@@ -162,6 +162,22 @@ def test_a_last_small_step_is_trained() -> None:
     assert fake.trained == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
+@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("first", [1, 3])
+def test_no_group_is_begun_that_no_step_could_train(bound: int, first: int) -> None:
+    fake, begun = Fake(2), []
+
+    async def rollout(index: int, task: Task) -> Group:
+        begun.append(index)
+        return await Fake.rollout(fake, index, task)
+
+    refused = [1, 5]
+    options = {"groups_per_step": 3, "first_step": first, "steps": 4, "max_staleness": bound}
+    asyncio.run(pipeline.run(tasks(None), rollout, fake.train, keep=lambda g: g.index not in refused, **options))
+    trained = [i for step in fake.trained for i in step]
+    assert len(trained) == (5 - first) * 3 and sorted(begun) == sorted({*trained, *refused})
+
+
 @pytest.mark.parametrize("bound", [0, 2])
 def test_refused_groups_are_replaced(bound: int) -> None:
     fake = Fake(1)
