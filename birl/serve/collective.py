@@ -33,9 +33,9 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class Group:
     """One rank of a group. `device`: where its buckets are.
 
-    Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a thread of the group's own.
-    Whoever waits for it waits no longer when it is closed, or after the invitation's timeout; the thread itself may need
-    that long once more. Gloo broadcasts along a tree: where one rank hangs, those below it hang too.
+    Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a thread of its own. Whoever
+    waits for it waits no longer when it is closed, or after the invitation's timeout; the thread itself may need that
+    long once more. Gloo broadcasts along a tree: where one rank hangs, those below it hang too.
     Every failure is `WeightsFailed` "unreachable", and the group is of no use after it: close it.
     """
 

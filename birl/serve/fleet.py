@@ -41,7 +41,7 @@ class Fleet:
         self.prove, self.restart = prove, restart
         self.on_event: Callable[..., None] = on_event or (lambda name, **fields: None)
         self.expect: Callable[[Mapping[Remote, int], Update], None] | None = (
-            None  # who is about to be given what, and its process
+            None  # hears whom a load goes to (with pid)
         )
         self.paused = self.closed = False
         self.version = self.arriving = update.version if update else version
