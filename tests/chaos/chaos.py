@@ -234,10 +234,10 @@ class Chaos:
         return next((s for s in servers if s.info().get("running")), None)
 
     def new_weights(self) -> bool:
-        """Wait for a version of the weights to be complete: engines are told at once. With the method direct nothing
+        """Wait for a version of the weights to be complete: engines are told at once. With direct and nccl nothing
         shows that; they are sent soon after a step."""
         before, at = self.versions("v*"), self.steps()
-        if self.method == "direct":
+        if self.method in ("direct", "nccl"):
             found = self.until(lambda: self.steps() > at, 15.0, every=0.001)
             time.sleep(self.rng.uniform(0, 0.2))
             return found
@@ -278,8 +278,9 @@ class Chaos:
         return self.kill_learner(self.rng.uniform(0, 0.04))
 
     def kill_syncing(self) -> str | None:
-        part = (
-            self.rng.random() < 0.3 and self.method != "direct"
+        part = self.rng.random() < 0.3 and self.method not in (
+            "direct",
+            "nccl",
         )  # while the folder is written, or while engines load and prove
         if part and not self.until(lambda: self.versions(".v*.part"), 15.0, every=0.001):
             return None
@@ -420,7 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--attach", action="store_true", help="engines of our own behind proxies that misbehave")
     parser.add_argument("--fork", action="store_true", help="start processes as forks of one that has imported torch")
-    parser.add_argument("--method", choices=("reload", "shared", "volume", "direct"), default="reload")
+    parser.add_argument("--method", choices=("reload", "shared", "volume", "direct", "nccl"), default="reload")
     parser.add_argument("--run", type=Path, help="an empty folder for everything; else a temporary one")
     args = parser.parse_args(argv)
     if sys.platform != "linux":
