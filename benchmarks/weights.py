@@ -38,7 +38,7 @@ from unittest.mock import patch
 
 from benchmarks.peers import environment, machine
 
-METHODS = ("reload", "shared", "direct", "volume", "checkpoint")
+METHODS = ("reload", "shared", "direct", "nccl", "volume", "checkpoint")
 PARTS = ("digest", "expect", "write", "load", "settle", "canary")
 DATA = "recipes/data/arithmetic/train.jsonl"
 
@@ -137,6 +137,8 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
             await loop.run_in_executor(compute, move, parts.learner)
             with watched(sender) as spent:
                 sent = await sender.publish()
+            if method in ("direct", "nccl"):
+                spent["write"] = 0.0
             still = {"checkpoint": spent["load"], "volume": None}.get(method, sent.paused)
             found = {"total": sent.seconds, **{part: spent[part] for part in PARTS}, "still": still}
             rows.append(found | {"bytes": sent.bytes, "gap": sent.gap})

@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.truncated": ("keep", "drop"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
     "engine.kind": ("embedded", "birl", "vllm", "sglang"),
-    "weights.method": ("auto", "memory", "reload", "shared", "volume", "direct", "checkpoint"),
+    "weights.method": ("auto", "memory", "reload", "shared", "volume", "direct", "nccl", "checkpoint"),
     "optimizer.offload": ("none", "cpu"),
     "track.console": ("live", "plain", "off", "auto"),
     "track.wandb": ("off", "offline", "online"),

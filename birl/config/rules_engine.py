@@ -22,7 +22,7 @@ READ_BY = {
 }
 METHODS = {
     "embedded": ("memory",),
-    "birl": ("reload", "shared", "volume", "direct", "checkpoint"),
+    "birl": ("reload", "shared", "volume", "direct", "nccl", "checkpoint"),
     "vllm": ("reload", "shared", "checkpoint"),
     "sglang": ("reload", "shared", "checkpoint"),
 }
@@ -88,7 +88,7 @@ def asynchronous_problems(config: RL) -> list[str]:
             found += without_effect(config, f"weights.{key}", reason)
     if method not in ("reload", "volume", "checkpoint"):
         found += without_effect(config, "weights.folder", f"weights.method={method} writes none")
-    if method != "direct":
+    if method not in ("direct", "nccl"):
         found += without_effect(config, "weights.bucket_mb", f"weights.method={method} sends no buckets")
     if weights.canary == 0 and changed(config, "weights.max_gap"):
         found += without_effect(config, "weights.max_gap", "weights.canary=0 compares nothing")

@@ -34,6 +34,7 @@ from birl.serve.router import Router
 from birl.serve.wire import Info
 from birl.types import Completion, SamplingParams
 from birl.waits import alive, event
+from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, shared_memory
 
@@ -68,6 +69,7 @@ class Servers:
     router: Router
     children: list[Process]
     remotes: dict[str, Remote]  # by address, without what the method of the weights puts around them
+    broadcast: Broadcast | None = None
     say: Callable[[str], None] = lambda text: None
     done: Counters = field(default_factory=Counters)  # as of the last answer
     renewed: bool = False  # they are just being started from other weights
@@ -181,6 +183,10 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
             key = f"engine.attach=[{','.join(engine.attach)}]" if engine.attach else f"engine.kind={engine.kind}"
             raise BirlError(f"{key}: {error}") from error
         raise
+    broadcast = None
+    if wanted.method == "nccl":
+        broadcast = Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
+        remotes = [Joined(remote, broadcast) for remote in plain.values()]  # pyright: ignore[reportArgumentType]
     if wanted.method == "volume":
         remotes = [Volume(remote, wanted.timeout) for remote in remotes]
     servers = Servers(
@@ -194,7 +200,10 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         ),
         children=children,
         remotes=plain,
+        broadcast=broadcast,
     )
+    if broadcast is not None:
+        servers.router.fleet.expect = broadcast.expect
     servers.router.fleet.on_event = servers.heard
     if children:
         servers.router.fleet.restart = servers.restart
@@ -376,6 +385,7 @@ def sender(
         compute=policy.compute,
         canary=Canary(learner, prompts[: config.weights.canary], config.weights.max_gap),
         timeout=config.weights.timeout,
+        broadcast=servers.broadcast,
         sleeping=list(servers.remotes.values()) if config.engine.sleep else (),
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,
     )

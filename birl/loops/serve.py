@@ -19,7 +19,9 @@ from birl.loops.policy import DTYPES, check_cache, load_policy
 from birl.models.digests import words
 from birl.models.load import cast
 from birl.serve import names
+from birl.serve.collective import shapes_of
 from birl.serve.limits import Gate, Refused, is_loopback
+from birl.serve.membership import Membership
 from birl.serve.metrics import Metrics
 from birl.serve.server import app
 from birl.serve.service import Service
@@ -110,6 +112,7 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
         if looking is not None:
             looking.cancel()
         leave()
+        service.membership.leave()
         await service.engine.close()
 
 
@@ -155,6 +158,7 @@ def load(config: schema.Serve, token: str, compute: Executor) -> Service:
         gate=Gate(most=config.engine.max_batch + config.max_waiting),
         metrics=Metrics(engine),
         staging=Staging(most=sum(p.nbytes for p in model.parameters())),
+        membership=Membership(shapes=shapes_of(dict(model.named_parameters())), device=next(model.parameters()).device),
         timeout=config.request_timeout,
         most_bytes=int(config.max_request_mb * 2**20),
         token=token,
@@ -188,6 +192,7 @@ async def _drain(service: Service, server: uvicorn.Server, timeout: float) -> No
             f"birl serve: stopping; {service.gate.open} requests are open and have {timeout:g} s (once more: at once)",
             flush=True,
         )
+    service.membership.leave()
     if not await service.gate.drain(timeout):
         print(f"birl serve: {service.gate.open} requests were not finished", flush=True)
     await service.engine.close()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.serve.owner import header
-from birl.serve.wire import Info, completion_from, held_from, params_to
+from birl.serve.wire import Info, Invitation, completion_from, held_from, params_to
 from birl.types import Completion, Held, SamplingParams, Update
 
 CONTROL = 16  # connections beside those of `generate`: a full engine can still be asked how it is
@@ -88,11 +88,29 @@ class Client:
                 await self._json("PUT", f"/stage/{update.version}", content=data, seconds=self.load_timeout)
             if not update.tensors:
                 body["folder"] = update.folder
-            found = await self._json("POST", "/load", json=body, seconds=self.load_timeout)
+            return await self._loaded(body)
+        except EngineDown as error:
+            raise WeightsFailed("unreachable", f"Version {update.version} of the weights: {error}") from error
+
+    async def join(self, invitation: Invitation) -> None:
+        """Returns when every rank has come. Raises `EngineDown`, `WeightsFailed`, `BirlError`."""
+        await self._json("POST", "/join", json=asdict(invitation), seconds=self.load_timeout)
+
+    async def receive(self, update: Update, group: str) -> Held:
+        """As `load`, from rank 0 of a group that was joined. Raises `EngineDown` where the engine is gone itself, and
+        `WeightsFailed` "unreachable" where it says that others are."""
+        body = {"version": update.version, "digests": dict(update.digests), "anew": update.anew, "group": group}
+        return await self._loaded(body)
+
+    async def leave(self) -> None:
+        await self._json("POST", "/leave", json={}, seconds=self.control_timeout)
+
+    async def _loaded(self, body: dict[str, Any]) -> Held:
+        found = await self._json("POST", "/load", json=body, seconds=self.load_timeout)
+        try:
             held = held_from(found)
-        except (EngineDown, KeyError, TypeError) as error:
-            told = error if isinstance(error, EngineDown) else f"{self.address} gave no answer to a load: {error!r}"
-            raise WeightsFailed("unreachable", f"Version {update.version} of the weights: {told}") from error
+        except (KeyError, TypeError) as error:
+            raise EngineDown(f"{self.address} gave no answer to a load: {error!r}") from error
         self.version = held.version
         return held
 

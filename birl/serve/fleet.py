@@ -4,7 +4,7 @@ No engine counts as ready whose weights are not proven."""
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,9 @@ class Fleet:
         self.load_timeout, self.restart_timeout = load_timeout, restart_timeout
         self.prove, self.restart = prove, restart
         self.on_event: Callable[..., None] = on_event or (lambda name, **fields: None)
+        self.expect: Callable[[Mapping[Remote, int], Update], None] | None = (
+            None  # hears whom a load goes to (with pid)
+        )
         self.paused = self.closed = False
         self.version = self.arriving = update.version if update else version
         self.changed = asyncio.Event()  # a new one after each change
@@ -126,6 +129,8 @@ class Fleet:
                 message = f"Version {update.version} of the weights: no engine answers. {self.describe()}"
                 raise WeightsFailed("unreachable", message)
             self.arriving = update.version
+            if self.expect is not None:  # not whom a lock may keep waiting
+                self.expect({m.remote: m.pid for m in chosen if not m.lock.locked()}, update)
             gifts = [asyncio.create_task(self._give(m, update)) for m in chosen]
             try:
                 found = await asyncio.gather(*gifts, return_exceptions=True)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from birl.serve import wire
+from birl.serve.collective import store_address
 from birl.serve.limits import Refused, answered, body, json_object, outside, problem
 from birl.serve.owner import HEADER
 from birl.serve.service import Service
@@ -62,7 +63,7 @@ async def generate(service: Service, request: Request) -> Response:
 
 async def load(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
-    only(data, "version", "digests", "folder", "anew")
+    only(data, "version", "digests", "folder", "anew", "group")
     number, digests, folder = data.get("version"), data.get("digests", {}), data.get("folder", "")
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise Refused(400, f"version must be a whole number of at least 0, got {number!r}.")
@@ -72,9 +73,31 @@ async def load(service: Service, request: Request) -> Response:
         raise Refused(400, "folder must be a path, or empty for what was staged.")
     if not isinstance(anew := data.get("anew", False), bool):
         raise Refused(400, f"anew must be true or false, got {anew!r}.")
+    if not isinstance(group := data.get("group", ""), str) or (group and folder):
+        raise Refused(400, "group must be the name of the group that was joined, and goes without a folder.")
+    update = Update(version=number, digests=digests, folder=folder, anew=anew)
+    if group:  # nobody else waits while they arrive
+        update = await service.received(update, group)
     async with service.control():
-        held = await service.load(Update(version=number, digests=digests, folder=folder, anew=anew))
+        held = await service.load(update)
     return reply(wire.held_to(held))
+
+
+async def join(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+    try:
+        invitation = wire.invitation_from(data)
+        store_address(invitation.store)
+    except ValueError as error:
+        raise Refused(400, f"{error}.") from None
+    await service.membership.join(invitation)
+    return reply({"group": invitation.group, "rank": invitation.rank})
+
+
+async def leave(service: Service, request: Request) -> Response:
+    only(await json_object(request, service.most_bytes))
+    service.membership.leave()
+    return reply({})
 
 
 async def stage(service: Service, request: Request) -> Response:

@@ -29,6 +29,8 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/generate"): native.generate,
     ("POST", "/load"): native.load,
     ("PUT", "/stage/{version:int}"): native.stage,
+    ("POST", "/join"): native.join,
+    ("POST", "/leave"): native.leave,
     ("POST", "/pause"): native.pause,
     ("POST", "/resume"): native.resume,
     ("POST", "/abort"): native.abort,

@@ -12,6 +12,7 @@ from birl.engine.request import Request
 from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
 from birl.serve.limits import Gate, Refused
+from birl.serve.membership import Membership
 from birl.serve.metrics import Metrics
 from birl.serve.owner import Owner
 from birl.serve.staging import Staging
@@ -36,6 +37,7 @@ class Service:
     gate: Gate
     metrics: Metrics
     staging: Staging
+    membership: Membership
     timeout: float
     most_bytes: int
     token: str = ""
@@ -91,12 +93,12 @@ class Service:
             raise Refused(504, f"It took longer than {self.timeout:g} s (request_timeout).", "timeout") from error
 
     async def load(self, update: Update) -> Held:
-        """Without a folder: what was staged. Raises `WeightsFailed` and `Refused`; the old weights are still there
-        then."""
+        """Without a folder or tensors: what was staged. Raises `WeightsFailed` and `Refused`; the old weights are still
+        there then."""
         if self.engine.asleep:
             raise Refused(409, "The engine sleeps and has no room for weights: POST /wake first.", CONFLICT)
         try:
-            if not update.folder:
+            if not update.folder and not update.tensors:
                 update = replace(update, tensors=self.staging.take(update.version))
             held = await self.engine.load(update)
         except WeightsFailed as error:
@@ -107,6 +109,14 @@ class Service:
         self.metrics.loads.inc()
         self.digest, self.hollow = held.digest, False
         return held
+
+    async def received(self, update: Update, group: str) -> Update:
+        """With the tensors that rank 0 of this group sends. Generation goes on meanwhile. Raises `WeightsFailed`."""
+        try:
+            return replace(update, tensors=await self.membership.receive(group))
+        except WeightsFailed as error:
+            self.metrics.load_failures.labels(error.cause).inc()
+            raise
 
     async def digests(self) -> dict[str, str]:
         if self.engine.asleep or self.hollow:

@@ -4,6 +4,9 @@ exactly (a float is written with all its digits).
     POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}
     POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
     PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
+    POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all are there (`Invitation`)
+    POST /load      {version, digests, anew, group}         the tensors come from rank 0 of that group
+    POST /leave     {}                                      -> {}              who waits for the group fails
     POST /claim   /release   of the run in the header birl-run (`owner.py`)
     POST /pause {mode: keep | abort}   /resume   /abort {sessions}   /sleep   /wake
     GET  /health   /ready   /info   /digests   /metrics
@@ -41,6 +44,54 @@ class Info:
     volume: str = ""
     run: str = ""
     counters: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """POST /join: become `rank` of `size` in a group that meets at the store host:port under the name `group`; rank 0
+    is the learner, and hosts the store. `backend`: gloo | nccl; `gpu`: which one the learner is on. To join, or an
+    update, may take `timeout` [s]. `tensors`: (name, shape, type) of what rank 0 will send, sorted, in buckets of
+    `bucket_mb` [MiB]."""
+
+    store: str
+    group: str
+    rank: int
+    size: int
+    backend: str
+    timeout: float
+    bucket_mb: float
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+    gpu: str = ""
+
+
+def invitation_from(data: Mapping[str, Any]) -> Invitation:
+    """Raises `ValueError` naming the key that is unknown, missing or wrong."""
+    kinds = {
+        **{"store": str, "group": str, "backend": str, "gpu": str, "rank": int, "size": int, "tensors": list},
+        **{"timeout": float, "bucket_mb": float},
+    }
+    if unknown := sorted(set(data) - set(kinds)):
+        raise ValueError(f"{unknown[0]}: there is no such key; there are {', '.join(sorted(kinds))}")
+    for key, kind in kinds.items():
+        if key not in data and key != "gpu":
+            raise ValueError(f"{key} is missing")
+        value = data.get(key, "")
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+            raise ValueError(f"{key}: {value!r} is no {kind.__name__}")
+    if data["size"] < 2 or not 0 < data["rank"] < data["size"]:
+        raise ValueError(f"rank {data['rank']} of {data['size']}: rank 0 is the learner, an engine is 1 to size - 1")
+    if data["backend"] not in ("gloo", "nccl"):
+        raise ValueError(f"backend must be gloo | nccl, got {data['backend']!r}")
+    if not 0 < data["timeout"] < 1e6 or not 0 < data["bucket_mb"] < 1e6:
+        raise ValueError("timeout and bucket_mb must be above 0")
+    try:
+        tensors = tuple((str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in data["tensors"])
+    except (TypeError, ValueError):
+        raise ValueError("tensors must be a list of [name, shape, type]") from None
+    names = [name for name, _, _ in tensors]
+    if names != sorted(set(names)):
+        raise ValueError("tensors must be sorted by name, each once: all ranks send and take them in one order")
+    return Invitation(**{**data, "tensors": tensors})
 
 
 def params_to(params: SamplingParams) -> dict[str, Any]:

@@ -7,6 +7,7 @@ What differs between the methods is how an engine comes to the tensors:
     reload, shared   it is told a folder (on a disk, or in shared memory) and reads it in place
     volume           it looks into a folder by itself; we wait until it says that it has them
     direct           it is sent the tensors over HTTP, in buckets
+    nccl             it is sent them together with all others, by a broadcast (`broadcast.py`)
     checkpoint       its process is started anew from the folder
 """
 
@@ -30,6 +31,7 @@ from birl.serve.remote import Remote
 from birl.types import Held, Update
 from birl.waits import event, waiting
 from birl.weights import folder
+from birl.weights.broadcast import Broadcast
 from birl.weights.canary import Canary
 
 LOOK = 0.2  # seconds between two looks at whether an engine is still there
@@ -98,6 +100,7 @@ class Sender:
     canary: Canary
     timeout: float
     sleeping: Sequence[Remote] = ()
+    broadcast: Broadcast | None = None  # method=nccl
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
     version: int = -1  # that was sent last
     lost: str = ""  # why an engine's canary had no answer
@@ -148,7 +151,9 @@ class Sender:
         tensors, version = published(self.learner.model), self.learner.version
         found = digests(tensors)
         self.canary.compute()
-        if self.method == "direct":
+        if self.broadcast is not None:
+            self.broadcast.source = tensors
+        if self.method in ("direct", "nccl"):  # of nccl for an engine that comes back alone
             copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
             return Update(version=version, digests=found, tensors=copies, anew=self.version < 0)
         path = folder.write(self.root, version, tensors, self.beside).resolve()
@@ -193,6 +198,8 @@ class Sender:
         """What is in shared memory goes; folders on a disk stay where they are."""
         if self.method == "shared":
             folder.remove(self.root)
+        if self.broadcast is not None:
+            self.broadcast.close()
 
 
 class Volume:

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--attach", action="store_true", help="engines of our own behind proxies that misbehave")
     parser.add_argument("--fork", action="store_true", help="start processes as forks of one that has imported torch")
-    parser.add_argument("--method", choices=("reload", "shared", "volume", "direct"), default="reload")
+    parser.add_argument("--method", choices=("reload", "shared", "volume", "direct", "nccl"), default="reload")
     parser.add_argument("--run", type=Path, help="an empty folder for everything; else a temporary one")
     args = parser.parse_args(argv)
     if sys.platform != "linux":

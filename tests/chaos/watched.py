@@ -203,7 +203,7 @@ class Watched:
         """Wait for a version of the weights to be complete: engines are told at once. With the method direct nothing
         shows that; they are sent soon after a step."""
         before, at = self.versions("v*"), self.steps()
-        if self.method == "direct":
+        if self.method in ("direct", "nccl"):
             found = self.until(lambda: self.steps() > at, 15.0, every=0.001)
             time.sleep(self.rng.uniform(0, 0.2))
             return found

@@ -49,7 +49,7 @@ def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
             child.kill()
 
 
-@pytest.mark.parametrize("method", ["reload", "shared", "direct", "volume"])
+@pytest.mark.parametrize("method", ["reload", "shared", "direct", "nccl", "volume"])
 def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Path, method: str) -> None:
     """The engine samples from what is trained, to the bit: in another process, and while it changes."""
     words = [*QUICK, f"engine.attach=[{NAME}]", f"weights.method={method}", "rollout.max_staleness=2", "steps=4"]

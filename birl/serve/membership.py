@@ -1,0 +1,72 @@
+"""An engine's part in the broadcasts of a learner: the group that it was told to join, one at a time."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from birl.errors import WeightsFailed
+from birl.serve.collective import GLOO, Group, Shapes, backend, gpu
+from birl.serve.limits import Refused
+from birl.serve.wire import Invitation
+
+
+@dataclass(slots=True, kw_only=True)
+class Membership:
+    """`shapes` and `device` are those of the engine's own weights."""
+
+    shapes: Shapes
+    device: torch.device
+    group: Group | None = None
+
+    async def join(self, given: Invitation) -> None:
+        """Returns when all ranks are there. Leaves the group before. Raises `WeightsFailed` and `Refused`."""
+        self.check(given)
+        self.leave()
+        self.group = group = Group(given, torch.device("cpu") if given.backend == GLOO else self.device)
+        try:
+            await group.open()
+        except BaseException:
+            group.close()
+            raise
+
+    async def receive(self, name: str) -> dict[str, Tensor]:
+        """All tensors, as rank 0 sends them next in the group of this name. Raises `WeightsFailed`; the group is left
+        then."""
+        group = self.group
+        if group is None or group.name != name or group.closed.is_set():
+            raise WeightsFailed("unreachable", f"The engine is not in the group {name!r}: POST /join first.")
+        try:
+            return await group.receive(self.shapes)
+        except BaseException:
+            group.close()
+            raise
+
+    def leave(self) -> None:
+        """Whoever waits for the group gets `WeightsFailed`."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+    def check(self, given: Invitation) -> None:
+        if given.backend != GLOO and given.backend != backend(self.device):
+            raise Refused(
+                400,
+                f"The learner broadcasts with {given.backend}, and the engine's weights are on {self.device.type}: use "
+                "weights.method=direct.",
+            )
+        if given.gpu and given.gpu == gpu(self.device):
+            raise Refused(400, "Learner and engine are on one GPU, and NCCL wants two: use weights.method=shared.")
+        own = {name: (list(shape), str(dtype).removeprefix("torch.")) for name, (shape, dtype) in self.shapes.items()}
+        sent = {name: (list(shape), dtype) for name, shape, dtype in given.tensors}
+        problems = [f"{name} is missing" for name in sorted(own.keys() - sent.keys())]
+        problems += [f"{name} is not in the model" for name in sorted(sent.keys() - own.keys())]
+        if problems:
+            raise WeightsFailed("missing", f"What would be broadcast: {_told(problems)}.")
+        problems = [f"{n} is {sent[n]} and should be {own[n]}" for n in sorted(own) if sent[n] != own[n]]
+        if problems:
+            raise WeightsFailed("mismatch", f"What would be broadcast: {_told(problems)}.")
+
+
+def _told(problems: list[str]) -> str:
+    return "; ".join(problems[:4]) + (f" (and {len(problems) - 4} more)" if len(problems) > 4 else "")

@@ -1,0 +1,213 @@
+"""weights.method=nccl: the learner is rank 0 of a group and sends every tensor once, to all engines together.
+
+    Fleet.load -> expect: who will be given the update      round: join, where the group is another one; then
+               -> Joined.load of each, and they wait        rank 0 sends | every engine takes, swaps and proves
+
+An engine that is lost meanwhile leaves the others with half of the weights, which they drop: the group is closed, and a
+new one without it begins again. An engine that comes back later gets the same update alone, over HTTP.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.serve.client import Client
+from birl.serve.collective import Group, backend, gpu, host_store, own_address, shapes_of
+from birl.serve.wire import Invitation
+from birl.types import Held, Update
+
+BLAMELESS = 2  # attempts in a row that fail although every engine is there
+
+
+class Joined:
+    """A `Remote` whose engine is given new weights together with the others."""
+
+    def __init__(self, remote: Client, broadcast: "Broadcast") -> None:
+        self.alone, self._broadcast = remote, broadcast
+
+    def __getattr__(self, name: str):
+        return getattr(self.alone, name)
+
+    async def load(self, update: Update) -> Held:
+        return await self._broadcast.load(self, update)
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """One update: `answers` is what the fleet waits for; one that is cancelled says that its engine is lost."""
+
+    update: Update
+    pids: Mapping[Any, int]  # by Joined
+    answers: dict[Any, "asyncio.Future[Held]"]
+    absent: set[Any]  # load was not called for them yet
+    all_here: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def open(self) -> list[Joined]:
+        return [remote for remote, answer in self.answers.items() if not answer.done()]
+
+    def fail(self, remote: Joined, error: Exception) -> None:
+        if not self.answers[remote].done():
+            self.answers[remote].set_exception(error)
+
+    def here(self, remote: Joined) -> None:
+        self.absent.discard(remote)
+        if not self.absent:
+            self.all_here.set()
+
+
+class Broadcast:
+    """`timeout` of one attempt [s]; buckets of `bucket_mb` [MiB]. `source`: the learner's tensors, which stay as they
+    are until the update has arrived."""
+
+    def __init__(self, addresses: Sequence[str], *, timeout: float, bucket_mb: float) -> None:
+        self.timeout, self.bucket_mb = timeout, bucket_mb
+        self.hosts = [urlsplit(address).hostname or "" for address in addresses]
+        self.source: Mapping[str, Tensor] = {}
+        self.groups = 0  # that were made
+        self._store: Any = None
+        self._place = ""  # its host:port
+        self._group: Group | None = None
+        self._members: list[tuple[Joined, int]] = []
+        self._round: Round | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def expect(self, pids: Mapping[Any, int], update: Update) -> None:
+        """These engines, by their processes, are about to be given this update; each `load` waits for all of them."""
+        if self._running is not None:
+            self._running.cancel()
+        loop = asyncio.get_running_loop()
+        answers = {remote: loop.create_future() for remote in pids}
+        self._round = Round(update, pids, answers, set(answers))
+        self._running = asyncio.create_task(self._run(self._round)) if answers else None
+
+    async def load(self, remote: Joined, update: Update) -> Held:
+        round = self._round
+        if round is None or update is not round.update or remote not in round.absent:
+            return await remote.alone.load(update)
+        round.here(remote)
+        return await round.answers[remote]
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        if self._group is not None:
+            self._group.close()
+            self._group.join(1.0)
+        self._group = self._store = None
+
+    async def _run(self, round: Round) -> None:
+        blameless = 0
+        try:
+            await round.all_here.wait()
+            while remotes := round.open():
+                why = await self._attempt(round, remotes)
+                blameless = blameless + 1 if len(round.open()) == len(remotes) else 0
+                if blameless == BLAMELESS:
+                    for remote in round.open():
+                        round.fail(remote, why or WeightsFailed("unreachable", "The broadcast failed."))
+        except Exception as error:
+            for remote in round.open():
+                round.fail(remote, error)
+        finally:
+            for answer in round.answers.values():
+                answer.cancel()
+
+    async def _attempt(self, round: Round, remotes: list[Joined]) -> WeightsFailed | None:
+        """Settle the answers that are certain now. What stopped the others, if anything."""
+        members = [(remote, round.pids[remote]) for remote in remotes]
+        if self._group is None or self._group.closed.is_set() or members != self._members:
+            invitation = await self._invitation(len(remotes))
+            self._leave()
+            self._group, self._members = Group(invitation, self._device()), members
+            calls = {r: r.alone.join(replace(invitation, rank=i + 1)) for i, r in enumerate(remotes)}
+            why = await self._together(round, self._group.open(), calls)
+            if why is not None or round.open() != remotes:
+                return why
+        group, update = self._group, round.update
+        calls = {remote: remote.alone.receive(update, group.name) for remote in remotes}
+        return await self._together(round, group.send(self.source), calls)
+
+    async def _together(
+        self, round: Round, own: Coroutine[Any, Any, None], calls: Mapping[Joined, Coroutine[Any, Any, Held | None]]
+    ) -> WeightsFailed | None:
+        """Our part and that of each engine at once. As soon as one fails, nobody waits for the others' any more."""
+        tasks = {remote: asyncio.create_task(call) for remote, call in calls.items()}
+        mine = asyncio.create_task(own)
+        for remote, task in tasks.items():  # the fleet found that it is gone: it does not wait, so we do not either
+            round.answers[remote].add_done_callback(lambda _, task=task: task.cancel())
+        pending, broken = {mine, *tasks.values()}, False
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if not broken and any(task.cancelled() or task.exception() is not None for task in done):
+                    broken = True
+                    self._leave()
+                    await asyncio.gather(*(_let_go(r) for r, task in tasks.items() if task in pending))
+        finally:
+            for task in pending:
+                task.cancel()
+            if pending:
+                self._leave()
+        why = None if mine.cancelled() else mine.exception()
+        for remote, task in tasks.items():
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, EngineDown):
+                round.fail(remote, WeightsFailed("unreachable", f"Version {round.update.version}: {error}"))
+            elif isinstance(error, WeightsFailed) and error.cause == "unreachable":
+                why = error
+            elif isinstance(error, Exception):
+                round.fail(remote, error)
+            elif not task.cancelled() and isinstance(held := task.result(), Held) and remote in round.open():
+                round.answers[remote].set_result(held)
+        if isinstance(why, Exception) and not isinstance(why, WeightsFailed):
+            raise why
+        return why if isinstance(why, WeightsFailed) else None
+
+    async def _invitation(self, engines: int) -> Invitation:
+        """Rank 0's. The store listens on loopback, where all engines are on this machine."""
+        if self._store is None:
+            try:
+                found = [await asyncio.to_thread(own_address, host) for host in self.hosts]
+                outside = [address for address in found if address not in ("127.0.0.1", "::1")]
+                address = (outside or found)[0]
+                self._store, self._place = await asyncio.to_thread(host_store, address, self.timeout)
+            except (OSError, RuntimeError) as error:
+                reason = str(error).splitlines()[0]
+                raise BirlError(
+                    f"weights.method=nccl: engines could not reach this process: {reason}. Use weights.method=direct."
+                ) from error
+        self.groups += 1
+        device, shapes = self._device(), shapes_of(self.source)
+        return Invitation(
+            store=self._place,
+            group=f"{self.groups}-{secrets.token_hex(8)}",
+            rank=0,
+            size=engines + 1,
+            backend=backend(device),
+            timeout=self.timeout,
+            bucket_mb=self.bucket_mb,
+            tensors=tuple((n, s, str(dtype).removeprefix("torch.")) for n, (s, dtype) in sorted(shapes.items())),
+            gpu=gpu(device),
+        )
+
+    def _device(self) -> torch.device:
+        return next(iter(self.source.values())).device
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+
+async def _let_go(remote: Joined) -> None:
+    """It would wait for ranks that do not come. One that does not answer is found by what it was asked before."""
+    try:
+        await remote.alone.leave()
+    except (EngineDown, BirlError):
+        return
