@@ -70,7 +70,7 @@ def kill_saving(run: Watched) -> str | None:
 
 def kill_syncing(run: Watched) -> str | None:
     """While the folder is written, or while engines load and prove."""
-    part = run.rng.random() < 0.3 and run.method != "direct"
+    part = run.rng.random() < 0.3 and run.method not in ("direct", "nccl")
     if part and not run.until(lambda: run.versions(".v*.part"), 15.0, every=0.001):
         return None
     if not part and not run.new_weights():
