@@ -48,7 +48,8 @@ def test_every_requirement_has_one_tested_version() -> None:
 
 def test_every_import_is_declared() -> None:
     undeclared: dict[str, str] = {}
-    for path in (ROOT / "birl").rglob("*.py"):
+    elsewhere = {ROOT / "birl/serve/vllm_plugin.py"}  # runs in vLLM's processes, with vLLM's packages
+    for path in set((ROOT / "birl").rglob("*.py")) - elsewhere:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 modules = [a.name for a in node.names]
