@@ -188,7 +188,7 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         broadcast = Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
         remotes = [Joined(remote, broadcast) for remote in plain.values()]  # pyright: ignore[reportArgumentType]
     if wanted.method == "volume":
-        remotes = [Volume(remote, wanted.timeout) for remote in remotes]
+        remotes = [Volume(remote, wanted.timeout) for remote in plain.values()]
     servers = Servers(
         router=Router(
             remotes,  # pyright: ignore[reportArgumentType]

@@ -105,7 +105,7 @@ def audit(run: Path) -> Audit:
     open_tokens: dict[tuple[int, int], int] = {}
     trained_in: dict[int, int] = {}
     for row in rows:
-        life, group = row["life"], row.get("group")
+        life, group = row["life"], row.get("group", -1)
         if row["event"] == "sampled":
             open_tokens[life, group] = open_tokens.get((life, group), 0) + row["tokens"]
             found.sampled += row["tokens"]

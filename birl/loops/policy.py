@@ -127,7 +127,7 @@ def longest_prompt(tasks: Sequence[Task], chat: Chat, context: int) -> int:
     return max(lengths)
 
 
-def check_cache(config: schema.Engine, engine: EmbeddedEngine, prompt: int, answer: int) -> None:
+def check_cache(config: schema.Generation, engine: EmbeddedEngine, prompt: int, answer: int) -> None:
     """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
     longest = min(prompt + answer, engine.context)
     pages, have = pages_for(longest), engine.scheduler.pages.total

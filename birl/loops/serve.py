@@ -96,7 +96,7 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
                 timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
             )
         )  # fmt: skip
-        server.capture_signals = contextlib.nullcontext  # uvicorn would end by the signal, not with 0
+        server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would end by the signal, not with 0
         _listen(sock)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():

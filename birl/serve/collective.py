@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -99,7 +100,11 @@ class Group:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._waits.add(future)
-        self._jobs.put((work, lambda *found: loop.call_soon_threadsafe(_settle, future, *found)))
+
+        def told(*found: Any) -> None:
+            loop.call_soon_threadsafe(partial(_settle, future, *found))
+
+        self._jobs.put((work, told))
         try:
             async with asyncio.timeout(self.invitation.timeout):
                 return await future
@@ -152,7 +157,7 @@ class Group:
 
 
 def _gloo(store: Any, given: Invitation, device: torch.device, address: str) -> Any:
-    options = c10d.ProcessGroupGloo._Options()
+    options = c10d.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=given.timeout)
     options._threads = 1
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]  # listens there and nowhere else

@@ -1,6 +1,7 @@
 """Figures of a server for Prometheus: what the engine counts, read when it is asked, and every request."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,7 +17,7 @@ class Metrics:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Engine(engine))  # pyright: ignore[reportArgumentType]  anything with collect()
-        own = {"registry": self.registry}
+        own: Any = {"registry": self.registry}
         self.requests = Counter("birl_requests", "Requests that were answered", ["route", "status"], **own)
         self.seconds = Histogram(
             "birl_request_seconds", "From request to end of answer", ["route"], buckets=LATENCY, **own

@@ -273,7 +273,8 @@ class SGLang:
         """End the requests of these sessions, or all of this client, with what they have; says how many."""
         waiting = [future for future, session in self._held.items() if sessions is None or session in sessions]
         for future in waiting:
-            future.done() or future.set_result(None)
+            if not future.done():
+                future.set_result(None)
 
         async def tell(names: list[str]) -> None:
             for name in names:

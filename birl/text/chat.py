@@ -30,7 +30,7 @@ class Chat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if i is not None)
+        self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))
 
     @property
     def has_template(self) -> bool:
