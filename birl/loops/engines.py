@@ -242,8 +242,8 @@ def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> st
     elsewhere = info.volume != wanted.volume if here else not info.volume
     if engine.kind == "birl" and wanted.volume and elsewhere:
         return (
-            f"it looks for new weights in {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the folder "
-            "as it sees it), or set weights.method=reload or direct."
+            f"it looks for new weights in {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the "
+            "folder as it sees it), or set weights.method=reload or direct."
         )
     if (info.asleep or info.paused) and not engine.sleep:
         return "it is paused or sleeps, as a run that was killed leaves it. Start it again."
