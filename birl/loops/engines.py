@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
@@ -106,6 +107,8 @@ class Servers:
     def heard(self, name: str, **fields: object) -> None:
         """Something has changed with an engine."""
         text = f"{name.replace('_', ' ')}: {fields.get('address', '')} {fields.get('error', '')}".strip()
+        if name == "engine_down" and not self.children:
+            text += "; the run waits for it: start it again at the same address"
         event(text)
         if name != "retry":
             self.say(text)
@@ -222,7 +225,7 @@ async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
 async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote], infos: Sequence[Info]) -> None:
     """Raises `BirlError` where servers that run already do not fit this model, or belong to another run."""
     for remote, info in zip(remotes, infos, strict=True):
-        if found := unfit(engine, wanted, info):
+        if found := unfit(engine, wanted, remote.address, info):
             raise BirlError(f"engine.attach: {remote.address} has the model {info.model}, which does not fit: {found}")
     for remote, info in zip(remotes, infos, strict=True):
         if isinstance(remote, Client) and wanted.run:
@@ -231,7 +234,7 @@ async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote],
             print(f"{remote.address} is used by the run {info.run}, which may change its weights.", flush=True)
 
 
-def unfit(engine: schema.Engine, wanted: Wanted, info: Info) -> str:
+def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> str:
     """Why a server can not stand in for the model, and what to do; empty where it can."""
     if info.words and wanted.words and info.words != wanted.words:
         return (
@@ -244,10 +247,12 @@ def unfit(engine: schema.Engine, wanted: Wanted, info: Info) -> str:
             f"its context is {info.context} tokens, and prompt and answer may have {wanted.longest}. Start it with a "
             f"larger model.max_length or engine.kv_cache_gb, or lower rollout.max_tokens or data.max_prompt_tokens."
         )
-    if engine.kind == "birl" and wanted.volume and not info.volume:
+    here = urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")  # else it may see it at another place
+    elsewhere = info.volume != wanted.volume if here else not info.volume
+    if engine.kind == "birl" and wanted.volume and elsewhere:
         return (
-            f"it looks for new weights nowhere. Start it with volume={wanted.volume} (the folder as it sees it), or "
-            "set weights.method=reload or direct."
+            f"it looks for new weights in {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the "
+            "folder as it sees it), or set weights.method=reload or direct."
         )
     if (info.asleep or info.paused) and not engine.sleep:
         return "it is paused or sleeps, as a run that was killed leaves it. Start it again."

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -177,5 +178,6 @@ def next_commands(run: Path, finished: bool, talks: bool = True) -> list[str]:
     """`talks`: it is a language model, not one that scores."""
     if not finished:
         return ["run the same command again to go on"]
-    use = f"birl chat {run}" if talks else f"birl checkpoints {run} export last FOLDER  # then reward.model=FOLDER"
-    return [use, f"birl checkpoints {run}", f"tensorboard --logdir {run.parent}"]
+    name = shlex.quote(str(run))
+    use = f"birl chat {name}" if talks else f"birl checkpoints {name} export last FOLDER  # then reward.model=FOLDER"
+    return [use, f"birl checkpoints {name}", f"tensorboard --logdir {shlex.quote(str(run.parent))}"]

@@ -80,7 +80,7 @@ def address(sock: socket.socket, reachable: bool = False) -> str:
 async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: Executor) -> None:
     service = await asyncio.get_running_loop().run_in_executor(compute, load, config, token, compute)
     watching, entry, beating = asyncio.create_task(service.watch()), None, None
-    looking = asyncio.create_task(look(service, Path(config.volume))) if config.volume else None
+    looking = asyncio.create_task(look(service, Path(service.volume))) if config.volume else None
 
     def leave() -> None:
         """Nobody is to find the server any more."""
@@ -152,7 +152,7 @@ def load(config: schema.Serve, token: str, compute: Executor) -> Service:
         chat=policy.chat,
         name=config.served_name or short_name(config.model.path),
         words=words(policy.tokenizer.get_vocab(), engine.end_ids),
-        volume=config.volume,
+        volume=str(Path(config.volume).expanduser().resolve()) if config.volume else "",
         vocabulary=model.get_input_embeddings().weight.shape[0],  # pyright: ignore
         dtype=config.model.dtype,
         gate=Gate(most=config.engine.max_batch + config.max_waiting),

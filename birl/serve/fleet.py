@@ -123,20 +123,10 @@ class Fleet:
                 raise WeightsFailed(
                     "stale", f"The engines have version {self.version}, and are given {update.version}."
                 )
-            await self.wait(lambda: any(m.state is not State.DOWN for m in self.members), self.load_timeout)
-            chosen = [m for m in self.members if m.state is not State.DOWN]
-            if not chosen:
-                message = f"Version {update.version} of the weights: no engine answers. {self.describe()}"
-                raise WeightsFailed("unreachable", message)
-            self.arriving = update.version
-            if self.expect is not None:  # not whom a lock may keep waiting
-                self.expect({m.remote: m.pid for m in chosen if not m.lock.locked()}, update)
-            gifts = [asyncio.create_task(self._give(m, update)) for m in chosen]
-            try:
-                found = await asyncio.gather(*gifts, return_exceptions=True)
-            finally:
-                taken = any(g.done() and not g.cancelled() and g.exception() is None for g in gifts)
-                self._settle(update, taken)
+            now = asyncio.get_running_loop().time
+            deadline, found = now() + self.load_timeout, await self._give_all(update, self.load_timeout)
+            while all(gone(x) for x in found) and (left := deadline - now()) > 0:  # the last one: it may come back
+                found = await self._give_all(update, left)
         held = [x for x in found if isinstance(x, Held)]
         if strange := [x for x in found if isinstance(x, BaseException) and not isinstance(x, WeightsFailed)]:
             raise strange[0]
@@ -147,6 +137,23 @@ class Fleet:
         digest = next((h.digest for h in held if h.digest), "")
         seconds, size = max(h.seconds for h in held), sum(h.bytes for h in held)
         return Held(version=update.version, digest=digest, seconds=seconds, bytes=size)
+
+    async def _give_all(self, update: Update, timeout: float) -> list[Held | BaseException]:
+        """To every engine that answers, as soon as one does."""
+        await self.wait(lambda: any(m.state is not State.DOWN for m in self.members), timeout)
+        chosen = [m for m in self.members if m.state is not State.DOWN]
+        if not chosen:
+            message = f"Version {update.version} of the weights: no engine answers. {self.describe()}"
+            return [WeightsFailed("unreachable", message)]
+        self.arriving = update.version
+        if self.expect is not None:  # not whom a lock may keep waiting
+            self.expect({m.remote: m.pid for m in chosen if not m.lock.locked()}, update)
+        gifts = [asyncio.create_task(self._give(m, update)) for m in chosen]
+        try:
+            return await asyncio.gather(*gifts, return_exceptions=True)
+        finally:
+            taken = any(g.done() and not g.cancelled() and g.exception() is None for g in gifts)
+            self._settle(update, taken)
 
     def _settle(self, update: Update, taken: bool) -> None:
         """After a load: the new version counts where one engine took it, even if that is lost already."""
@@ -285,3 +292,8 @@ class Fleet:
         if old is not remote:
             await old.close()
         return old is not remote
+
+
+def gone(found: object) -> bool:
+    """Whether it is the failure of an engine that does not answer."""
+    return isinstance(found, WeightsFailed) and found.cause == "unreachable"

@@ -91,6 +91,10 @@ class Router:
     def table(self) -> list[Row]:
         return [member.line() for member in self.fleet.members]
 
+    def describe(self) -> str:
+        """Every engine with its state, since when, and why."""
+        return self.fleet.describe()
+
     async def start(self, timeout: float = 60.0) -> None:
         """Returns when every engine is ready. Raises `EngineDown` that lists them where one is not in time."""
         self.fleet.watch()

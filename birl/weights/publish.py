@@ -83,6 +83,7 @@ class Fleet(Protocol):
     def refused(self) -> Sequence[WeightsFailed]: ...
     async def load(self, update: Update) -> Held: ...
     async def settle(self, timeout: float) -> None: ...
+    def describe(self) -> str: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +130,7 @@ class Sender:
                 "unreachable",
                 f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s: raise it, "
                 "where that is too short for the size of the model."
-                f"{f' {self.lost}' if self.lost else ''}",
+                f"{f' {self.lost}' if self.lost else ''} {self.fleet.describe()}",
             ) from error
         except EngineDown as error:
             raise WeightsFailed("unreachable", f"Version {version} of the weights: {error}") from error

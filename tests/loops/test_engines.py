@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,6 +97,21 @@ def test_servers_come_and_go_with_the_run(tiny: Path, tmp_path: Path) -> None:
     assert not audit(tmp_path / "run").problems
 
 
+def test_the_only_server_is_started_again_when_it_ends_before_an_update(tiny: Path, tmp_path: Path) -> None:
+    before, killed = children(), []
+
+    def reward(completions: list[str], **_: object) -> list[float]:
+        if not killed:
+            killed.extend(children() - before)
+            for pid in killed:
+                os.killpg(int(pid), signal.SIGKILL)
+        return [float(len(c)) for c in completions]
+
+    run(tiny, tmp_path, *QUICK, "steps=3", reward=reward)
+    assert len(log(tmp_path)) == 3 and len(killed) == 1 and children() == before
+    assert not audit(tmp_path / "run").problems
+
+
 def test_servers_that_are_started_anew_from_each_folder(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, *QUICK, "weights.method=checkpoint", "steps=1")
     assert log(tmp_path)[0]["weights/gap"] == 0
@@ -132,6 +148,7 @@ def test_servers_that_do_not_fit_are_refused_by_name(
         ({}, ""),
         ({"context": 95}, "rollout.max_tokens"),
         ({"volume": ""}, "volume=/weights"),
+        ({"volume": "/elsewhere"}, "/elsewhere"),
         ({"dtype": "float32"}, "model.dtype=float32"),
         ({"words": "other"}, "vocabulary"),
         ({"paused": True}, "paused"),
@@ -145,7 +162,12 @@ def test_what_a_server_must_have(told: dict[str, object], reason: str) -> None:
     )
     state = {"engine": "birl", "model": "m", "version": 0, "digest": "d", "dtype": "bfloat16", "context": 96}
     state |= {"vocabulary": 320, "running": 0, "waiting": 0, "paused": False, "asleep": False, "pid": 1}
-    found = engines.unfit(schema.Engine(kind="birl"), wanted, Info(**state | {"words": "w", "volume": "/v"} | told))
+    found = engines.unfit(
+        schema.Engine(kind="birl"),
+        wanted,
+        "http://127.0.0.1:1",
+        Info(**state | {"words": "w", "volume": "/weights"} | told),
+    )
     assert reason in found and bool(reason) == bool(found)
 
 

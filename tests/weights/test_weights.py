@@ -50,6 +50,9 @@ class Local:
     async def settle(self, timeout: float) -> None:
         assert not self.engine.paused
 
+    def describe(self) -> str:
+        return "local is ready"
+
     async def sleep(self) -> None:
         await self.engine.sleep()
 
