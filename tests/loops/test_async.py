@@ -1,9 +1,9 @@
 """Asynchronous runs in one process: the bound, the ledger, what is trained, and that it learns."""
 
+import asyncio
 import json
 import os
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,10 @@ def test_it_learns_from_old_answers(tiny: Path, tmp_path: Path, algorithm: str) 
 def test_a_resumed_run_goes_on_behind_what_was_trained(tiny: Path, tmp_path: Path) -> None:
     words = [*UNEVEN, "rollout.max_staleness=3", "rollout.order_window=3", "checkpoint.every=1", "steps=9"]
 
-    def interrupted(completions: list[str], **_: object) -> list[float]:
+    async def interrupted(completions: list[str], **_: object) -> list[float]:
         rewarded.append(1)
         if len(rewarded) == 7:  # others overtake it
-            time.sleep(0.7)
+            await asyncio.sleep(0.7)
             os.kill(os.getpid(), signal.SIGINT)
         return many_a(completions)
 
