@@ -67,7 +67,7 @@ demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)
 
 test: setup-dev
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: setup-dev
 	$(BIN)/ruff check .
