@@ -1,7 +1,8 @@
-"""What memory the system has, and how the C library gives it back. Standard library only."""
+"""What cores and memory a process may use, and how the C library gives memory back. Standard library only."""
 
 import contextlib
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -41,3 +42,8 @@ def _sizes(file: Path) -> dict[str, int]:
     """Lines such as `MemTotal:  24684084 kB`."""
     lines = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
+
+
+def cores() -> int:
+    """Cores that this process may use: a container or `taskset` often allows fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from birl.allocator import system_memory
+from birl.allocator import cores, system_memory
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
@@ -211,11 +211,6 @@ def _cpu() -> tuple[str, set[str]]:
         facts.setdefault(key.strip(), value.strip())
     name = facts.get("model name") or facts.get("Processor") or platform.machine()
     return name, set((facts.get("flags") or facts.get("Features") or "").split())
-
-
-def cores() -> int:
-    """Cores that this process may use: a container or `taskset` often allows fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cores() -> Finding:

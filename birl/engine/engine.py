@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -176,10 +176,11 @@ class EmbeddedEngine:
 
         def swap() -> Held:
             began = time.perf_counter()
-            self.scheduler.restart() if self.recompute_kv else None
+            if self.recompute_kv:
+                self.scheduler.restart()
             held = weights.swap(staged, update)
             self._seen = update.version
-            return Held(version=held.version, digest=held.digest, bytes=held.bytes, seconds=time.perf_counter() - began)
+            return replace(held, seconds=time.perf_counter() - began)
 
         return await loop.run_in_executor(self.compute, swap)
 

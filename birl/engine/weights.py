@@ -5,7 +5,6 @@ swap    copy them over the old ones (compute thread, between two steps), and dig
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -34,11 +33,8 @@ class Weights:
 
     def stage(self, update: Update) -> dict[str, Tensor]:
         """The new tensors in this module's type. Raises `WeightsFailed`."""
-        if update.version < self.version and not update.anew:
-            raise WeightsFailed(
-                "stale", f"The engine has version {self.version} of the weights and was given {update.version}."
-            )
-        found = dict(update.tensors) or read(Path(update.folder), set(self.shapes))
+        check_age(update, self.version)
+        found = dict(update.tensors) or read(Path(update.folder))
         problems = [f"{name} is missing" for name in sorted(self.shapes.keys() - found.keys())]
         problems += [f"{name} is not in the model" for name in sorted(found.keys() - self.shapes.keys())]
         if problems:
@@ -85,17 +81,21 @@ class Weights:
             parameter.data = torch.full(shape, float("nan"), dtype=dtype, device=parameter.device)
 
 
-def read(folder: Path, wanted: set[str]) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face folder; those that are neither wanted nor tied to a wanted one stay in, so that
-    they can be refused."""
+def check_age(update: Update, held: int) -> None:
+    """Raises `WeightsFailed` for an update that is older than the version that an engine holds."""
+    if update.version < held and not update.anew:
+        raise WeightsFailed("stale", f"The engine has version {held} of the weights and was given {update.version}.")
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face folder. Raises `WeightsFailed`."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightsFailed("missing", f"{folder} has no weights: no .safetensors file is there.")
     found: dict[str, Tensor] = {}
     try:
-        with ExitStack() as stack:
-            for file in files:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
                 found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise WeightsFailed("truncated", f"{folder}: {str(error).splitlines()[0]}") from error

@@ -43,7 +43,8 @@ from birl.models.load import load_model, load_reward_model, load_tokenizer, reso
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.episode import Limits
-from birl.rollout.group import Rollout, derive_seed
+from birl.rollout.group import Rollout
+from birl.seeds import derive_seed
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import Sample, SamplingParams, Task

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from birl.allocator import cores
 from birl.config import schema
 from birl.config.rules_engine import NAME, weights_method
 from birl.data.tasks import Tasks
@@ -150,15 +151,11 @@ def learner_threads(config: schema.RL) -> int:
     shares = config.engine.kind != "embedded" and not config.engine.attach
     if config.threads or not shares or config.model.device == "cuda" or torch.cuda.is_available():
         return config.threads
-    return max(_cores() // 2, 1)
+    return max(cores() // 2, 1)
 
 
 def server_threads(engine: schema.Engine) -> int:
-    return engine.threads or max((_cores() - max(_cores() // 2, 1)) // engine.count, 1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return engine.threads or max((cores() - max(cores() // 2, 1)) // engine.count, 1)
 
 
 async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
@@ -311,9 +308,9 @@ def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, toke
         }
         if engine.kind == "vllm":
             command = vllm.command(**common)
-            cores = sorted(os.sched_getaffinity(0))[-threads:]
-            bind = f"{cores[0]}-{cores[-1]}" if len(cores) > 1 else str(cores[0])
-            env = vllm.environment(cpu=not gpu, kv_cache_gb=max(wanted.kv_cache_gb, 0.25), threads=bind)
+            own = sorted(os.sched_getaffinity(0))[-threads:]
+            bind = f"{own[0]}-{own[-1]}" if len(own) > 1 else str(own[0])
+            env = vllm.environment(cpu=not gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
         else:
             command = sglang.command(**common, token=token, cpu=not gpu)
             env = sglang.environment(cpu=not gpu) | {"OMP_NUM_THREADS": str(threads)}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
-from birl.rollout.group import derive_seed
 from birl.rollout.pipeline import Step
+from birl.seeds import derive_seed
 from birl.track.log import read_jsonl
 from birl.types import (
     Completion,

@@ -40,7 +40,7 @@ from birl.loops.signals import saving_signals
 from birl.models.digests import digests, whole
 from birl.rollout import assemble, pipeline
 from birl.rollout.ages import Ages
-from birl.rollout.group import derive_seed
+from birl.seeds import derive_seed
 from birl.types import Group, Sample, Task
 from birl.waits import Watchdog, alive, exit_at_once
 from birl.weights.publish import Sent, published

@@ -1,12 +1,12 @@
 """n episodes of one task, and their rewards."""
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from birl.rollout.episode import Limits, Translator, run_episode
+from birl.seeds import derive_seed
 from birl.types import Engine, Env, Group, Message, Outcome, SamplingParams, Task, Trajectory
 from birl.waits import waiting
 
@@ -100,9 +100,3 @@ async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
 
 def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
     return chat.parse(trajectory.turns[-1].completion.tokens)
-
-
-def derive_seed(*numbers: int) -> int:
-    """A 64-bit seed from a few numbers; neighbours give unrelated streams."""
-    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

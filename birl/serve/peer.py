@@ -8,15 +8,15 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import httpx
 from torch import Tensor
 
-from birl.engine.weights import read
+from birl.engine.weights import check_age, read
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
-from birl.types import SamplingParams, Update
+from birl.types import Completion, SamplingParams, Stop, Update
 
 CONNECTIONS = 2048  # requests at the same time; more wait for their turn
 QUICK = 60.0  # deadline of a question that needs no computing [s]
@@ -146,10 +146,66 @@ def cut(params: SamplingParams, end_ids: Collection[int], room: int) -> tuple[tu
     return (given, False) if first is None else (given[: first + 1], True)
 
 
+class Scores(Protocol):
+    """What `answer_given` needs of an adapter. `takes` counts how often the engine's weights were changed; `ask` gives
+    the engine's own answer, `parse` the tokens that it sampled, `scores` the log-probs of the given ones."""
+
+    address: str
+    context: int
+    end_ids: frozenset[int]
+    takes: int
+
+    async def ask(
+        self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
+    ) -> Any: ...
+    def parse(self, answer: Any, count: int) -> Completion: ...
+    def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]: ...
+
+
+async def answer_given(
+    adapter: Scores,
+    engine: str,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    room: int,
+    session: str,
+    exact: bool = False,
+) -> Completion:
+    """An answer that begins with `params.forced`, of at most `room` tokens: the given ones are scored as a part of the
+    prompt. `exact`: the engine computes all of it anew when its weights change meanwhile."""
+    scorable(params, engine)
+    given, ended = cut(params, adapter.end_ids, room)
+    if len(prompt_ids) + len(given) == adapter.context:
+        raise BirlError(
+            f"{engine} scores at most {adapter.context - 1} tokens, prompt and answer, one less than its context: "
+            "start it with a context of one token more."
+        )
+    more = 0 if ended else room - len(given)
+    for _ in range(3):
+        known = adapter.takes
+        answer = await adapter.ask(prompt_ids + given, params, max(more, 1), session, scored=len(given))
+        rest = adapter.parse(answer, max(more, 1))
+        # Scores are of one version, and its label is that of the first token after them.
+        if adapter.takes == known or exact or not rest.versions:
+            break
+    else:
+        raise EngineDown(f"{adapter.address}: its weights changed three times while it scored one answer.")
+    if not rest.versions:  # aborted before there was anything
+        return rest
+    scores = adapter.scores(answer, given)
+    keep = len(rest.tokens) if more else 0
+    return Completion(
+        tokens=given + rest.tokens[:keep],
+        logprobs=scores + rest.logprobs[:keep],
+        versions=rest.versions[:1] * len(given) + rest.versions[:keep],
+        stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
+    )
+
+
 def check_folder(update: Update, current: int) -> dict[str, Tensor]:
     """The tensors in the folder of an update, compared with its digests. Reads all of it. Raises `WeightsFailed`."""
     fresh(update, current)
-    found = read(Path(update.folder), set())
+    found = read(Path(update.folder))
     if update.digests:
         where = f"Version {update.version} of the weights in {update.folder}"
         if odd := sorted(update.digests.keys() ^ found.keys()):
@@ -163,8 +219,7 @@ def check_folder(update: Update, current: int) -> dict[str, Tensor]:
 
 def fresh(update: Update, current: int) -> None:
     """Raises `WeightsFailed` for an update that is older than what the engine has, or has no folder."""
-    if update.version < current and not update.anew:
-        raise WeightsFailed("stale", f"The engine has version {current} of the weights and was given {update.version}.")
+    check_age(update, current)
     if not update.folder:
         raise WeightsFailed(
             "missing", f"Version {update.version} of the weights is in no folder: this engine reads them from one."

@@ -1,7 +1,6 @@
 """The engine as its server knows it: what may be asked of it now, and how that ends."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.request import Request
 from birl.errors import BirlError, WeightsFailed
 from birl.models.digests import whole
+from birl.seeds import derive_seed
 from birl.serve.limits import Gate, Refused
 from birl.serve.membership import Membership
 from birl.serve.metrics import Metrics
@@ -59,10 +59,10 @@ class Service:
         self.asked += 1
         seed = params.seed
         if seed is None and self.seed:
-            seed = derived(self.seed, self.asked)
+            seed = derive_seed(self.seed, self.asked)
         if seed is None:
             return [params] * n
-        return [replace(params, seed=derived(seed, i) if i else seed) for i in range(n)]
+        return [replace(params, seed=derive_seed(seed, i) if i else seed) for i in range(n)]
 
     async def generate(
         self,
@@ -177,9 +177,3 @@ class Service:
                 f"The prompt has {len(ids)} tokens and leaves no room for an answer: the context has "
                 f"{self.engine.context}."
             )
-
-
-def derived(*numbers: int) -> int:
-    """A 64-bit seed from a few numbers; neighbours give unrelated streams."""
-    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
-from birl.serve.peer import QUICK, Peer, check_folder, cut, number, scorable, size, versions, vocabulary
+from birl.serve.peer import QUICK, Peer, answer_given, check_folder, number, size, versions, vocabulary
 from birl.serve.wire import Info
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
@@ -40,7 +40,6 @@ class SGLang:
         self.peer = Peer(address, token=token, timeout=timeout)
         self.address, self.version = self.peer.address, 0
         self.recompute_kv, self.end_ids, self.timeout = recompute_kv, end_ids, timeout
-        self._loads = 0
         self.paused = self.asleep = False
         self.empty = False  # slept, and still without weights
         self.cacheless = False  # slept, and still without a cache
@@ -54,7 +53,7 @@ class SGLang:
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
-        loads = self._loads
+        known = None if self._control.locked() else self.takes
         try:
             # not /health: it samples a token, and so waits for the end of a pause
             model = await self.peer.json("GET", "/model_info", timeout=QUICK)
@@ -67,7 +66,7 @@ class SGLang:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("", repr(error), error)
         self.context = context
-        if loads == self._loads and not self._control.locked():  # else a load has overtaken the answer
+        if known == self.takes and not self._control.locked():  # else a load has overtaken the answer
             self.version = number(label)
         return Info(
             engine="sglang",
@@ -102,33 +101,7 @@ class SGLang:
             return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
         if not params.forced:
             return self.parse(await self.ask(prompt_ids, params, room, session), room)
-        scorable(params, "SGLang")
-        given, ended = cut(params, self.end_ids, room)
-        if len(prompt_ids) + len(given) == self.context:
-            raise BirlError(
-                f"SGLang scores at most {self.context - 1} tokens, prompt and answer, one less than its context: "
-                "start it with a context of one token more."
-            )
-        more = 0 if ended else room - len(given)
-        for _ in range(3):
-            known = self.takes
-            answer = await self.ask(prompt_ids + given, params, max(more, 1), session, scored=len(given))
-            rest = self.parse(answer, max(more, 1))
-            # Scores are of one version, and its label is that of the first token after them.
-            if self.takes == known or not rest.versions:
-                break
-        else:
-            raise EngineDown(f"{self.address}: its weights changed three times while it scored one answer.")
-        if not rest.versions:  # aborted before there was anything
-            return rest
-        scores = self.scores(answer, given)
-        keep = len(rest.tokens) if more else 0
-        return Completion(
-            tokens=given + rest.tokens[:keep],
-            logprobs=scores + rest.logprobs[:keep],
-            versions=rest.versions[:1] * len(given) + rest.versions[:keep],
-            stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
-        )
+        return await answer_given(self, "SGLang", prompt_ids, params, room, session)
 
     async def longest(self) -> int:
         """The context [tokens], asked for once."""
@@ -226,7 +199,6 @@ class SGLang:
             if found != label:
                 raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
             self.version, self.broken, self.empty = update.version, "", False
-            self._loads += 1
             if not self.paused:
                 await self.go_on()
         except (EngineDown, BirlError, asyncio.CancelledError) as error:

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.serve import vllm_plugin
-from birl.serve.peer import QUICK, Peer, check_folder, cut, fresh, number, scorable, size, tied, versions, vocabulary
+from birl.serve.peer import QUICK, Peer, answer_given, check_folder, fresh, number, size, tied, versions, vocabulary
 from birl.serve.wire import Info
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
@@ -53,7 +53,6 @@ class VLLM:
         self.peer = Peer(address, token=token, timeout=timeout)
         self.address, self.version = self.peer.address, 0
         self.method, self.recompute_kv, self.end_ids = method, recompute_kv, end_ids
-        self._loads = 0
         self.paused = self.asleep = False
         self.empty = False  # slept, and still without weights
         self.cacheless = False  # slept, and still without a cache
@@ -66,7 +65,7 @@ class VLLM:
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
-        loads = self._loads
+        known = None if self._control.locked() else self.takes
         try:
             model = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
             label = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
@@ -81,7 +80,7 @@ class VLLM:
             hint = " Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
             raise BirlError(f"{error}{hint}") from error
         self.context = context
-        if loads == self._loads and not self._control.locked():  # else a load has overtaken the answer
+        if known == self.takes and not self._control.locked():  # else a load has overtaken the answer
             self.version = number(label)
         return Info(
             engine="vllm",
@@ -123,33 +122,7 @@ class VLLM:
             return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
         if not params.forced:
             return self.parse(await self.ask(prompt_ids, params, room, session), room)
-        scorable(params, "vLLM")
-        given, ended = cut(params, self.end_ids, room)
-        if len(prompt_ids) + len(given) == self.context:
-            raise BirlError(
-                f"vLLM scores at most {self.context - 1} tokens, prompt and answer, one less than its context: "
-                "start it with a context of one token more."
-            )
-        more = 0 if ended else room - len(given)
-        for _ in range(3):
-            known = self.takes
-            answer = await self.ask(prompt_ids + given, params, max(more, 1), session, score=True)
-            rest = self.parse(answer, max(more, 1))
-            # Scores are of one version, and its label is that of the first token after them.
-            if self.takes == known or self.recompute_kv or not rest.versions:
-                break
-        else:
-            raise EngineDown(f"{self.address}: its weights changed three times while it scored one answer.")
-        if not rest.versions:  # aborted before there was anything
-            return rest
-        scores = self.scores(answer, given)
-        keep = len(rest.tokens) if more else 0
-        return Completion(
-            tokens=given + rest.tokens[:keep],
-            logprobs=scores + rest.logprobs[:keep],
-            versions=rest.versions[:1] * len(given) + rest.versions[:keep],
-            stop=rest.stop if more else Stop.STOP if ended else Stop.LENGTH,
-        )
+        return await answer_given(self, "vLLM", prompt_ids, params, room, session, exact=self.recompute_kv)
 
     async def longest(self) -> int:
         """The context [tokens], asked for once."""
@@ -157,7 +130,7 @@ class VLLM:
             return self.context or (await self.info()).context
 
     async def ask(
-        self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, score: bool = False
+        self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
     ) -> Any:
         sampling: dict[str, Any] = {
             **{"max_tokens": count, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k},
@@ -165,7 +138,7 @@ class VLLM:
             **{"stop_token_ids": list(params.stop_ids), "include_stop_str_in_output": True, "logprobs": 0},
             **{"skip_special_tokens": False, "detokenize": bool(params.stop)},
         }
-        if score:
+        if scored:
             sampling["prompt_logprobs"] = 0
         with self.peer.request(session) as name:
             # The salt keeps what the prefix cache holds of one version from answers of another one.
@@ -282,7 +255,6 @@ class VLLM:
             if found != label:
                 raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
             self.version, self.broken, self.empty = update.version, "", False
-            self._loads += 1
             if not self.paused:
                 await self.peer.call("POST", "/resume", timeout=QUICK)
         except (EngineDown, BirlError, asyncio.CancelledError) as error:

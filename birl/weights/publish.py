@@ -27,6 +27,7 @@ from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
 from birl.models.heads import HEADS
+from birl.serve.peer import size
 from birl.serve.remote import Remote
 from birl.types import Held, Update
 from birl.waits import event, waiting
@@ -220,8 +221,7 @@ class Volume:
             except EngineDown as error:
                 raise WeightsFailed("unreachable", str(error)) from error
             if info.version == update.version and info.digest == whole(update.digests):
-                size = sum(f.stat().st_size for f in Path(update.folder).glob("*.safetensors"))
-                return Held(version=info.version, digest=info.digest, bytes=size)
+                return Held(version=info.version, digest=info.digest, bytes=size(update.folder))
             await asyncio.sleep(self.interval)
         has = "nothing is known of it" if info is None else f"it has version {info.version}, digest {info.digest[:8]}"
         raise WeightsFailed(
