@@ -23,3 +23,8 @@ class EngineDown(Exception):
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class HistoryRewritten(BirlError):
+    """The chat template renders earlier messages in another way once new ones come, so the conversation cannot go on
+    token by token."""

@@ -1,27 +1,49 @@
 """Every noun that crosses a stage boundary, in the order in which a prompt meets them. Standard library only.
 
-    Task -> Env -> Completion -> Turn -> Trajectory -> Group -> Sample        (then data/pack.py: Batch; learner/:
-    StepStats)
+    Task -> Env | Agent -> Completion -> Turn -> Trajectory -> Group -> Sample
+    (then data/pack.py: Batch; learner/: StepStats)
 
 Each stage has its own frozen type; nothing is filled in later. Tokens are the truth and text is a view of them: text
 becomes tokens once, in `birl/text/`, and a mask comes from who produced a token, never from comparing with a pad id.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the model makes; `arguments` is JSON text of an object. `id` is empty where the format has none.
+
+    Example: ToolCall(name="weather", arguments='{"city": "Oslo"}')
+    """
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message, as the model's template sees it.
+    """One chat message, as the model's template sees it. `thinking` is what the model said to itself before, where its
+    template sets that apart; `tool_calls` are an assistant's; a message of role `tool` answers `tool_call_id`, or the
+    tool `name`.
 
     Example: Message(role="user", content="What is 3 + 4?")
     """
 
     role: str
     content: str
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+#: messages, which the chat template renders, or plain text, which is encoded as it is
+Conversation = tuple[Message, ...] | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +58,7 @@ class Task:
     """
 
     id: str
-    prompt: tuple[Message, ...] | str
+    prompt: Conversation
     answer: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = "data"
@@ -94,13 +116,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call of the model within an episode: all ids that it saw, and what it answered.
+    """One call of the model within an episode: all ids that it saw, and what it answered. `reward` is what the
+    environment gave for this answer. `agent` says who spoke, where an episode has several, each with its own reward.
 
     Example: Turn(prompt=(1, 9, 4), completion=Completion(...))
     """
 
     prompt: tuple[int, ...]
     completion: Completion
+    reward: float = 0.0
+    agent: str = ""
 
 
 class Outcome(StrEnum):
@@ -122,6 +147,7 @@ class Outcome(StrEnum):
 class Trajectory:
     """One finished episode. `reward` is trained on, `score` is reported (they may differ); both are NaN unless
     `outcome.scored`. `parts` holds each reward function's own figure, `detail` the first line of what went wrong.
+    `rewards` by agent, where the episode has several: each is trained on its own, and `reward` is their mean.
 
     Example: Trajectory(turns=(Turn(...),), reward=1.0, score=1.0, parts={"math": 1.0}, outcome=Outcome.OK)
     """
@@ -132,11 +158,13 @@ class Trajectory:
     outcome: Outcome
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     detail: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """n episodes of one task: the unit of scheduling and of baselines. `index` counts admissions since the run's start.
+    `agent`: what is left of a group when only the turns of one of its agents are looked at.
 
     Example: Group(index=12, task=Task(...), trajectories=(Trajectory(...), Trajectory(...)), start_version=3)
     """
@@ -145,6 +173,7 @@ class Group:
     task: Task
     trajectories: tuple[Trajectory, ...]
     start_version: int
+    agent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +212,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """An environment's answer to one reply: new messages, and what the reply was worth.
+    """An environment's answer to one reply: new messages, and what the reply was worth. `prompt`, where it is given, is
+    all that the model sees next, instead of what was said so far and `messages`.
 
     Example: Feedback(messages=(Message(role="user", content="Too low."),), reward=0.0, done=False)
     """
 
     messages: tuple[Message, ...] = ()
+    prompt: Conversation | None = None
     reward: float = 0.0
     score: float | None = None  # None: the same as reward
     done: bool = True
@@ -197,10 +228,30 @@ class Feedback:
 
 class Env(Protocol):
     """One episode's world, in message space. Single use: it has no reset. Errors may be raised anywhere; they end the
-    episode with the outcome `env_error`, never with a reward of 0."""
+    episode with the outcome `env_error`, never with a reward of 0. An attribute `tools`, if there is one, holds the
+    JSON schemas of the tools that the model may call; its calls are then in `reply.tool_calls`. Methods may be plain
+    functions: those run in a thread, where they hold up nobody else."""
 
-    async def start(self) -> tuple[Message, ...] | str: ...
+    async def start(self) -> Conversation: ...
     async def step(self, reply: Message) -> Feedback: ...
+    async def close(self) -> None: ...
+
+
+class Model(Protocol):
+    """What an agent talks to. `ask` continues the conversation that it knows the beginning of, token by token, or
+    begins a new one; `agent` names the speaker. `base_url` is the same for a client of OpenAI's or Anthropic's API, in
+    this process or another."""
+
+    async def ask(self, said: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), agent: str = "") -> Message: ...
+    @property
+    def base_url(self) -> str: ...
+
+
+class Agent(Protocol):
+    """One episode's program that talks to the model as it likes; the other way round from `Env`. `run` gives the
+    reward, or one for each agent by name."""
+
+    async def run(self, model: Model) -> float | Mapping[str, float]: ...
     async def close(self) -> None: ...
 
 

@@ -89,6 +89,18 @@ def scale(advantages: Tensor, group: Tensor, by: str, *, rewards: Tensor | None 
     raise ValueError(f"unknown scale {by!r}, known are {', '.join(SCALES)}")
 
 
+def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
+    """G_t = r_t + discount G_{t+1}: what a turn and those after it earned (the return of Sutton and Barto, eq. 3.9; for
+    turn-level credit cf. arXiv:2505.11821).
+
+    rewards [T], one for each turn of an episode -> [T].
+    """
+    found = rewards.clone()
+    for t in range(len(found) - 2, -1, -1):
+        found[t] += discount * found[t + 1]
+    return found
+
+
 def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
     """A_i = (S_i - mean S) / (std S + EPS), S_i = sum_k w_k (r_ik - mean_k) / (std_k + EPS) with the mean and deviation
     of reward k in i's group (GDPO arXiv:2601.05242: each reward is normalised by itself, then the sum over the batch).

@@ -12,18 +12,13 @@ from birl.algorithms.advantages import EPS
 from birl.algorithms.segments import ends, positions, starts, totals
 
 
-def token_rewards(score: Tensor, kl: Tensor, sample: Tensor, coef: float) -> Tensor:
-    """r_t = -coef kl_t, plus the sample's score at its last token   (arXiv:1909.08593 eq. 2, arXiv:2203.02155).
+def token_rewards(earned: Tensor, kl: Tensor, coef: float) -> Tensor:
+    """r_t = e_t - coef kl_t, e_t the score at an answer's last token   (arXiv:1909.08593 eq. 2, arXiv:2203.02155).
 
-    score [S] in order of the samples' appearance, kl [N] (k1 for the papers' penalty), sample [N] -> [N]. Raises
-    ValueError when there are not as many scores as samples.
+    earned [N]: what each token earned, 0 but at the end of a turn; kl [N] (k1 for the papers' penalty) -> [N] without
+    gradient.
     """
-    last = ends(sample)
-    if int(last.sum()) != len(score):
-        raise ValueError(f"{len(score)} scores for {int(last.sum())} samples")
-    rewards = kl_rewards(kl, coef)
-    rewards[last] = rewards[last] + score.detach().to(rewards.dtype)
-    return rewards
+    return earned.detach() + kl_rewards(kl, coef).to(earned.dtype)
 
 
 def kl_rewards(kl: Tensor, coef: float) -> Tensor:

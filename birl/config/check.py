@@ -14,7 +14,7 @@ from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import algorithm_problems
 from birl.config.rules_engine import asynchronous_problems, engine_problems
 from birl.config.rules_stages import stage_problems
-from birl.config.schema import RL, Config, Eval, Model, Serve, Stage
+from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
 from birl.config.words import command, did_you_mean, said, value_of, without_effect
 
 REWARDS = ("math", "format", "length", "model")
@@ -42,7 +42,7 @@ def problems(config: Config) -> list[str]:
     found += _model(config)
     if isinstance(config, Stage):
         return [*found, *_data(config), *stage_problems(config), *_optimizer(config, 1), *_lora(config), *_run(config)]
-    found += [*_rewards(config), *_validation(config), *engine_problems(config)]
+    found += [*_environment(config), *_rewards(config), *_validation(config), *engine_problems(config)]
     if isinstance(config, Eval):
         return found + _eval(config)
     return [
@@ -106,34 +106,49 @@ def _model(config: RL | Stage | Eval) -> list[str]:
 
 
 def _rewards(config: RL | Eval) -> list[str]:
-    reward, found = config.reward, []
-    if not reward.functions:
-        found.append(
-            "reward.functions is empty: name at least one of math | format | length | model | my_file.py:my_function."
-        )
-    for name in reward.functions:
+    reward, functions, found = config.reward, reward_functions(config), []
+    for name in functions:
         found += _reward_name(name)
-    for name in {name for name in reward.functions if reward.functions.count(name) > 1}:
+    for name in {name for name in functions if functions.count(name) > 1}:
         found.append(f"reward.functions names {name} twice; give it a higher weight in reward.weights instead.")
-    if reward.weights and len(reward.weights) != len(reward.functions):
+    if reward.weights and len(reward.weights) != len(functions):
         found.append(
-            f"{said(config, 'reward.weights')}: {len(reward.weights)} weights for {len(reward.functions)} functions "
-            f"({', '.join(reward.functions)}); give one for each."
+            f"{said(config, 'reward.weights')}: {len(reward.weights)} weights for {len(functions)} functions "
+            f"({', '.join(functions)}); give one for each."
         )
     if reward.weights and not any(reward.weights):
         found.append(f"{said(config, 'reward.weights')}: all weights are 0, so every reward would be 0.")
-    if "format" not in reward.functions:
+    if "format" not in functions:
         found += without_effect(config, "reward.format_pattern", "reward.functions does not name format; add it")
-    if "model" not in reward.functions:
+    if "model" not in functions:
         found += without_effect(config, "reward.model", "reward.functions does not name model; add it")
     elif not reward.model:
         found.append("reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).")
-    if "length" not in reward.functions:
+    if "length" not in functions:
         found += without_effect(config, "reward.length_target", "reward.functions does not name length; add it")
     try:
         re.compile(reward.format_pattern)
     except re.error as error:
         found.append(f"reward.format_pattern={reward.format_pattern}: is not a regular expression: {error}.")
+    return found
+
+
+def _environment(config: RL | Eval) -> list[str]:
+    env, found = config.env, []
+    if not env.kind:
+        return ["env.kind is empty: name an environment, or single_turn."]
+    place, colon, name = env.kind.rpartition(":")
+    if env.kind.endswith(".py"):
+        found.append(f"env.kind={env.kind}: say what of it, as in env.kind={env.kind}:MyEnv.")
+    if colon and (not place or not name.isidentifier()):
+        found.append(f"env.kind={env.kind}: expected my_file.py:NAME or package.module:NAME.")
+    elif place.endswith(".py") and not Path(place).is_file():
+        found.append(f"env.kind={env.kind}: there is no file {place} in {Path.cwd()}.")
+    if env.kind == "single_turn":
+        reason = "env.kind=single_turn answers nothing; name an environment"
+        found += without_effect(config, "env.max_turns", reason)
+        if env.options:
+            found.append(f"env.{next(iter(env.options))}: there is no such key, and {reason}.")
     return found
 
 
@@ -185,7 +200,7 @@ def _validation(config: RL | Eval) -> list[str]:
 
 def _eval(config: Eval) -> list[str]:
     found = []
-    if not config.data.validation:
+    if not config.data.validation and config.env.kind == "single_turn":
         instead = written(config.data.train) if config.data.train else "my.jsonl"
         found.append(f"data.validation is empty: say what to measure on, as in `birl eval data.validation={instead}`.")
     for key in ONLY_TRAINING:
@@ -197,7 +212,7 @@ def _eval(config: Eval) -> list[str]:
 
 def _data(config: RL | Stage) -> list[str]:
     data, found = config.data, []
-    if not data.train:
+    if not data.train and not (isinstance(config, RL) and config.env.kind != "single_turn"):
         found.append(
             f"data.train is empty: say what to train on, as in `birl {command(config)} data.train=my.jsonl` (.json "
             ".jsonl .csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
@@ -237,7 +252,6 @@ def _sampling(config: RL) -> list[str]:
             "rollout.temperature=0: greedy answers are all the same, so there is nothing to compare; use 1 "
             "(validation.temperature may be 0)."
         )
-    found += without_effect(config, "rollout.max_turns", "every task of this version is answered in one turn")
     for key, values in (("rollout.stop", rollout.stop),):
         if "" in values:
             found.append(f"{key}: an empty string would end every answer at once; remove it.")

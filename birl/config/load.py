@@ -30,7 +30,7 @@ from birl.errors import BirlError
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 
 DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
-SHORTHANDS = {"reward": "reward.functions"}
+SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 # What other systems call our keys: a name that difflib cannot find.
@@ -207,7 +207,14 @@ def _compose(schema: type, choices: dict[str, str]) -> DictConfig:
 
 
 def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
-    doc = documentation(schema).get(setting.key)
+    known = documentation(schema)
+    doc = known.get(setting.key)
+    if "env.options" in known and setting.key.startswith("env.") and (doc is None or setting.key == "env.options"):
+        name = setting.key.removeprefix("env.").removeprefix("options").lstrip(".")
+        if not name.isidentifier():
+            raise BirlError(f"{setting.source}: an environment's own keys are written as env.NAME=value.")
+        OmegaConf.update(config, f"env.options.{name}", setting.value, force_add=True)
+        return
     if doc is None:
         raise BirlError(_unknown_key(setting, schema))
     value = _convert(doc, setting)
@@ -312,6 +319,26 @@ def _to_object(config: DictConfig) -> Any:
         raise BirlError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
 
 
+def read_section(schema: type, written: Mapping[str, Any], prefix: str) -> Any:
+    """A section that is not part of the configuration, such as an environment's own: a dataclass with what was written
+    for its keys. Raises one `BirlError` that lists everything that is wrong."""
+    config, errors = OmegaConf.structured(schema), []
+    for key, value in written.items():
+        source = f"{prefix}{key}={value}"
+        if key not in documentation(schema):
+            known = documentation(schema)
+            hint = did_you_mean(key, known) or f" It has: {', '.join(known) or 'none'}."
+            errors.append(f"{source}: there is no such key.{hint}")
+            continue
+        try:
+            _apply(config, Setting(key=key, value=value, source=source), schema)
+        except BirlError as error:
+            errors.append(str(error))
+    if errors:
+        raise BirlError("\n".join(errors))
+    return _to_object(config)
+
+
 def to_yaml(config: AnyConfig) -> str:
     """The whole configuration. `birl rl FILE.yaml` reads it back to the same values."""
     return yaml.safe_dump(_escape(asdict(config)), sort_keys=False, allow_unicode=True, width=120)
@@ -377,12 +404,16 @@ def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable
     left_out = {key.split(".")[0] for key in without if key != "reward"}
     parts = {
         "model": _short_name(config.model.path),
-        "data": _short_name(config.data.train[0]) if config.data.train else "",
+        "data": _short_name(config.data.train[0]) if config.data.train else _environment(config),
         "algorithm": choices.get("algorithm", "") if isinstance(config, RL) else command(config),
         "seed": str(config.seed),
     }
     name = "-".join(part for key, part in parts.items() if part and key not in left_out)
     return f"runs/{name or 'multirun'}"
+
+
+def _environment(config: RL | Stage) -> str:
+    return config.env.kind.rpartition(":")[2] if isinstance(config, RL) else ""
 
 
 def _short_name(path: str) -> str:

@@ -42,6 +42,19 @@ def corrects(config: RL) -> bool:
     return proximal(config) != "behaviour" and config.algorithm.correction != "none"
 
 
+def _credit(config: RL) -> list[str]:
+    keys, found = config.algorithm, []
+    if keys.credit == "trajectory":
+        return without_effect(config, "algorithm.turn_discount", "algorithm.credit=trajectory; set it to turn")
+    if keys.advantage != "relative" and ":" not in keys.advantage:
+        found.append(f"algorithm.credit=turn: not with algorithm.advantage={keys.advantage}, but with relative.")
+    if keys.baseline == "greedy":
+        found.append("algorithm.credit=turn: a greedy episode has other turns; take another algorithm.baseline.")
+    if keys.kl_coef > 0 and keys.kl_in == "reward":
+        found.append("algorithm.credit=turn: the KL belongs to no turn; set algorithm.kl_in=loss.")
+    return found
+
+
 def algorithm_problems(config: RL) -> list[str]:
     algorithm, size, found = config.algorithm, config.rollout.group_size, []
     for key, (other, values) in NEEDS.items():
@@ -54,7 +67,7 @@ def algorithm_problems(config: RL) -> list[str]:
         found += _dynamic_sampling(config)
     else:
         found += without_effect(config, "algorithm.max_refill", "algorithm.dynamic_sampling is false")
-    found += _kl(config)
+    found += _kl(config) + _credit(config)
     if not algorithm.teacher:
         found += without_effect(config, "algorithm.teacher_coef", "algorithm.teacher is empty; name a model")
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= size:

@@ -5,6 +5,7 @@ The string under each field is its documentation: `birl rl --help` prints it. A 
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(kw_only=True)
@@ -116,6 +117,11 @@ class Algorithm:
     scale_rewards: str = "none"
     """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of all
     advantages, REINFORCE++) | rewards (std of all rewards, Lite PPO) | mean (mean reward of the group, MaxRL)."""
+    credit: str = "trajectory"
+    """Who is thanked for a reward: trajectory (all turns of the episode alike) | turn (each turn for what it and those
+    after it earned, compared with the same turn of the group's other episodes)."""
+    turn_discount: float = 1.0
+    """For algorithm.credit=turn: what a reward counts one turn earlier [0 to 1]."""
     pass_k: int = 4
     """The k that algorithm.advantage=pass_at_k trains for."""
     surrogate: str = "clip"
@@ -236,8 +242,6 @@ class Rollout:
     """Episodes per prompt."""
     max_tokens: int = 256
     """Longest answer [tokens per turn]."""
-    max_turns: int = 8
-    """Calls of the model per episode, for environments with several turns."""
     temperature: float = 1.0
     """Sampling temperature; the learner's log-probs use it too."""
     top_p: float = 1.0
@@ -248,8 +252,6 @@ class Rollout:
     """Drop tokens below min_p times the likeliest. Training refuses anything but 0."""
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer; they stay part of it."""
-    timeout: float = 600.0
-    """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
     failed: str = "drop"
     """Episodes that end as env_error, engine_error, timeout or aborted: drop (the rest of the group goes on without
     them) | drop_group."""
@@ -266,6 +268,22 @@ class Rollout:
     oversample: int = 0
     """More episodes per prompt than rollout.group_size; the first to finish are taken and the others cut short. Faster
     with stragglers, and it prefers short answers."""
+
+
+@dataclass(kw_only=True)
+class Env:
+    """`options` are the environment's own keys, as they were written."""
+
+    kind: str = "single_turn"
+    """What answers the model: single_turn (nothing, one prompt and one answer) | the name of a task of docs/tasks.md |
+    my_file.py:NAME or package.module:NAME, which is a class with start, step and close, a class with run, a function
+    step(state, action, extra_info), or any function that is an agent (docs/environments.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The environment's own keys, which docs and its source list. Written without this name: env.low=1."""
+    max_turns: int = 8
+    """Calls of the model per episode; then it is cut, and its outcome is `truncated`."""
+    timeout: float = 600.0
+    """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
 
 
 @dataclass(kw_only=True)
@@ -290,9 +308,10 @@ class Validation:
 
 @dataclass(kw_only=True)
 class Reward:
-    functions: list[str] = field(default_factory=lambda: ["math"])
+    functions: list[str] = field(default_factory=list)
     """Reward functions: math | format | length | model (a reward model, reward.model), or my_file.py:my_function, or
-    package.module:function."""
+    package.module:function. They judge the last answer, and add to what the environment gave. Empty: math for
+    env.kind=single_turn, else the environment alone."""
     weights: list[float] = field(default_factory=list)
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""
@@ -530,6 +549,7 @@ class RL:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    env: Env = field(default_factory=Env)
     rollout: Rollout = field(default_factory=Rollout)
     validation: Validation = field(default_factory=Validation)
     reward: Reward = field(default_factory=Reward)
@@ -622,6 +642,7 @@ class Eval:
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    env: Env = field(default_factory=Env)
     validation: Validation = field(default_factory=Validation)
     reward: Reward = field(default_factory=Reward)
     engine: Engine = field(default_factory=Engine)
@@ -666,6 +687,11 @@ class Serve:
 
 
 Config = RL | Stage | Eval | Serve
+
+
+def reward_functions(config: RL | Eval) -> list[str]:
+    """Those that judge answers: by default none where an environment does."""
+    return config.reward.functions or ["math"] * (config.env.kind == "single_turn")
 
 
 def check(config: Config) -> None:

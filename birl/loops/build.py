@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +16,9 @@ from torch import nn
 from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.rules_algorithm import CRITIC, proximal
-from birl.data.stream import Source, Stream
-from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
+from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
-from birl.envs.single_turn import SingleTurn
+from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
@@ -27,30 +27,24 @@ from birl.loops.custom import part
 from birl.loops.engines import Servers, open_servers, sender, wanted
 from birl.loops.evaluate import Plan, data_digest, plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
-from birl.loops.policy import (
-    DTYPES,
-    Policy,
-    check_cache,
-    load_policy,
-    longest_prompt,
-)
+from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.loops.scorer import RewardModel
+from birl.loops.tasks import check_lengths, lengths, load_data, report_data, stream, total_steps
 from birl.loops.teacher import ServedTeacher
 from birl.models.forward import head
 from birl.models.heads import add_score_head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
-from birl.rollout.episode import Limits
-from birl.rollout.group import Rollout
+from birl.rollout.group import Rollout, Scorer
+from birl.rollout.session import Limits
 from birl.seeds import derive_seed
+from birl.serve.gateway import Gateway
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import Sample, SamplingParams, Task
 from birl.weights.publish import Memory, Publisher
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +69,6 @@ class Parts:
     objective: Objective
     credit: Credit
     engine: EmbeddedEngine | Servers
-    rewards: Rewards
     rollout: Rollout
     params: SamplingParams
     train: list[Tasks]
@@ -85,6 +78,7 @@ class Parts:
     resume_from: Path | None
     total_steps: int | None
     counted: Counters = field(default_factory=Counters)
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @property
     def usage(self) -> Usage:
@@ -147,74 +141,67 @@ class Parts:
         return taken
 
     async def close(self) -> None:
-        await self.engine.close()
-        await self.rewards.close()
+        await self.opened.aclose()
         self.publisher.close()
         self.tracker.close()
-
-
-def stream(config: schema.RL | schema.Stage, sources: Sequence[Source[T]], position: int) -> Stream[T]:
-    """The training rows from `position` on: as many as the run takes, or endlessly where it counts steps."""
-    return Stream(
-        sources,
-        weights=config.data.weights,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        epochs=None if config.steps else config.epochs,
-        start=position,
-    )
 
 
 async def training(config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool, compute: Executor) -> Parts:
     """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
     run = Path(run_folder(config, choices))
     resume_from = find_checkpoint(config, run)
-    rewards = make_rewards(config.reward, config.model, compute, given.rewards)
-    starting = asyncio.create_task(rewards.start())
+    check_world(config.env)
     loop = asyncio.get_running_loop()
-    try:
+    async with AsyncExitStack() as opened:
+        rewards = make_rewards(config, compute, given.rewards)
+        starting = await started(rewards, opened)
         policy = await loop.run_in_executor(compute, load_policy, config.model, compute)
         context = min(config.model.max_length or policy.context, policy.context)
-        train, validation = load_data(config, given, policy.chat, context)
+        world = await open_world(config.env, policy.chat.text)
+        opened.push_async_callback(world.close)
+        train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
         report_data(train, validation)
-        check_lengths(config, train, policy.chat)
-        asked = lengths(config, policy, train, validation, context)
+        check_lengths(config, world, train, policy.chat, context)
+        asked = lengths(config, world, policy, train, validation, context)
         servers = None
         if config.engine.kind != "embedded" and not dry_run:
             servers = await open_servers(config.engine, wanted(config, policy, context, asked, run))
+            opened.push_async_callback(servers.close)
+        gateway = Gateway(policy.chat) if world.agent else None
+        if gateway is not None:
+            await gateway.start()
+            opened.push_async_callback(gateway.close)
         await starting
+        rollout = partial(Rollout, chat=policy.chat, open_env=world.open, score=scorer(rewards), gateway=gateway)
         ready = partial(
-            assembled, config, policy, context, rewards, train, validation, run, resume_from, dry_run, asked, servers
-        )
-        try:
-            return await loop.run_in_executor(compute, ready)
-        except BaseException:
-            if servers is not None:
-                await servers.close()
-            raise
-    except BaseException:
-        starting.cancel()
-        await rewards.close()
-        raise
+            assembled, config, policy, context, rewards, rollout, train, validation, run, resume_from, dry_run, asked,
+            servers,
+        )  # fmt: skip
+        parts = await loop.run_in_executor(compute, ready)
+        if servers is None:
+            opened.push_async_callback(parts.engine.close)
+        parts.opened = opened.pop_all()
+        return parts
 
 
-def lengths(
-    config: schema.RL, policy: Policy, train: Sequence[Tasks], validation: Sequence[Task], context: int
-) -> list[tuple[int, int]]:
-    """The longest prompt and answer of training, and of validation where there is one [tokens]."""
-    everything = [t[i] for t in train for i in range(len(t))]
-    asked = [(longest_prompt(everything, policy.chat, context), config.rollout.max_tokens)]
-    if validation:
-        answer = config.validation.max_tokens or config.rollout.max_tokens
-        asked.append((longest_prompt(validation, policy.chat, context), answer))
-    return asked
+async def started(rewards: Rewards | None, opened: AsyncExitStack) -> asyncio.Future[None]:
+    """Their start, on its way."""
+    if rewards is None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        return ready
+    starting = asyncio.create_task(rewards.start())
+    opened.push_async_callback(rewards.close)
+    opened.callback(starting.cancel)
+    return starting
 
 
 def assembled(
     config: schema.RL,
     policy: Policy,
     context: int,
-    rewards: Rewards,
+    rewards: Rewards | None,
+    rollout: Callable[..., Rollout],
     train: list[Tasks],
     validation: list[Task],
     run: Path,
@@ -230,14 +217,7 @@ def assembled(
     if isinstance(engine, EmbeddedEngine):
         for prompt, answer in asked:
             check_cache(config.engine, engine, prompt, answer)
-    rollout = Rollout(
-        engine=engine,
-        chat=policy.chat,
-        open_env=SingleTurn,
-        score=scorer(rewards),
-        limits=Limits(timeout=config.rollout.timeout, turns=config.rollout.max_turns),
-        seed=config.seed,
-    )
+    limits = Limits(timeout=config.env.timeout, turns=config.env.max_turns, tokens=context)
     total = total_steps(config, train)
     if not dry_run:
         claim(run, config, policy)
@@ -253,8 +233,7 @@ def assembled(
         objective=objective,
         credit=credit,
         engine=engine,
-        rewards=rewards,
-        rollout=rollout,
+        rollout=rollout(engine=engine, limits=limits, seed=config.seed),
         params=sampling(config.rollout),
         train=train,
         plan_validation=plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
@@ -267,7 +246,9 @@ def assembled(
     )
 
 
-def models(config: schema.RL, policy: Policy, rewards: Rewards) -> tuple[Learner, Objective, Credit, Learner | None]:
+def models(
+    config: schema.RL, policy: Policy, rewards: Rewards | None
+) -> tuple[Learner, Objective, Credit, Learner | None]:
     """The policy's learner, what it minimises, how its answers are judged; copies of the first weights come first."""
     keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
     surrogate = part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
@@ -297,7 +278,7 @@ def models(config: schema.RL, policy: Policy, rewards: Rewards) -> tuple[Learner
         critic=says,
         teacher=teacher,
         learner=learner if proximal(config) == "recompute" else None,
-        weights=rewards.weights,
+        weights=rewards.weights if rewards is not None else (),
     )
     return learner, objective, credit, critic
 
@@ -350,30 +331,36 @@ def lora_of(config: schema.RL | schema.Stage) -> Lora | None:
 
 
 def make_rewards(
-    config: schema.Reward, model: schema.Model, compute: Executor, given: Sequence[Callable[..., Any] | str] = ()
-) -> Rewards:
-    """A reward model is loaded here; where it is an address, a worker asks there."""
-    functions: list[Callable[..., Any] | str] = list(given) or list(config.functions)
-    served = config.model.startswith(("http://", "https://"))
+    config: schema.RL | schema.Eval, compute: Executor, given: Sequence[Callable[..., Any] | str] = ()
+) -> Rewards | None:
+    """None where the environment alone rewards. A reward model is loaded here; where it is an address, a worker asks
+    there."""
+    keys = config.reward
+    functions: list[Callable[..., Any] | str] = list(given) or list(schema.reward_functions(config))
+    if not functions:
+        return None
+    served = keys.model.startswith(("http://", "https://"))
     if "model" in functions:
-        judge = "endpoint" if served else compute.submit(RewardModel, config.model, model, compute).result()
+        judge = "endpoint" if served else compute.submit(RewardModel, keys.model, config.model, compute).result()
         functions[functions.index("model")] = judge
     return Rewards(
         functions,
-        weights=config.weights,
-        timeout=config.timeout,
-        workers=config.workers,
+        weights=keys.weights,
+        timeout=keys.timeout,
+        workers=keys.workers,
         options={
-            "format_pattern": config.format_pattern,
-            "length_target": config.length_target,
-            "address": config.model,
+            "format_pattern": keys.format_pattern,
+            "length_target": keys.length_target,
+            "address": keys.model,
         },
     )
 
 
-def scorer(rewards: Rewards):
+def scorer(rewards: Rewards | None) -> Scorer | None:
     """Reward functions see the prompt as the data has it, the completions as text, and the row's columns, once for
     each."""
+    if rewards is None:
+        return None
 
     async def score(task: Task, completions: list[str]) -> Sequence[Any]:
         n = len(completions)
@@ -397,63 +384,3 @@ def sampling(config: schema.Rollout) -> SamplingParams:
         min_p=config.min_p,
         stop=tuple(config.stop),
     )
-
-
-def load_data(config: schema.RL, given: Given, chat: Chat, context: int) -> tuple[list[Tasks], list[Task]]:
-    """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted."""
-    data = config.data
-    train = load_tasks(data, "train", chat=chat.has_template, given=given.train)
-    validation = load_tasks(data, "validation", chat=chat.has_template, given=given.validation)
-    if data.validation_split > 0 and not validation:
-        train, validation = split_validation(train, data.validation_split, config.seed)
-    limit = data.max_prompt_tokens or context - config.rollout.max_tokens
-    if limit <= 0:
-        raise BirlError(
-            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in the context of {context} "
-            "tokens. Lower it."
-        )
-    fitting: list[Tasks] = []
-    for tasks in train:
-        kept, dropped = filter_by_length(tasks, lambda t: len(chat.render(t.prompt)), limit)
-        if dropped:
-            print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
-        if len(kept) == 0:
-            raise BirlError(
-                f"{tasks.name}: every prompt has more than {limit} tokens. "
-                + (
-                    "Raise data.max_prompt_tokens."
-                    if data.max_prompt_tokens
-                    else f"The context of {context} tokens has no room for more beside an answer of rollout.max_tokens="
-                    f"{config.rollout.max_tokens}: lower that, shorten the prompts or take a model with a longer one."
-                )
-            )
-        fitting.append(kept)
-    held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
-    return fitting, held_out
-
-
-def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
-    shared = overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0
-    if shared:
-        print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
-
-
-def check_lengths(config: schema.RL, train: Sequence[Tasks], chat: Chat) -> None:
-    """A sample must fit into one micro-batch; better to know now than at step 300."""
-    longest = max(len(chat.render(t[i].prompt)) for t in train for i in range(len(t)))
-    need, have = longest + config.rollout.max_tokens, config.learner.tokens_per_microbatch
-    if need > have:
-        raise BirlError(
-            f"learner.tokens_per_microbatch={have} cannot hold the longest possible sample: a prompt of {longest} "
-            "tokens and "
-            f"rollout.max_tokens={config.rollout.max_tokens}. Set learner.tokens_per_microbatch={need}, or lower "
-            "data.max_prompt_tokens or rollout.max_tokens."
-        )
-
-
-def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
-    if config.steps:
-        return config.steps
-    if config.algorithm.dynamic_sampling:
-        return None  # nobody knows how many prompts a step will take
-    return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)

@@ -1,7 +1,10 @@
 """Groups -> samples with advantages: who is to be thanked for the reward.
 
     episodes   rewards + length penalties - KL in the reward -> one advantage each (algorithms/advantages.py)
+    turns      the same with what each turn and those after it earned, among the turns of the same number
     tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours; the proximal policy
+
+Where an episode has several agents, each is an episode of its own, compared with its like.
 
 What needs a model (reference, critic, teacher) is computed here for the whole batch of rollouts, before any update.
 """
@@ -26,6 +29,7 @@ from birl.rollout import assemble
 from birl.types import Group, Outcome, Sample
 
 Episode = tuple[Group, int]
+Unit = tuple[Group, int, int | None]  # what has an advantage of its own: an episode, or one of its turns
 
 
 def relative(rewards: Tensor, group: Tensor, *, lengths: Tensor, greedy: Tensor, baseline: str, scale_rewards: str):
@@ -103,12 +107,13 @@ class Credit:
     def of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
         """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy."""
         keys = self.config.algorithm
-        kept = [(g, i) for g in groups for i in self.usage.usable(g)]
+        kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
         if keys.baseline == "greedy":
             kept = [(g, i) for g, i in kept if greedy.get(g.index) is not None]
         if not kept:
             return Credited(samples=[], by_episode={})
-        rewards = torch.tensor([g.trajectories[i].reward for g, i in kept]) + self.penalties(kept)
+        penalties = self.penalties(kept)
+        rewards = torch.tensor([g.trajectories[i].reward for g, i in kept]) + penalties
         plain = [assemble.samples(g.trajectories[i], 0.0, g.index, i) for g, i in kept]
         samples = [s for own in plain for s in own]
         owner = torch.tensor([e for e, own in enumerate(plain) for _ in own])
@@ -117,11 +122,13 @@ class Credit:
         if kl is not None:
             episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))
         if self.estimator is None:
-            found = self._gae(batches, samples, owner, rewards, kl, kl_coef)
+            found = self._gae(batches, samples, kept, penalties, kl, kl_coef)
+        elif keys.credit == "turn":
+            found = self._by_turn(kept, penalties, greedy)
         else:
             if kl is not None:
                 rewards = rewards - kl_coef * episode_kl
-            each = self._estimate(rewards, kept, greedy)
+            each = self._estimate(rewards, [(g, i, None) for g, i in kept], greedy)
             found = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
         if self.teacher is not None:
             found = self._taught(batches, found)
@@ -137,28 +144,46 @@ class Credit:
     def penalties(self, kept: Sequence[Episode]) -> Tensor:
         """What length adds to or takes from each reward."""
         keys = self.config.algorithm
-        lengths = _lengths(kept)
+        last = torch.tensor([float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept])
         found = estimate.overlong_penalty(
-            lengths, limit=self.config.rollout.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
+            last, limit=self.config.rollout.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
         )
         if keys.length_penalty:
+            units: list[Unit] = [(g, i, None) for g, i in kept]
             right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept])
-            found = found + keys.length_penalty * estimate.length_penalty(lengths, right, _places(kept))
+            found = found + keys.length_penalty * estimate.length_penalty(_lengths(units), right, _places(units))
         return found
 
-    def _estimate(self, rewards: Tensor, kept: Sequence[Episode], greedy: dict[int, float]) -> Tensor:
+    def _by_turn(self, kept: Sequence[Episode], penalties: Tensor, greedy: dict[int, float]) -> list[Sample]:
+        """Each turn's advantage: the discounted reward from it on, compared with the group's turns of that number."""
+        units: list[Unit] = []
+        returns: list[Tensor] = []
+        for (g, i), penalty in zip(kept, penalties.tolist(), strict=True):
+            rewards = torch.tensor(assemble.turn_rewards(g.trajectories[i]))
+            rewards[-1] += penalty
+            returns.append(estimate.rewards_to_go(rewards, self.config.algorithm.turn_discount))
+            units += [(g, i, number) for number in range(len(rewards))]
+        each = self._estimate(torch.cat(returns), units, greedy).split([len(r) for r in returns])
+        return [
+            sample
+            for (g, i), own in zip(kept, each, strict=True)
+            for sample in assemble.samples(g.trajectories[i], own.tolist(), g.index, i)
+        ]
+
+    def _estimate(self, rewards: Tensor, units: Sequence[Unit], greedy: dict[int, float]) -> Tensor:
+        """rewards [U] -> advantages [U]."""
         assert self.estimator is not None
-        order = dict.fromkeys(g.index for g, _ in kept)
-        names = list(dict.fromkeys(n for g, i in kept for n in g.trajectories[i].parts))
+        order = dict.fromkeys((g.index, g.agent, turn) for g, _, turn in units)
+        names = list(dict.fromkeys(n for g, i, _ in units for n in g.trajectories[i].parts))
         tensors = {
-            "lengths": _lengths(kept),
-            "greedy": torch.tensor([greedy.get(g, 0.0) for g in order]),
-            "parts": torch.tensor([[g.trajectories[i].parts.get(n, 0.0) for n in names] for g, i in kept]),
+            "lengths": _lengths(units),
+            "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order]),
+            "parts": torch.tensor([[g.trajectories[i].parts.get(n, 0.0) for n in names] for g, i, _ in units]),
             "weights": torch.tensor([*self.weights] or [1.0] * len(names)),
-            "right": torch.tensor([g.trajectories[i].score >= 1 for g, i in kept]),
+            "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units]),
         }
         try:
-            found = self.estimator.bound(tensors)(rewards, _places(kept))
+            found = self.estimator.bound(tensors)(rewards, _places(units))
         except ValueError as error:
             raise BirlError(f"algorithm.advantage={self.config.algorithm.advantage}: {error}.") from error
         if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.isfinite().all():
@@ -190,12 +215,12 @@ class Credit:
         self,
         batches: Sequence[Batch],
         samples: Sequence[Sample],
-        owner: Tensor,
-        rewards: Tensor,
+        kept: Sequence[Episode],
+        penalties: Tensor,
         kl: list[Tensor] | None,
         kl_coef: float,
     ) -> list[Sample]:
-        """PPO: the score at a sample's last token, the KL at each; advantages and returns by the critic's values."""
+        """PPO: each turn's reward at its last token, the KL at each; advantages and returns by the critic's values."""
         assert self.critic is not None
         keys = self.config.critic
         values = by_sample(batches, [self.critic(b) for b in batches], len(samples))
@@ -203,8 +228,11 @@ class Credit:
         sizes = [len(v) for v in values]
         sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
         flat = torch.cat(values)
-        penalty = torch.zeros_like(flat) if kl is None else torch.cat(kl)
-        earned = critics.token_rewards(rewards[owner], penalty, sample, kl_coef)
+        earned = torch.tensor(
+            [reward for (g, i), p in zip(kept, penalties.tolist(), strict=True) for reward in _earned(g, i, p)]
+        )
+        if kl is not None:
+            earned = critics.token_rewards(earned, torch.cat(kl), kl_coef)
         if self.config.algorithm.advantage == "turn_gae":
             found = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
         else:
@@ -284,11 +312,24 @@ def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode
     return {place: own[0] if len(set(own)) == 1 else sum(own) / len(own) for place, own in found.items()}
 
 
-def _places(kept: Sequence[Episode]) -> Tensor:
-    """Which group each episode belongs to, counted from 0."""
-    order = {index: n for n, index in enumerate(dict.fromkeys(g.index for g, _ in kept))}
-    return torch.tensor([order[g.index] for g, _ in kept])
+def _places(units: Sequence[Unit]) -> Tensor:
+    """What each unit is compared with, counted from 0: the same turn, or all, of its group and agent."""
+    names = [(g.index, g.agent, turn) for g, _, turn in units]
+    order = {name: n for n, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([order[name] for name in names])
 
 
-def _lengths(kept: Sequence[Episode]) -> Tensor:
-    return torch.tensor([float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept])
+def _lengths(units: Sequence[Unit]) -> Tensor:
+    """Tokens that the model said [U]."""
+    found = []
+    for g, i, turn in units:
+        turns = g.trajectories[i].turns
+        found.append(float(sum(len(x.completion.tokens) for x in (turns if turn is None else turns[turn : turn + 1]))))
+    return torch.tensor(found)
+
+
+def _earned(group: Group, episode: int, penalty: float) -> list[float]:
+    """The reward of each trained token of an episode's samples, one after the other."""
+    rewards = assemble.turn_rewards(group.trajectories[episode])
+    rewards[-1] += penalty
+    return [value for own in assemble.token_rewards(group.trajectories[episode], rewards) for value in own]

@@ -7,15 +7,13 @@ key. Whatever is missing, unknown or of another type is told before the run begi
 """
 
 import difflib
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.named import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +56,6 @@ def part(
             + (f" Did you mean {near[0]}?" if near else f" It has: {', '.join(known) or 'none'}.")
         )
     return Part(function, options, tuple(tensors))
-
-
-def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise BirlError(f"{key}={name}: must be {' | '.join(table)}, or my_file.py:my_function.{hint}")
-    try:
-        if place.endswith(".py"):
-            path = Path(place).expanduser()
-            if not path.is_file():
-                raise BirlError(f"{key}={name}: there is no file {place} in {Path.cwd()}.")
-            spec = importlib.util.spec_from_file_location(f"birl_custom_{path.stem}", path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except BirlError:
-        raise
-    except Exception as error:  # whatever the user's file raises
-        raise BirlError(f"{key}={name}: {place} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        raise BirlError(f"{key}={name}: {place} has no function {attribute}. It has: {', '.join(known) or 'none'}.")
-    return function
 
 
 def _options(function: Callable[..., Any], key: str, name: str) -> list[inspect.Parameter]:

@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +15,19 @@ from birl.algorithms.pass_at_k import wilson
 from birl.config import schema
 from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
-from birl.envs.single_turn import SingleTurn
+from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
-from birl.loops.build import make_rewards, scorer
+from birl.loops.build import make_rewards, scorer, started
 from birl.loops.engines import Servers, Wanted, open_servers
 from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
+from birl.loops.tasks import own_rows
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
-from birl.rewards.score import Rewards
-from birl.rollout.episode import Limits
 from birl.rollout.group import Rollout
+from birl.rollout.session import Limits
+from birl.serve.gateway import Gateway
 from birl.types import Group
 
 EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
@@ -38,49 +39,60 @@ class Evaluation:
 
     plan: Plan
     rollout: Rollout
-    rewards: Rewards
     engine: EmbeddedEngine | Servers
+    opened: AsyncExitStack
     weights: str
     data: str
 
     async def close(self) -> None:
-        await self.engine.close()
-        await self.rewards.close()
+        await self.opened.aclose()
 
 
 async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
     """With servers only the tokenizer is loaded here."""
-    rewards = make_rewards(config.reward, config.model, compute)
-    starting = asyncio.create_task(rewards.start())
+    check_world(config.env)
     in_thread = partial(asyncio.get_running_loop().run_in_executor, compute)
-    try:
+    async with AsyncExitStack() as opened:
+        rewards = make_rewards(config, compute)
+        starting = await started(rewards, opened)
         load = partial(load_policy, compute=compute) if config.engine.kind == "embedded" else load_reader
         model: Policy | Reader = await in_thread(load, config.model)
-        tasks = load_tasks(config.data, "validation", chat=model.chat.has_template)
+        world = await open_world(config.env, model.chat.text)
+        opened.push_async_callback(world.close)
+        rows = own_rows(config, world, "validation")
+        tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows)
         questions = [t[i] for t in tasks for i in range(len(t))]
         context = min(config.model.max_length or model.context, model.context)
-        asked = (longest_prompt(questions, model.chat, context), config.validation.max_tokens or EVAL_TOKENS)
+        answer = config.validation.max_tokens or EVAL_TOKENS
+        asked = (context - answer if world.turns else longest_prompt(questions, model.chat, context), answer)
         if isinstance(model, Policy):
             engine = await in_thread(embedded, config, model, context, asked)
             found = await in_thread(lambda: whole(digests({n: p.data for n, p in model.model.named_parameters()})))
         else:
             engine, found = await served(config, model, context, asked)
+        opened.push_async_callback(engine.close)
+        gateway = Gateway(model.chat) if world.agent else None
+        if gateway is not None:
+            await gateway.start()
+            opened.push_async_callback(gateway.close)
         await starting
-    except BaseException:
-        starting.cancel()
-        await rewards.close()
-        raise
-    rollout = Rollout(
-        engine=engine, chat=model.chat, open_env=SingleTurn, score=scorer(rewards), limits=Limits(), seed=config.seed
-    )
-    return Evaluation(
-        plan=plan(questions, config.validation, EVAL_TOKENS),
-        rollout=rollout,
-        rewards=rewards,
-        engine=engine,
-        weights=found,
-        data=data_digest(questions),
-    )
+        rollout = Rollout(
+            engine=engine,
+            chat=model.chat,
+            open_env=world.open,
+            score=scorer(rewards),
+            limits=Limits(timeout=config.env.timeout, turns=config.env.max_turns, tokens=context),
+            seed=config.seed,
+            gateway=gateway,
+        )
+        return Evaluation(
+            plan=plan(questions, config.validation, EVAL_TOKENS),
+            rollout=rollout,
+            engine=engine,
+            weights=found,
+            data=data_digest(questions),
+            opened=opened.pop_all(),
+        )
 
 
 def embedded(config: schema.Eval, policy: Policy, context: int, asked: tuple[int, int]) -> EmbeddedEngine:

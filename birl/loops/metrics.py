@@ -110,6 +110,11 @@ def episode_records(
             "parts": dict(t.parts),
             "advantage": advantages.get((g.index, i)),
             "text": "".join(chat.decode(turn.completion.tokens) for turn in t.turns),
+            "turns": [
+                {"agent": turn.agent, "reward": turn.reward, "text": chat.decode(turn.completion.tokens)}
+                for turn in (t.turns if len(t.turns) > 1 else ())
+            ],
+            "rewards": dict(t.rewards),
             "samples": [
                 {
                     "tokens": s.tokens,
@@ -135,6 +140,7 @@ def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{f"outcome/{o}": float(counts[o]) for o in Outcome},
         "length/mean": sum(lengths) / max(len(lengths), 1),
         "length/max": float(max(lengths, default=0)),
+        "turns/mean": sum(len(t.turns) for t in episodes) / max(len(episodes), 1),
     }
 
 
@@ -146,7 +152,12 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for trajectory in scored:
         for name, value in trajectory.parts.items():
             parts.setdefault(name, []).append(value)
+    by_agent: dict[str, list[float]] = {}
+    for trajectory in scored:
+        for name, value in trajectory.rewards.items():
+            by_agent.setdefault(name, []).append(value)
     return {
+        **{f"reward/agent/{name}": fmean(values) for name, values in by_agent.items()},
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards) if scored else nan,
         "score/mean": sum(t.score for t in scored) / max(len(scored), 1),

@@ -31,6 +31,7 @@ from birl.loops.policy import Policy, load_policy
 from birl.loops.run import Run
 from birl.loops.run_folder import claim, find_checkpoint, held
 from birl.loops.signals import saving_signals
+from birl.loops.tasks import stream
 from birl.track.tracker import Tracker
 
 
@@ -92,7 +93,7 @@ class Parts:
         self.learner.loaded(version)
 
     def rows(self, position: int) -> Iterator[Example]:
-        return build.stream(self.config, self.train, position)
+        return stream(self.config, self.train, position)
 
 
 def train(

@@ -154,6 +154,8 @@ def _group_to(group: Group) -> dict[str, Any]:
                         "logprobs": turn.completion.logprobs,
                         "versions": turn.completion.versions,
                         "stop": str(turn.completion.stop),
+                        "reward": turn.reward,
+                        "agent": turn.agent,
                     }
                     for turn in t.turns
                 ],
@@ -162,6 +164,7 @@ def _group_to(group: Group) -> dict[str, Any]:
                 "outcome": str(t.outcome),
                 "parts": dict(t.parts),
                 "detail": t.detail,
+                "rewards": dict(t.rewards),
             }
             for t in group.trajectories
         ],
@@ -194,6 +197,8 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
                     versions=tuple(turn["versions"]),
                     stop=Stop(turn["stop"]),
                 ),
+                reward=number(turn["reward"]),
+                agent=turn["agent"],
             )
             for turn in row["turns"]
         ),
@@ -202,4 +207,5 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         outcome=Outcome(row["outcome"]),
         parts={k: number(v) for k, v in row["parts"].items()},
         detail=row["detail"],
+        rewards={k: number(v) for k, v in row["rewards"].items()},
     )

@@ -27,7 +27,7 @@ FREE = (
     *("steps", "epochs", "resume", "run", "threads"),
     *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
     *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
-    *("reward.timeout", "reward.workers", "rollout.timeout", "rollout.max_failure_rate"),
+    *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
 )
 FREE_SECTIONS = ("track.", "checkpoint.", "engine.")
 

@@ -1,9 +1,10 @@
 """Groups -> Samples: which episodes count, and how their turns become flat token lists."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import nan
 
-from birl.types import Group, Outcome, Sample, Trajectory
+from birl.types import Group, Outcome, Sample, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,42 +29,94 @@ class Usage:
 
 def has_signal(group: Group, usage: Usage) -> bool:
     """Do the rewards that count differ? Otherwise every advantage is 0."""
-    return len({group.trajectories[i].reward for i in usage.usable(group)}) > 1
+    return any(len({g.trajectories[i].reward for i in usage.usable(g)}) > 1 for g in by_agent(group))
 
 
-def samples(trajectory: Trajectory, advantage: float, group: int, episode: int) -> list[Sample]:
-    """One Sample for each stretch of turns in which every prompt extends what came before, token by token."""
-    found: list[Sample] = []
-    tokens: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
+def by_agent(group: Group) -> list[Group]:
+    """The group itself; of several agents, one group for each with its own turns and rewards. Failed episodes stay in
+    each, without turns, so that they are counted as such."""
+    agents = sorted({turn.agent for t in group.trajectories for turn in t.turns if t.rewards})
+    return [replace(group, agent=a, trajectories=tuple(_own(t, a) for t in group.trajectories)) for a in agents] or [
+        group
+    ]
 
-    def flush() -> None:
-        if any(mask):
-            found.append(
-                Sample(
-                    tokens=tuple(tokens),
-                    mask=tuple(mask),
-                    logprobs=tuple(logprobs),
-                    versions=tuple(versions),
-                    advantage=advantage,
-                    group=group,
-                    episode=episode,
-                )
+
+def _own(trajectory: Trajectory, agent: str) -> Trajectory:
+    turns = tuple(turn for turn in trajectory.turns if turn.agent == agent)
+    reward = trajectory.rewards.get(agent, nan)
+    return replace(trajectory, turns=turns, reward=reward, score=reward, rewards={})
+
+
+def turn_rewards(trajectory: Trajectory) -> list[float]:
+    """What each turn earned: the environment's reward for it; what is left of the episode's is the last one's."""
+    found = [turn.reward for turn in trajectory.turns]
+    return [*found[:-1], trajectory.reward - sum(found[:-1])]
+
+
+@dataclass(slots=True)
+class Chain:
+    """Turns of which every prompt begins with all that came before, token by token. `turns`: the number of each, and
+    where its answer is."""
+
+    tokens: tuple[int, ...] = ()
+    turns: list[tuple[int, range]] = field(default_factory=list)
+
+    def continues(self, turn: Turn) -> bool:
+        return self.tokens == turn.prompt[: len(self.tokens)]
+
+
+def chains(trajectory: Trajectory) -> list[Chain]:
+    """A turn continues the longest chain that it can, or begins one: after a branch, by another agent, or because the
+    template or the environment changed what was said."""
+    found: list[Chain] = []
+    for number, turn in enumerate(trajectory.turns):
+        fitting = [c for c in found if c.continues(turn)]
+        if not fitting:
+            found.append(Chain())
+        chain = max(fitting, key=lambda c: len(c.tokens)) if fitting else found[-1]
+        chain.tokens = (*turn.prompt, *turn.completion.tokens)
+        chain.turns.append((number, range(len(turn.prompt), len(chain.tokens))))
+    return [c for c in found if any(len(where) for _, where in c.turns)]
+
+
+def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: int, episode: int) -> list[Sample]:
+    """One Sample for each chain of turns. `advantage`: of all turns, or one for each."""
+    found = []
+    for chain in chains(trajectory):
+        n = len(chain.tokens)
+        mask, logprobs, versions, own = [False] * n, [0.0] * n, [-1] * n, [0.0] * n
+        for number, where in chain.turns:
+            completion = trajectory.turns[number].completion
+            at = slice(where.start, where.stop)
+            mask[at] = [True] * len(where)
+            logprobs[at], versions[at] = completion.logprobs, completion.versions
+            own[at] = [advantage if isinstance(advantage, float | int) else advantage[number]] * len(where)
+        found.append(
+            Sample(
+                tokens=chain.tokens,
+                mask=tuple(mask),
+                logprobs=tuple(logprobs),
+                versions=tuple(versions),
+                advantage=advantage if isinstance(advantage, float | int) else tuple(own),
+                group=group,
+                episode=episode,
             )
-        for column in (tokens, mask, logprobs, versions):
-            column.clear()
+        )
+    return found
 
-    for turn in trajectory.turns:
-        if tuple(tokens) != turn.prompt[: len(tokens)]:
-            flush()
-        new, completion = turn.prompt[len(tokens) :], turn.completion
-        tokens += (*new, *completion.tokens)
-        mask += [False] * len(new) + [True] * len(completion.tokens)
-        logprobs += [0.0] * len(new) + list(completion.logprobs)
-        versions += [-1] * len(new) + list(completion.versions)
-    flush()
+
+def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list[float]]:
+    """For each Sample of `samples` the reward of each trained token: at the end of a turn what came until the next turn
+    of its chain, so that every chain sees all of the episode's reward that came after it began."""
+    found = []
+    for chain in chains(trajectory):
+        numbers = [number for number, _ in chain.turns]
+        each: list[float] = []
+        for (number, where), following in zip(chain.turns, [*numbers[1:], len(rewards)], strict=True):
+            each += [0.0] * len(where)
+            if each:
+                each[-1] += sum(rewards[number:following])
+        found.append(each)
     return found
 
 

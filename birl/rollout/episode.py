@@ -1,102 +1,148 @@
-"""One episode: the only place where an environment and an engine take turns.
+"""One episode: an environment and an engine take turns, or an agent does as it likes. Nowhere else.
 
 Whatever goes wrong becomes a typed outcome with its reason, never a reward of 0.
 """
 
 import asyncio
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import nan
-from typing import Protocol
+from collections.abc import Mapping
+from math import isfinite, nan
 
-from birl.types import Engine, Env, Message, Outcome, SamplingParams, Stop, Trajectory, Turn
+from birl.envs.calls import called
+from birl.rollout.session import Aborted, EngineFailed, Session, TooLong, following
+from birl.types import Agent, Conversation, Env, Outcome, Stop, Trajectory
 from birl.waits import waiting
 
-
-class Translator(Protocol):
-    """What an episode needs of `birl.text.chat.Chat`."""
-
-    def render(self, prompt: tuple[Message, ...] | str) -> tuple[int, ...]: ...
-    def extend(
-        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...]
-    ) -> tuple[int, ...]: ...
-    def parse(self, tokens: Sequence[int]) -> Message: ...
+CLOSING = 30.0  # seconds an environment may take to close
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """`timeout` [s] for the whole episode, `turns` calls of the model."""
+class Played:
+    """What is known of an episode while it is played."""
 
-    timeout: float = 600.0
-    turns: int = 8
-
-
-class EngineFailed(Exception):
-    """Wraps what an engine raised, to tell it from what an environment raised."""
+    def __init__(self) -> None:
+        self.reward = self.score = 0.0
+        self.parts: dict[str, float] = {}
+        self.rewards: dict[str, float] = {}
+        self.outcome, self.detail = Outcome.TRUNCATED, ""
 
 
-async def run_episode(
-    env: Env,
-    engine: Engine,
-    chat: Translator,
-    params: SamplingParams,
-    limits: Limits,
-    seed_of_turn: Callable[[int], int],
-    session: str = "",
-    name: str = "an episode",
-) -> Trajectory:
-    """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case.
-    `session` tells engines what belongs together, `name` is for the table of waits."""
-    turns: list[Turn] = []
-    reward = score = 0.0
-    parts: dict[str, float] = {}
-    outcome, detail = Outcome.TRUNCATED, ""
+async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
+    """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case."""
+    played, limits = Played(), session.limits
     try:
         async with asyncio.timeout(limits.timeout):
-            prompt = chat.render(await env.start())
-            for number in range(limits.turns):
-                with waiting(name, f"turn {number}", "engine", limits.timeout):
-                    turn = await _ask(engine, prompt, replace(params, seed=seed_of_turn(number)), session)
-                turns.append(turn)
-                if turn.completion.stop is Stop.ABORT:
-                    outcome = Outcome.ABORTED
-                    break
-                with waiting(name, f"turn {number}", "environment", limits.timeout):
-                    feedback = await env.step(chat.parse(turn.completion.tokens))
-                reward += feedback.reward
-                score += feedback.reward if feedback.score is None else feedback.score
-                parts |= feedback.info
-                if turn.completion.stop is Stop.LENGTH:
-                    break
-                if feedback.done:
-                    outcome = Outcome.OK
-                    break
-                prompt = chat.extend(prompt, turn.completion.tokens, feedback.messages)
+            if hasattr(env, "run"):
+                await _run(env, session, played)  # pyright: ignore[reportArgumentType]
+            else:
+                await _play(env, session, played)  # pyright: ignore[reportArgumentType]
     except TimeoutError:
-        outcome, detail = Outcome.TIMEOUT, f"the episode took longer than rollout.timeout={limits.timeout:g} s"
-    except EngineFailed as error:
-        outcome, detail = Outcome.ENGINE_ERROR, describe(error.__cause__ or error)
+        played.outcome = Outcome.TIMEOUT
+        played.detail = f"the episode took longer than env.timeout={limits.timeout:g} s"
     except Exception as error:
-        outcome, detail = Outcome.ENV_ERROR, describe(error)
+        # What an agent makes of the engine's failure is not what went wrong.
+        failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error
+        played.outcome, played.detail = _outcome(failure), describe(failure.__cause__ or failure)
     finally:
-        await env.close()
-    if not outcome.scored:
-        reward = score = nan
-    return Trajectory(turns=tuple(turns), reward=reward, score=score, outcome=outcome, parts=parts, detail=detail)
+        session.close()
+        problem = await _close(env, session.name)
+    if problem and played.outcome.scored:
+        played.outcome, played.detail = Outcome.ENV_ERROR, problem
+    if not played.outcome.scored:
+        played.reward = played.score = nan
+        played.rewards = {}
+    return Trajectory(
+        turns=session.turns,
+        reward=played.reward,
+        score=played.score,
+        outcome=played.outcome,
+        parts=played.parts,
+        detail=played.detail,
+        rewards=played.rewards,
+    )
 
 
-async def _ask(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, session: str) -> Turn:
+async def _play(env: Env, session: Session, played: Played) -> None:
+    tools = tuple(getattr(env, "tools", ()))
+    said: Conversation = await _in(env.start, session, "start")
+    for _ in range(session.limits.turns):
+        try:
+            reply, turn = await session.answer(said, session.params, tools=tools)
+        except TooLong as error:
+            played.detail = str(error)
+            return
+        number = session.asked - 1
+        feedback = await _in(env.step, session, f"turn {number}", reply)
+        if not isfinite(feedback.reward):
+            raise ValueError(f"the environment's reward is {feedback.reward}")
+        session.credit(feedback.reward)
+        played.reward += feedback.reward
+        played.score += feedback.reward if feedback.score is None else feedback.score
+        played.parts |= feedback.info
+        if turn.completion.stop is Stop.LENGTH:
+            return
+        if feedback.done:
+            played.outcome = Outcome.OK
+            return
+        said = following(said, reply, feedback.messages) if feedback.prompt is None else feedback.prompt
+
+
+async def _run(agent: Agent, session: Session, played: Played) -> None:
     try:
-        return Turn(prompt=prompt, completion=await engine.generate(prompt, params, session))
+        found = await _in(agent.run, session, "an agent", session)
+    except Exception:
+        if not isinstance(session.failure, TooLong) or session.reward is None:
+            raise
+        found = None  # it was cut, and its reward came before
+    if isinstance(session.failure, EngineFailed | Aborted):
+        raise session.failure
+    if found is None:
+        found = session.reward
+    if found is None:
+        raise ValueError("the agent gave no reward: return a number, or POST it to base_url/reward")
+    if isinstance(found, Mapping):
+        spoke = {turn.agent for turn in session.turns}
+        if missing := spoke - set(found):
+            raise ValueError(f"no reward for {', '.join(sorted(missing)) or 'the agent without a name'}: got {found}")
+        played.rewards = {name: float(found[name]) for name in sorted(spoke)}
+    values = list(played.rewards.values()) if isinstance(found, Mapping) else [float(found)]
+    if not values or not all(map(isfinite, values)):
+        raise ValueError(f"the agent's reward is {found}")
+    if not session.turns:
+        raise ValueError("the agent never asked the model")
+    played.reward = played.score = sum(values) / len(values)
+    cut = isinstance(session.failure, TooLong) or session.turns[-1].completion.stop is Stop.LENGTH
+    played.outcome, played.detail = Outcome.TRUNCATED if cut else Outcome.OK, str(session.failure or "")
+
+
+async def _in(method, session: Session, what: str, *args):
+    with waiting(session.name, what, "environment", session.limits.timeout):
+        return await called(method, *args)
+
+
+async def _close(env: Env | Agent, name: str) -> str:
+    """What went wrong. A cancelled episode closes its environment too."""
+    try:
+        with waiting(name, "closing", "environment", CLOSING):
+            await asyncio.wait_for(called(env.close), CLOSING)
     except TimeoutError:
-        raise
+        return f"the environment did not close within {CLOSING:g} s"
     except Exception as error:
-        raise EngineFailed from error
+        return describe(error)
+    return ""
+
+
+def _outcome(error: Exception) -> Outcome:
+    match error:
+        case EngineFailed():
+            return Outcome.ENGINE_ERROR
+        case Aborted():
+            return Outcome.ABORTED
+        case _:
+            return Outcome.ENV_ERROR
 
 
 def describe(error: BaseException) -> str:
     """`file.py:12: ValueError: message`, the innermost place."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: " if frames else ""
-    return f"{place}{type(error).__name__}: {error}".splitlines()[0]
+    return (f"{place}{type(error).__name__}: {error}".splitlines() or [""])[0]

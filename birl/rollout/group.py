@@ -5,9 +5,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from birl.rollout.episode import Limits, Translator, run_episode
+from birl.rollout.episode import run_episode
+from birl.rollout.session import Gateway, Limits, Session, Translator
 from birl.seeds import derive_seed
-from birl.types import Engine, Env, Group, Message, Outcome, SamplingParams, Task, Trajectory
+from birl.types import Agent, Engine, Env, Group, Message, Outcome, SamplingParams, Task, Trajectory
 from birl.waits import waiting
 
 
@@ -31,14 +32,15 @@ Scorer = Callable[[Task, list[str]], Awaitable[Sequence[Scored]]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own
-    reward."""
+    reward. `gateway`: where agents find the model under an address."""
 
     engine: Engine
     chat: Translator
-    open_env: Callable[[Task], Env]
+    open_env: Callable[[Task], Env | Agent]
     score: Scorer | None
     limits: Limits
     seed: int
+    gateway: Gateway | None = None
 
     async def group(self, index: int, task: Task, n: int, params: SamplingParams, extra: int = 0) -> Group:
         """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed
@@ -50,9 +52,17 @@ class Rollout:
             def seed(turn: int) -> int:
                 return derive_seed(self.seed, index, episode, turn)
 
-            name = f"group {index} episode {episode}"
-            env = self.open_env(task)
-            return await run_episode(env, self.engine, self.chat, params, self.limits, seed, str(index), name)
+            session = Session(
+                self.engine,
+                self.chat,
+                params,
+                self.limits,
+                seed,
+                id=str(index),
+                name=f"group {index} episode {episode}",
+                gateway=self.gateway,
+            )
+            return await run_episode(self.open_env(task), session)
 
         trajectories = await first(n, [one(e) for e in range(n + extra)])
         if self.score is not None:

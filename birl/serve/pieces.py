@@ -10,7 +10,7 @@ from birl.serve.ask import Ask
 from birl.serve.service import Service
 from birl.text import tools
 from birl.text.visible import INCOMPLETE, Visible
-from birl.types import Completion, Stop
+from birl.types import Completion, Stop, ToolCall
 
 
 class Pieces:
@@ -58,7 +58,7 @@ class Pieces:
         logprobs: Sequence[float] = (),
         versions: Sequence[int] = (),
         offset: int = 0,
-        calls: Sequence[tools.Call] = (),
+        calls: Sequence[ToolCall] = (),
         reason: str | None = None,
         first: bool = False,
     ) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Pieces:
         extra |= {"usage": None} if self.asked.usage else {}
         return self.head(chunk=True) | {"choices": [found]} | extra
 
-    def said(self, text: str) -> tuple[str, tuple[tools.Call, ...]]:
+    def said(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         return tools.parse(text) if self.asked.tools else (text, ())
 
     def prompt(self, index: int) -> tuple[int, ...]:
@@ -90,10 +90,10 @@ class Pieces:
     def ids(self, tokens: Sequence[int], versions: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(tokens), "weight_versions": list(versions)}
 
-    def reason(self, stop: Stop, calls: Sequence[tools.Call]) -> str:
+    def reason(self, stop: Stop, calls: Sequence[ToolCall]) -> str:
         return "tool_calls" if calls and stop == Stop.STOP else str(stop)
 
-    def calls(self, calls: Sequence[tools.Call], numbered: bool) -> list[dict[str, Any]]:
+    def calls(self, calls: Sequence[ToolCall], numbered: bool) -> list[dict[str, Any]]:
         return [
             ({"index": i} if numbered else {})
             | {"id": f"call_{secrets.token_hex(12)}", "type": "function"}

@@ -2,6 +2,7 @@
 
     render   messages -> ids of a first prompt
     extend   ids so far + the ids of a reply + new messages -> ids of the next prompt; earlier ids never change
+    append   the same for a prompt of plain text
     parse    ids of a reply -> message
     conversation   messages -> ids of all of it, and which of them are to be learned
 
@@ -9,15 +10,18 @@ Text becomes ids once. A reply is never encoded again from its text, as encode(d
 the template puts behind a reply is taken from the template itself, by comparing renderings of a made-up conversation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from birl.errors import BirlError
-from birl.types import Message
+from birl.errors import BirlError, HistoryRewritten
+from birl.text import tools as formats
+from birl.types import Conversation, Message
 
 PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content="birl-probe-reply"))
+Tools = Sequence[Mapping[str, Any]]
 REWRITES = (
     "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended token by "
     "token. Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
@@ -43,27 +47,42 @@ class Chat:
             raise BirlError("The tokenizer has no end token (eos_token), so a model cannot learn to stop.")
         return int(self.tokenizer.eos_token_id)  # pyright: ignore
 
-    def render(self, prompt: tuple[Message, ...] | str) -> tuple[int, ...]:
+    def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]:
         """Ids of a prompt: messages through the template, up to where the assistant's answer starts; text as it is,
-        with the tokens that the tokenizer itself puts in front, unless the text holds them already."""
+        with the tokens that the tokenizer itself puts in front, unless the text holds them already. Raises `BirlError`
+        where the template would leave out `tools` (JSON schemas, as OpenAI has them)."""
         if not isinstance(prompt, str):
-            return self.encode(self._text(prompt, answer=True))
+            return formats.render(self, [formats.as_dict(m) for m in prompt], tools)
         ids, front = self.encode(prompt), self._front
         return ids if ids[: len(front)] == front else (*front, *ids)
 
+    def text(self, prompt: Conversation) -> str:
+        """What `render` encodes."""
+        return prompt if isinstance(prompt, str) else self._text(prompt, answer=True)
+
     def extend(
-        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...]
+        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...], tools: Tools = ()
     ) -> tuple[int, ...]:
         """Ids of the next prompt. A reply that did not end itself (a stop string, say) is ended as the template
-        would."""
+        would. Raises `HistoryRewritten` where the template changes what was there before."""
         if not self.has_template:
             return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
-        glue = self.encode(self._after_reply(messages))
+        glue = self.encode(self._after_reply(messages, tools))
         if reply_tokens and reply_tokens[-1] in self.end_ids and reply_tokens[-1] in glue:
             end = glue.index(reply_tokens[-1])
             if not self.decode(glue[:end]).strip():  # some templates put a space before the end token
                 glue = glue[end + 1 :]
         return (*ids, *reply_tokens, *glue)
+
+    def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]:
+        """Ids of a text that begins with a prompt and its reply, whose end token the text may hold, or leave out."""
+        more = self.encode(text)
+        if reply_tokens and reply_tokens[-1] in self.end_ids:
+            if more[:1] == reply_tokens[-1:]:
+                more = more[1:]
+            else:
+                reply_tokens = reply_tokens[:-1]
+        return (*ids, *reply_tokens, *more)
 
     def conversation(
         self, messages: Sequence[Message], roles: Sequence[str] = ("assistant",)
@@ -87,7 +106,7 @@ class Chat:
             opened = self._text(messages[:n], answer=message.role == "assistant") if n else ""
             closed = self._text(messages[: n + 1], answer=False)
             if not (opened.startswith(done) and closed.startswith(opened)):
-                raise BirlError(REWRITES)
+                raise HistoryRewritten(REWRITES)
             before, own = self.encode(opened[len(done) :]), self.encode(closed[len(opened) :])
             cut = len(own)
             if message.role == "assistant":
@@ -97,12 +116,14 @@ class Chat:
             done = closed
         return tuple(ids), tuple(mask)
 
-    def parse(self, tokens: Sequence[int]) -> Message:
-        """What the model said, without the end token."""
+    def parse(self, tokens: Sequence[int], tools: Tools = ()) -> Message:
+        """What the model said, without the end token; calls are looked for where there are `tools`."""
         tokens = list(tokens)
         while tokens and tokens[-1] in self.end_ids:
             tokens.pop()
-        return Message(role="assistant", content=self.decode(tokens))
+        text = self.decode(tokens)
+        content, calls = formats.parse(text) if tools else (text, ())
+        return Message(role="assistant", content=content, tool_calls=calls)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -113,24 +134,16 @@ class Chat:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _text(self, messages: Sequence[Message], answer: bool) -> str:
-        if not self.has_template:
-            raise BirlError(
-                "The tokenizer has no chat template, but the prompts are messages. Name one with "
-                "model.chat_template=FILE.jinja, or use text prompts."
-            )
-        plain = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            return str(self.tokenizer.apply_chat_template(plain, add_generation_prompt=answer, tokenize=False))
-        except Exception as error:  # Jinja raises whatever the template wants
-            roles = ", ".join(m.role for m in messages)
-            raise BirlError(f"The chat template refuses a conversation of {roles}: {error}") from error
+        return formats.text(self, [formats.as_dict(m) for m in messages], answer=answer)
 
-    def _after_reply(self, messages: tuple[Message, ...]) -> str:
+    def _after_reply(self, messages: tuple[Message, ...], tools: Tools) -> str:
         """What stands between the end of a reply's own text and the next answer, new messages included."""
-        whole = self._text((*PROBE, *messages), answer=True)
-        if not whole.startswith(self._before_glue):
-            raise BirlError(REWRITES)
-        return whole[len(self._before_glue) :]
+        made = [formats.as_dict(m) for m in (*PROBE, *messages)]
+        whole = formats.text(self, made, tools)
+        before = self._before_glue if not tools else self._before(tools)
+        if not whole.startswith(before):
+            raise HistoryRewritten(REWRITES)
+        return whole[len(before) :]
 
     @cached_property
     def _front(self) -> tuple[int, ...]:
@@ -141,13 +154,16 @@ class Chat:
 
     @cached_property
     def _before_glue(self) -> str:
+        return self._before(())
+
+    def _before(self, tools: Tools) -> str:
         """The rendering of the probe up to the end of the reply's content; checks that the template only appends."""
-        alone = self._text(PROBE, answer=False)
+        made = [formats.as_dict(m) for m in (*PROBE, PROBE[0])]
+        alone, longer = formats.text(self, made[:2], tools, answer=False), formats.text(self, made, tools)
         cut = alone.find(PROBE[1].content)
         before = alone[: cut + len(PROBE[1].content)]
-        longer = self._text((*PROBE, PROBE[0]), answer=True)
         if cut < 0 or not longer.startswith(before):
-            raise BirlError(REWRITES)
+            raise HistoryRewritten(REWRITES)
         return before
 
 

@@ -1,4 +1,5 @@
-"""Write sft.jsonl, pairs.jsonl and held_out_pairs.jsonl from the prompts of recipes/data/arithmetic.
+"""Write sft.jsonl, pairs.jsonl and held_out_pairs.jsonl from the prompts of recipes/data/arithmetic, and the rows of
+reward_function.py (lengths.jsonl) and step_function.py (numbers.jsonl).
 
     python examples/data/make.py       # the committed files, byte for byte
 
@@ -9,11 +10,15 @@ it is right: to the first form, and to a wrong equation.
 import json
 import random
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ARITHMETIC = HERE.parents[1] / "recipes" / "data" / "arithmetic"
 Row = dict[str, str]
+TOPICS = ("the sea", "a cat", "winter", "bread", "the moon", "a train", "music", "rain", "a garden", "coffee", "sleep")
+GUESS = "Guess a number between 1 and 8. Say only the number."
 
 
 def equation(row: Row, answer: int) -> str:
@@ -40,7 +45,7 @@ def pairs(rows: list[Row], rng: random.Random) -> list[Row]:
     return found
 
 
-def write(name: str, rows: list[Row]) -> None:
+def write(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     (HERE / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -53,6 +58,8 @@ def main() -> None:
     write("sft.jsonl", responses(train[:120]))
     write("pairs.jsonl", pairs(train[:640], rng))
     write("held_out_pairs.jsonl", pairs(held_out[:100], rng))
+    write("lengths.jsonl", [{"prompt": f"Write {n} words about {t}.", "words": n} for t in TOPICS for n in (3, 6, 10)])
+    write("numbers.jsonl", [{"prompt": GUESS, "extra_info": {"number": rng.randint(1, 8)}} for _ in range(64)])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def command(root: Path, steps: int, *more: str) -> list[str]:
         f"rollout.group_size={GROUP}",
         "rollout.max_tokens=40",
         f"rollout.max_staleness={BOUND}",
-        "rollout.timeout=120",
+        "env.timeout=120",
         "rollout.max_failure_rate=0.9",
         "engine.kind=birl",
         f"weights.timeout={SYNC}",

@@ -60,6 +60,26 @@ def loss(logp, old_logp, advantages, sample, *, beta=1.0): return reinforce(logp
 """
 
 
+WORLDS = """
+from dataclasses import dataclass
+from birl.types import Feedback, Message
+
+class Thrice:
+    @dataclass
+    class Config:
+        word: str = "go"
+    def __init__(self, task, config):
+        self.word, self.turn = config.word, 0
+    async def start(self):
+        return (Message(role="user", content=self.word),)
+    async def step(self, reply):
+        self.turn += 1
+        reward = float(sum(map(ord, reply.content)) % 7)
+        return Feedback(messages=(Message(role="user", content="on"),), reward=reward, done=self.turn == 3)
+    async def close(self): pass
+"""
+
+
 def letters() -> Callable[..., list[float]]:
     return lambda completions, **_: [float(sum(map(ord, c)) % 7) for c in completions]
 
@@ -204,6 +224,13 @@ class Case:
     refused: str = ""
 
 
+WORLD = "env.kind=worlds.py:Thrice"
+ENVIRONMENT: dict[str, Case] = {
+    "env.kind": Case("worlds.py:Thrice", first_prompt),
+    "env.options": Case("word", refused=r"written as env\.NAME=value"),
+    "env.max_turns": Case("2", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 2, WORLD),
+}
+
 MODEL = {
     "model.path": Case("other", answers),
     "model.dtype": Case("bfloat16", lambda s: s.parts.rollout.engine.runner.model.dtype, torch.bfloat16),
@@ -334,16 +361,18 @@ RL_CASES = {
     "algorithm.mask_truncated": Case("true", last("tokens/trained"), 0.0, "rollout.max_tokens=2"),  # all are cut
     "algorithm.passes": Case("2", last("updates/done"), 2.0),
     "algorithm.updates_per_batch": Case("2", last("updates/done"), 2.0),
+    "algorithm.credit": Case("turn", weights, under=WORLD),
+    "algorithm.turn_discount": Case("0.5", weights, under=f"{WORLD} algorithm.credit=turn"),
+    **ENVIRONMENT,
+    "env.timeout": Case("1e-9", last("outcome/timeout"), 8.0, "rollout.max_failure_rate=1"),
     "rollout.prompts": Case("3", last("groups/kept"), 3.0),
     "rollout.group_size": Case("3", last("outcome/asked"), 6.0),
     "rollout.max_tokens": Case("5", last("length/max"), 5.0),
-    "rollout.max_turns": Case("2", refused=r"rollout\.max_turns=2: has no effect"),
     "rollout.temperature": Case("0.5", answers),
     "rollout.top_p": Case("0.9", refused=r"rollout\.top_p=0\.9: training samples from the whole"),
     "rollout.top_k": Case("9", refused=r"rollout\.top_k=9: training samples from the whole"),
     "rollout.min_p": Case("0.1", refused=r"rollout\.min_p=0\.1: training samples from the whole"),
     "rollout.stop": Case("[e,a,i,o,n]", last("length/mean")),
-    "rollout.timeout": Case("1e-9", last("outcome/timeout"), 8.0, "rollout.max_failure_rate=1"),
     "rollout.failed": Case("drop_group", advantages, [None] * 8, "reward.functions=given:first_fails"),
     "rollout.truncated": Case("drop", lambda s: None in advantages(s), True),
     "rollout.max_failure_rate": Case(
@@ -436,6 +465,8 @@ EVAL_CASES = {
         "100", lambda s: min(lengths(s.groups)), under="data.validation=long.jsonl validation.max_tokens=60"
     ),
     **MEASURED,
+    **ENVIRONMENT,
+    "env.timeout": Case("1e-9", lambda s: {str(t.outcome) for g in s.groups for t in g.trajectories}, {"timeout"}),
     "data.train": Case("a.jsonl", refused=UNTRAINED),
     "data.weights": Case("[1]", refused=UNTRAINED),
     "data.validation": Case("a.jsonl", tasks),
@@ -579,6 +610,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
         Path("rewards.py").write_text(FILE)
         Path("custom.py").write_text(CUSTOM)
+        Path("worlds.py").write_text(WORLDS)
         plain = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "other": "seven"} for i in range(20)]
         write("a.jsonl", plain[:6])
         write("b.jsonl", plain[10:13])

@@ -211,7 +211,7 @@ def test_a_reward_that_sometimes_raises_costs_only_those_episodes(bench: Bench) 
 
 
 def test_an_episode_that_takes_too_long_is_a_timeout(bench: Bench) -> None:
-    bench.done("rollout.timeout=0.0001", "rollout.max_failure_rate=1")
+    bench.done("env.timeout=0.0001", "rollout.max_failure_rate=1")
     assert bench.metrics()[0]["outcome/timeout"] == 4
 
 

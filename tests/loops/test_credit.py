@@ -1,6 +1,7 @@
 """From groups to advantages, with models whose word is a formula: every path against plain floats."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,66 @@ def test_turns_share_an_advantage() -> None:
     before = 0.0 + value(7) - value(5) + 0.95 * last
     assert flat([sample]) == pytest.approx([before] * 2 + [last] * 3, abs=1e-6)
     assert flat([sample], "returns") == pytest.approx([before + value(5)] * 2 + [last + value(7)] * 3, abs=1e-6)
+
+
+def talk(*rewards: float, agents: tuple[str, ...] = ()) -> Trajectory:
+    """Turns of two tokens each, one conversation for each agent; the last reward includes all that is left."""
+    turns, seen = [], dict.fromkeys({*agents, ""}, (1,))
+    for number, reward in enumerate(rewards):
+        agent = agents[number] if agents else ""
+        said = Completion(tokens=(5, 6), logprobs=(-0.5,) * 2, versions=(0,) * 2, stop=Stop.STOP)
+        turns.append(Turn(prompt=(*seen[agent], 2), completion=said, reward=reward, agent=agent))
+        seen[agent] = (*seen[agent], 2, 5, 6)
+    return Trajectory(turns=tuple(turns), reward=sum(rewards), score=sum(rewards), outcome=Outcome.OK)
+
+
+def of(talks: Sequence[Trajectory], *words: str) -> Any:
+    group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=tuple(talks), start_version=0)
+    return Credit(config=config(*words), usage=Usage()).of([group], {}, 0.0)
+
+
+def test_each_turn_is_thanked_for_what_came_after_it() -> None:
+    talks = [talk(0.0, 1.0, 2.0), talk(0.5, 0.0)]
+    found = of(talks, "algorithm.credit=turn", "algorithm.turn_discount=0.5").samples
+    returns = [[0.5 * (1 + 0.5 * 2), 1 + 0.5 * 2, 2.0], [0.5, 0.0]]
+    means = [(1.0 + 0.5) / 2, (2.0 + 0.0) / 2, 2.0]
+    expected = [r - means[n] for own in returns for n, r in enumerate(own) for _ in range(2)]
+    assert flat(found) == pytest.approx(expected)
+    alike = of(talks).samples
+    assert flat(alike) == pytest.approx([3 - 1.75] * 6 + [0.5 - 1.75] * 4)
+
+
+def test_a_critic_is_told_when_each_turn_earned_what() -> None:
+    keys = ("algorithm=ppo", "algorithm.kl_coef=0", "algorithm.kl_in=loss", "algorithm.kl=k3", "critic.whiten=false")
+    group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=(talk(1.0, -2.0),), start_version=0)
+    made = Credit(config=config(*keys, "critic.lam=1"), usage=Usage(), critic=Says(lambda t: 0.0))  # type: ignore[arg-type]
+    (sample,) = made.of([group], {}, 0.0).samples
+    assert flat([sample], "returns") == pytest.approx([-1.0, -1.0, -2.0, -2.0])
+
+
+def test_players_are_trained_on_their_own_rewards() -> None:
+    def game(a: float, b: float) -> Trajectory:
+        return replace(talk(0.0, 0.0, 0.0, agents=("a", "b", "a")), reward=(a + b) / 2, rewards={"a": a, "b": b})
+
+    found = of([game(1.0, -1.0), game(-1.0, 1.0), game(1.0, -1.0)])
+    assert sorted(set(flat(found.samples))) == pytest.approx([-4 / 3, -2 / 3, 2 / 3, 4 / 3])
+    assert len(found.samples) == 6 and sum(sum(s.mask) for s in found.samples) == 18
+    by_turn = of([game(1.0, -1.0), game(-1.0, 1.0), game(1.0, -1.0)], "algorithm.credit=turn")
+    assert sorted(set(flat(by_turn.samples))) == pytest.approx([-4 / 3, -2 / 3, 2 / 3, 4 / 3])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.turn_discount=0.5"],
+        ["algorithm.credit=turn", "algorithm.advantage=gdpo"],
+        ["algorithm.credit=turn", "algorithm=remax"],
+        ["algorithm.credit=turn", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    ],
+)
+def test_turns_cannot_be_combined_with_everything(words: list[str]) -> None:
+    with pytest.raises(BirlError, match=r"turn_discount|algorithm\.credit=turn"):
+        config(*words)
 
 
 def test_a_teacher_is_followed_token_by_token() -> None:

@@ -251,7 +251,7 @@ def _(seed: int) -> Pair:
     case = Case(seed)
     theirs = verl.compute_rewards(case.at_the_end(case.rewards), case.old, case.ref, 0.05)
     penalty = kl.k1(case.flat(case.old), case.flat(case.ref))
-    return Pair((case.flat(theirs),), (values.token_rewards(case.rewards, penalty, case.sample, 0.05),))
+    return Pair((case.flat(theirs),), (values.token_rewards(case.flat(case.at_the_end(case.rewards)), penalty, 0.05),))
 
 
 # Policy losses

@@ -1,8 +1,9 @@
 import math
+from dataclasses import replace
 
 import pytest
 
-from birl.rollout.assemble import Usage, has_signal, samples
+from birl.rollout.assemble import Usage, by_agent, has_signal, samples, token_rewards, turn_rewards
 from birl.types import Completion, Group, Outcome, Stop, Task, Trajectory, Turn
 
 
@@ -54,3 +55,46 @@ def test_truncated_answers_count_or_not_as_configured() -> None:
     assert Usage().usable(mixed) == [0, 1] and has_signal(mixed, Usage())
     dropped = Usage(truncated="drop")
     assert dropped.usable(mixed) == [0] and not has_signal(mixed, dropped)
+
+
+def test_a_turn_continues_the_longest_chain_that_it_can() -> None:
+    """Two conversations that take turns, as an agent and its helper have."""
+    turns = (
+        turn((1, 5), (6,)),
+        turn((3, 5), (7,)),
+        turn((1, 5, 6, 8), (9,)),
+        turn((3, 5, 7, 8), (9,)),
+        turn((1, 5, 6, 4), (8,)),  # another way to go on from the first answer
+    )
+    found = samples(trajectory(turns=turns), [0.0, 1.0, 2.0, 3.0, 4.0], 0, 0)
+    assert [s.tokens for s in found] == [(1, 5, 6, 8, 9), (3, 5, 7, 8, 9), (1, 5, 6, 4, 8)]
+    assert [s.advantage for s in found] == [(0, 0, 0, 0, 2.0), (0, 0, 1.0, 0, 3.0), (0, 0, 0, 0, 4.0)]
+    assert sum(sum(s.mask) for s in found) == 5
+
+
+def test_every_token_of_a_chain_sees_what_came_after_it() -> None:
+    earned = (0.5, 0.25, 1.0)
+    turns = tuple(
+        replace(t, reward=r)
+        for t, r in zip((turn((1,), (2, 3)), turn((9,), (4,)), turn((1, 2, 3, 5), (6,))), earned, strict=True)
+    )
+    whole = replace(trajectory(2.0, turns=turns), reward=2.0)
+    assert turn_rewards(whole) == [0.5, 0.25, 1.25]  # what is left of the episode's reward is the last turn's
+    assert token_rewards(whole, turn_rewards(whole)) == [[0.0, 0.75, 1.25], [1.5]]
+
+
+def test_agents_are_compared_with_their_like() -> None:
+    def talk(a: float, b: float) -> Trajectory:
+        turns = (replace(turn((1,), (2,)), agent="a"), replace(turn((4,), (5,)), agent="b"))
+        return replace(trajectory((a + b) / 2, turns=turns), rewards={"a": a, "b": b})
+
+    failed = trajectory(outcome=Outcome.ENV_ERROR, turns=())
+    first, second = by_agent(group(talk(1.0, -1.0), failed, talk(0.0, 0.5)))
+    assert (first.agent, second.agent) == ("a", "b")
+    assert [t.reward for t in first.trajectories if t.turns] == [1.0, 0.0]
+    assert [t.reward for t in second.trajectories if t.turns] == [-1.0, 0.5]
+    assert Usage().usable(first) == [0, 2] == Usage().usable(second)
+    assert not has_signal(group(talk(1.0, 1.0), talk(1.0, 1.0)), Usage())
+    assert has_signal(group(talk(1.0, -1.0), talk(-1.0, 1.0)), Usage())  # the means are equal
+    alone = group(trajectory(1.0))
+    assert by_agent(alone) == [alone]

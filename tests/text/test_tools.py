@@ -6,8 +6,8 @@ import pytest
 
 from birl.errors import BirlError
 from birl.text.chat import Chat
-from birl.text.tools import Call, parse, render
-from birl.types import Message
+from birl.text.tools import parse, render
+from birl.types import Message, ToolCall
 from tests.tiny import CHATML, tiny_tokenizer
 
 # As Qwen2.5's, shorter.
@@ -61,7 +61,10 @@ def test_what_a_template_leaves_out_is_refused(template, messages, tools, said) 
 def test_calls_are_read() -> None:
     text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "é": [2]}}\n</tool_call>\n'
     text += '<tool_call>{"name": "b"}</tool_call>'
-    assert parse(text) == ("I add.", (Call(name="add", arguments='{"a": 1, "é": [2]}'), Call(name="b", arguments="{}")))
+    assert parse(text) == (
+        "I add.",
+        (ToolCall(name="add", arguments='{"a": 1, "é": [2]}'), ToolCall(name="b", arguments="{}")),
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""`env.kind` -> how an episode begins. What a name stands for is told by what it is:
+
+    class with `start` and `step`                 an environment (`birl.types.Env`)
+    class with `run`                              an agent (`birl.types.Agent`)
+    function with (state, action, extra_info)     RL2's step function
+    any other function                            an agent: called with what it names of `task`, `model`, `base_url`...
+
+A class gets what its constructor names of `task`, `config`, `shared` and `text` (renders a prompt). Its own keys are
+the dataclass `Config` inside it, a function's are its keyword-only parameters. A class may have `tasks(config, split)`,
+which gives rows as a data file would, and `shared(config)`, for what all episodes use; that is closed with the run.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from functools import partial
+from typing import Any
+
+from birl.config import schema
+from birl.config.load import read_section
+from birl.envs.calls import called
+from birl.envs.function_agent import OFFERED, FunctionAgent
+from birl.envs.single_turn import SingleTurn
+from birl.envs.step_function import StepFunction
+from birl.errors import BirlError
+from birl.named import load
+from birl.types import Agent, Conversation, Env, Task
+
+#: name -> where it is
+BUILT_IN: dict[str, str] = {}
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """Where episodes take place. `rows(split)`: its own tasks, None where they come from data. `turns`: an episode may
+    have several. `agent`: it needs an address where the model is."""
+
+    kind: str
+    open: Callable[[Task], Env | Agent]
+    rows: Callable[[str], list[dict[str, Any]]] | None = None
+    turns: bool = True
+    agent: bool = False
+    shared: Any = field(default=None)
+
+    async def close(self) -> None:
+        close = getattr(self.shared, "close", None)
+        if close is not None:
+            await called(close)
+
+
+def check_world(config: schema.Env) -> None:
+    """Raises `BirlError` where `env.kind` names nothing, or one of its keys is wrong."""
+    if config.kind != "single_turn":
+        _named(config)
+
+
+async def open_world(config: schema.Env, text: Callable[[Conversation], str]) -> World:
+    """Import and check what `env.kind` names, and make what its episodes share. `text` renders a prompt. Raises
+    `BirlError`."""
+    if config.kind == "single_turn":
+        return World(kind=config.kind, open=SingleTurn, turns=False)
+    named, settings = _named(config)
+    if not isinstance(named, type):
+        return _function(config, named, vars(settings), text)
+    made: Any = named
+    agent = hasattr(named, "run")
+    shared = await _shared(config, made.shared, settings) if hasattr(named, "shared") else None
+    offered = {"config": settings, "shared": shared, "text": text}
+    takes = _takes(config, named, ("task", *offered))
+
+    def open_one(task: Task) -> Env | Agent:
+        return made(**{name: task if name == "task" else offered[name] for name in takes})
+
+    rows = partial(_rows, config, made.tasks, settings) if hasattr(named, "tasks") else None
+    return World(kind=config.kind, open=open_one, rows=rows, agent=agent, shared=shared)
+
+
+@dataclass
+class Empty:
+    """No keys."""
+
+
+def _named(config: schema.Env) -> tuple[Any, Any]:
+    """What `env.kind` names, and its own keys."""
+    named: Any = load("env.kind", BUILT_IN.get(config.kind, config.kind), {"single_turn": None, **BUILT_IN})
+    if not inspect.isclass(named):
+        own = [p for p in inspect.signature(named).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return named, read_section(_section(config, own), config.options, "env.")
+    if not hasattr(named, "run") and not (hasattr(named, "start") and hasattr(named, "step")):
+        raise BirlError(f"env.kind={config.kind}: {named.__name__} has neither start and step nor run.")
+    if not hasattr(named, "close"):
+        raise BirlError(f"env.kind={config.kind}: {named.__name__} has no close.")
+    return named, read_section(getattr(named, "Config", Empty), config.options, "env.")
+
+
+def _function(
+    config: schema.Env, function: Callable[..., Any], settings: dict[str, Any], text: Callable[[Conversation], str]
+) -> World:
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    if names == ["state", "action", "extra_info"]:
+        return World(kind=config.kind, open=lambda task: StepFunction(function, task, text, settings))
+    if unknown := [n for n in names if n not in OFFERED]:
+        raise BirlError(
+            f"env.kind={config.kind}: its parameter {unknown[0]!r} cannot be given. A step function has (state, "
+            f"action, extra_info); an agent takes what it needs of {', '.join(OFFERED)}; keys of its own go behind a *."
+        )
+    return World(
+        kind=config.kind,
+        open=lambda task: FunctionAgent(function, names, task, settings),
+        agent="base_url" in names,
+    )
+
+
+def _section(config: schema.Env, parameters: Iterable[inspect.Parameter]) -> type:
+    """A dataclass of keyword-only parameters."""
+    fields = []
+    for p in parameters:
+        if p.default is p.empty:
+            raise BirlError(f"env.kind={config.kind}: its own key {p.name} needs a default.")
+        kind = type(p.default)
+        if kind not in (int, float, bool, str):
+            raise BirlError(f"env.kind={config.kind}: its own key {p.name} must be a number, true, false or text.")
+        fields.append((p.name, kind, field(default=p.default)))
+    return make_dataclass("Options", fields)
+
+
+def _takes(config: schema.Env, named: type, offered: Iterable[str]) -> list[str]:
+    parameters = [p for p in inspect.signature(named).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    unknown = [p.name for p in parameters if p.name not in offered and p.default is p.empty]
+    if unknown:
+        raise BirlError(
+            f"env.kind={config.kind}: {named.__name__}.__init__ asks for {unknown[0]!r}; it can have "
+            f"{', '.join(offered)}."
+        )
+    return [p.name for p in parameters if p.name in offered]
+
+
+async def _shared(config: schema.Env, function: Callable[..., Any], settings: Any) -> Any:
+    try:
+        return await called(function, settings)
+    except BirlError:
+        raise
+    except Exception as error:
+        raise BirlError(f"env.kind={config.kind}: {type(error).__name__}: {error}") from error
+
+
+def _rows(config: schema.Env, tasks: Callable[..., Any], settings: Any, split: str) -> list[dict[str, Any]]:
+    try:
+        rows = list(tasks(settings, split))
+    except BirlError:
+        raise
+    except Exception as error:
+        raise BirlError(f"env.kind={config.kind}: its tasks failed: {type(error).__name__}: {error}") from error
+    if bad := next((r for r in rows if not isinstance(r, Mapping)), None):
+        raise BirlError(f"env.kind={config.kind}: tasks must give one dict for each task, not {bad!r:.100}.")
+    return rows

@@ -1,0 +1,130 @@
+"""The tasks of a run: from data files or from the environment, checked against what the model can hold."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from birl.config import schema
+from birl.data.stream import Source, Stream
+from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
+from birl.envs.open import World
+from birl.errors import BirlError
+from birl.loops.policy import Policy, longest_prompt
+from birl.text.chat import Chat
+from birl.types import Task
+
+T = TypeVar("T")
+
+
+def load_data(
+    config: schema.RL, world: World, chat: Chat, context: int, given: Any = None, given_validation: Any = None
+) -> tuple[list[Tasks], list[Task]]:
+    """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted. Rows
+    that are `given` take the place of data.train and data.validation."""
+    data = config.data
+    train = load_tasks(data, "train", chat=chat.has_template, given=own_rows(config, world, "train", given))
+    rows = own_rows(config, world, "validation", given_validation)
+    validation = load_tasks(data, "validation", chat=chat.has_template, given=rows)
+    if data.validation_split > 0 and not validation:
+        train, validation = split_validation(train, data.validation_split, config.seed)
+    limit = data.max_prompt_tokens or context - config.rollout.max_tokens
+    if limit <= 0:
+        raise BirlError(
+            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in the context of {context} "
+            "tokens. Lower it."
+        )
+    fitting: list[Tasks] = []
+    for tasks in train:
+        kept, dropped = filter_by_length(tasks, lambda t: len(chat.render(t.prompt)), limit)
+        if dropped:
+            print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
+        if len(kept) == 0:
+            raise BirlError(
+                f"{tasks.name}: every prompt has more than {limit} tokens. "
+                + (
+                    "Raise data.max_prompt_tokens."
+                    if data.max_prompt_tokens
+                    else f"The context of {context} tokens has no room for more beside an answer of rollout.max_tokens="
+                    f"{config.rollout.max_tokens}: lower that, shorten the prompts or take a model with a longer one."
+                )
+            )
+        fitting.append(kept)
+    held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
+    return fitting, held_out
+
+
+def own_rows(config: schema.RL | schema.Eval, world: World, which: str, given: Any = None) -> Any:
+    """The tasks that the environment brings along, where no data were named. None: those of the data."""
+    data = config.data
+    named = data.train if which == "train" else data.validation or data.validation_split
+    if given is not None or named:
+        return given
+    rows = world.rows(which) if world.rows is not None else []
+    if rows:
+        return rows
+    if which == "train" or isinstance(config, schema.Eval):
+        raise BirlError(
+            f"data.{which} is empty, and env.kind={world.kind} has no tasks of its own: name a file, as in "
+            f"data.{which}=my.jsonl."
+        )
+    return None
+
+
+def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
+    shared = overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0
+    if shared:
+        print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
+
+
+def check_lengths(config: schema.RL, world: World, train: Sequence[Tasks], chat: Chat, context: int) -> None:
+    """A sample must fit into one micro-batch; better to know now than at step 300."""
+    if world.turns:
+        if context > config.learner.tokens_per_microbatch:
+            raise BirlError(
+                f"learner.tokens_per_microbatch={config.learner.tokens_per_microbatch} cannot hold an episode of "
+                f"several turns, which may have as many tokens as the context, {context}. Set model.max_length to the "
+                "longest that an episode should get, or raise learner.tokens_per_microbatch."
+            )
+        return
+    longest = max(len(chat.render(t[i].prompt)) for t in train for i in range(len(t)))
+    need, have = longest + config.rollout.max_tokens, config.learner.tokens_per_microbatch
+    if need > have:
+        raise BirlError(
+            f"learner.tokens_per_microbatch={have} cannot hold the longest possible sample: a prompt of {longest} "
+            "tokens and "
+            f"rollout.max_tokens={config.rollout.max_tokens}. Set learner.tokens_per_microbatch={need}, or lower "
+            "data.max_prompt_tokens or rollout.max_tokens."
+        )
+
+
+def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
+    if config.steps:
+        return config.steps
+    if config.algorithm.dynamic_sampling:
+        return None  # nobody knows how many prompts a step will take
+    return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
+
+
+def lengths(
+    config: schema.RL, world: World, policy: Policy, train: Sequence[Tasks], validation: Sequence[Task], context: int
+) -> list[tuple[int, int]]:
+    """The longest prompt and answer of training, and of validation where there is one [tokens]."""
+    if world.turns:
+        return [(context - config.rollout.max_tokens, config.rollout.max_tokens)]
+    everything = [t[i] for t in train for i in range(len(t))]
+    asked = [(longest_prompt(everything, policy.chat, context), config.rollout.max_tokens)]
+    if validation:
+        answer = config.validation.max_tokens or config.rollout.max_tokens
+        asked.append((longest_prompt(validation, policy.chat, context), answer))
+    return asked
+
+
+def stream(config: schema.RL | schema.Stage, sources: Sequence[Source[T]], position: int) -> Stream[T]:
+    """The training rows from `position` on: as many as the run takes, or endlessly where it counts steps."""
+    return Stream(
+        sources,
+        weights=config.data.weights,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        epochs=None if config.steps else config.epochs,
+        start=position,
+    )

@@ -1,0 +1,56 @@
+"""Things by name: a word of a table, `my_file.py:NAME` or `package.module:NAME`."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from birl.errors import BirlError
+
+
+def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
+    """What `name` stands for; it is the value of `key`. Raises `BirlError`."""
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise BirlError(f"{key}={name}: must be {' | '.join(table)}, or my_file.py:my_function.{hint}")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).expanduser()
+            if not path.is_file():
+                raise BirlError(f"{key}={name}: there is no file {place} in {Path.cwd()}.")
+            module = from_file(path)
+        else:
+            module = importlib.import_module(place)
+    except BirlError:
+        raise
+    except Exception as error:  # whatever the user's file raises
+        raise BirlError(f"{key}={name}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise BirlError(f"{key}={name}: {place} has no function {attribute}. It has: {', '.join(known) or 'none'}.")
+    return function
+
+
+def from_file(path: Path) -> ModuleType:
+    """The module in a file, read once. Known to Python by a name of its own, which classes need for their hints."""
+    name = f"birl_custom_{path.stem}_{abs(hash(path.resolve())):x}"
+    if name in sys.modules and getattr(sys.modules[name], "__birl_time__", None) == path.stat().st_mtime_ns:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    module.__birl_time__ = path.stat().st_mtime_ns  # pyright: ignore[reportAttributeAccessIssue]
+    return module

@@ -1,0 +1,203 @@
+"""One episode's talk with the model. Whoever asks says all that was said so far, in messages or in text; what the model
+sees is tokens, and those that it saw or sampled before are never made again from text.
+
+    known     each answer's conversation, and its ids
+    ask       the longest known beginning of what is said -> its ids, extended; or, without one, all of it rendered
+    turns     what was asked and answered, in order: `assemble.py` makes Samples of them
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from birl.errors import HistoryRewritten
+from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, Turn
+from birl.waits import waiting
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Translator(Protocol):
+    """What an episode needs of `birl.text.chat.Chat`."""
+
+    def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]: ...
+    def extend(
+        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...], tools: Tools = ()
+    ) -> tuple[int, ...]: ...
+    def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]: ...
+    def parse(self, tokens: Sequence[int], tools: Tools = ()) -> Message: ...
+
+
+class Gateway(Protocol):
+    """Where sessions are reached over HTTP (`birl.serve.gateway`)."""
+
+    def enter(self, session: "Session") -> str: ...
+    def leave(self, session: "Session") -> None: ...
+
+
+class EngineFailed(Exception):
+    """Wraps what an engine raised, to tell it from what an environment raised."""
+
+
+class Aborted(Exception):
+    """The engine was told to end the answer."""
+
+
+class TooLong(Exception):
+    """No room is left for an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A conversation that ended with an answer, and its ids."""
+
+    said: tuple[Any, ...] | str
+    owner: tuple[str, str]
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Limits:
+    """`timeout` [s] for the whole episode, `turns` calls of the model, `tokens` in one conversation."""
+
+    timeout: float = 600.0
+    turns: int = 8
+    tokens: int = 1 << 30
+
+
+class Session:
+    """The `birl.types.Model` of one episode. `id` tells engines what belongs together, `name` is for the table of
+    waits. `seed_of_turn` gives the seed of the n-th question."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Translator,
+        params: SamplingParams,
+        limits: Limits,
+        seed_of_turn: Callable[[int], int],
+        *,
+        id: str = "",
+        name: str = "an episode",
+        gateway: Gateway | None = None,
+    ) -> None:
+        self.engine, self.chat, self.params, self.limits = engine, chat, params, limits
+        self.seed_of_turn, self.id, self.name, self.gateway = seed_of_turn, id, name, gateway
+        self.asked = 0
+        self.known: list[Known] = []
+        self.reward: float | None = None  # where it came over HTTP
+        self.failure: Exception | None = None  # the first that ends the episode, whatever the agent makes of it
+        self._turns: dict[int, Turn] = {}
+        self._url = ""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for _, turn in sorted(self._turns.items()))
+
+    @property
+    def base_url(self) -> str:
+        """Of this episode's own OpenAI and Anthropic API; its answers are this episode's turns."""
+        if self.gateway is None:
+            raise RuntimeError("this session has no address: the run was started without a gateway")
+        self._url = self._url or self.gateway.enter(self)
+        return self._url
+
+    async def ask(self, said: Conversation, *, tools: Tools = (), agent: str = "") -> Message:
+        """The model's reply. Raises `EngineFailed`, `Aborted` and `TooLong`, which end the episode."""
+        return (await self.answer(said, self.params, tools=tools, agent=agent))[0]
+
+    async def answer(
+        self, said: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
+    ) -> tuple[Message, Turn]:
+        """As `ask`, with parameters of its own; also what was recorded."""
+        try:
+            return await self._answer(said, params, tools, agent)
+        except (EngineFailed, Aborted, TooLong) as error:
+            self.failure = self.failure or error
+            raise
+
+    async def _answer(
+        self, said: Conversation, params: SamplingParams, tools: Tools, agent: str
+    ) -> tuple[Message, Turn]:
+        number, self.asked = self.asked, self.asked + 1
+        if number >= self.limits.turns:
+            raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
+        owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
+        prompt = self.prompt(said, tools, owner)
+        room = self.limits.tokens - len(prompt)
+        if room < 1:
+            raise TooLong(f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens}")
+        params = replace(params, seed=self.seed_of_turn(number), max_tokens=min(params.max_tokens, room))
+        with waiting(self.name, f"turn {number}", "engine", self.limits.timeout):
+            completion = await self._generate(prompt, params)
+        turn = self._turns[number] = Turn(prompt=prompt, completion=completion, agent=agent)
+        if completion.stop is Stop.ABORT:
+            raise Aborted
+        reply = self.chat.parse(completion.tokens, tools)
+        self.known.append(
+            Known(said=plain(following(said, reply)), owner=owner, prompt=prompt, answer=completion.tokens)
+        )
+        return reply, turn
+
+    def prompt(self, said: Conversation, tools: Tools, owner: tuple[str, str]) -> tuple[int, ...]:
+        """Ids of what is said: what is known of it as it was, and the rest of it."""
+        own = plain(said)
+        fitting = [k for k in self.known if k.owner == owner and type(k.said) is type(own) and begins(own, k.said)]
+        if not fitting:
+            return self.chat.render(said, tools)
+        best = max(fitting, key=lambda k: len(k.said))
+        if isinstance(said, str):
+            return self.chat.append(best.prompt, best.answer, said[len(best.said) :])
+        try:
+            return self.chat.extend(best.prompt, best.answer, said[len(best.said) :], tools)
+        except HistoryRewritten:
+            return self.chat.render(said, tools)
+
+    def credit(self, reward: float) -> None:
+        """What the environment gave for the newest answer."""
+        number = max(self._turns)
+        self._turns[number] = replace(self._turns[number], reward=self._turns[number].reward + reward)
+
+    def close(self) -> None:
+        if self._url and self.gateway is not None:
+            self.gateway.leave(self)
+            self._url = ""
+
+    async def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
+        try:
+            return await self.engine.generate(prompt, params, self.id)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise EngineFailed from error
+
+
+def following(said: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:
+    """The conversation with a reply, and with what came after it."""
+    if isinstance(said, str):
+        return said + reply.content + "".join(m.content for m in messages)
+    return (*said, reply, *messages)
+
+
+def plain(said: Conversation) -> tuple[Any, ...] | str:
+    """What makes two conversations the same: clients drop what the model thought, empty fields, ids of calls and outer
+    blanks."""
+    if isinstance(said, str):
+        return said
+    return tuple(
+        (m.role, m.content.strip(), m.name, tuple((c.name, arguments(c.arguments)) for c in m.tool_calls)) for m in said
+    )
+
+
+def arguments(text: str) -> str:
+    """The same for the same JSON."""
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except ValueError:
+        return text
+
+
+def begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
+    return len(part) <= len(whole) and whole[: len(part)] == part

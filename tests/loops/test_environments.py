@@ -1,0 +1,114 @@
+"""Every way in is trained through `birl rl` with a tiny model: the examples, and what can go wrong around them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl.config import schema
+from birl.config.load import load
+from birl.errors import BirlError
+from birl.loops import rl
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(tiny: Path, folder: Path, *words: str) -> list[dict[str, Any]]:
+    config = load(
+        schema.RL,
+        [
+            f"model.path={tiny}",
+            "model.dtype=float32",
+            "model.max_length=400",
+            "rollout.prompts=2",
+            "rollout.group_size=4",
+            "rollout.max_tokens=8",
+            "optimizer.lr=3e-3",
+            "steps=2",
+            "validation.every=0",
+            "validation.at_start=false",
+            "track.console=off",
+            "track.tensorboard=false",
+            "track.report=false",
+            "threads=1",
+            f"run={folder}/run",
+            *words,
+        ],
+    )
+    rl.train(config)
+    return [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+
+
+WAYS = {
+    "reward function": (
+        f"reward={EXAMPLES}/reward_function.py:close_to",
+        f"data.train={EXAMPLES}/data/lengths.jsonl",
+    ),
+    "step function": (
+        f"env={EXAMPLES}/step_function.py:step",
+        f"data.train={EXAMPLES}/data/numbers.jsonl",
+        "env.most=3",
+    ),
+    "class": (f"env={EXAMPLES}/env_class.py:Hints", "env.colors=[a,b]"),
+    "self-play": (f"env={EXAMPLES}/self_play.py:Nim", "env.sticks=3"),
+}
+
+
+@pytest.mark.parametrize("words", WAYS.values(), ids=WAYS)
+def test_every_way_in_trains(tiny: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    episodes = run(tiny, tmp_path, *words)
+    assert len(episodes) == 16 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["mismatch"] < 1e-5 for m in metrics if m.get("mismatch") is not None)
+
+
+def test_examples_are_short() -> None:
+    for name in ("reward_function", "step_function", "env_class", "self_play"):
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
+
+
+SUMS = """
+from birl.types import Feedback, Message
+
+class Sums:
+    '''Two questions; the second continues the first.'''
+    def __init__(self, task):
+        self.turn = 0
+    async def start(self):
+        return (Message(role="user", content="Say a."),)
+    async def step(self, reply):
+        self.turn += 1
+        good = reply.content.count("a") / max(len(reply.content), 1)
+        more = (Message(role="user", content="Say a again."),)
+        return Feedback(messages=more, reward=good, done=self.turn == 2)
+    async def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_it_learns_over_several_turns(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, credit: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.py").write_text(SUMS)
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 8)
+    words = ("steps=15", "rollout.group_size=8", f"algorithm.credit={credit}")
+    episodes = run(tiny, tmp_path, "env=sums.py:Sums", "data.train=rows.jsonl", *words)
+    rewards = [[e["reward"] for e in episodes if e["step"] == step and e["outcome"] == "ok"] for step in range(1, 16)]
+    means = [sum(r) / max(len(r), 1) for r in rewards]
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
+
+
+def test_an_environment_without_tasks_needs_data(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.py").write_text(SUMS)
+    with pytest.raises(BirlError, match=r"data\.train is empty, and env\.kind=sums\.py:Sums has no tasks of its own"):
+        run(tiny, tmp_path, "env=sums.py:Sums")
+
+
+def test_an_episode_must_fit_into_a_micro_batch(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.py").write_text(SUMS)
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(BirlError, match=r"tokens_per_microbatch=100 cannot hold .* context, 400"):
+        run(tiny, tmp_path, "env=sums.py:Sums", "data.train=rows.jsonl", "learner.tokens_per_microbatch=100")

@@ -1,0 +1,213 @@
+"""Whatever an environment, an agent or the engine does has a typed outcome, never a reward of 0, and is closed."""
+
+import asyncio
+import math
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from birl.rollout.episode import run_episode
+from birl.rollout.session import Limits
+from birl.types import Feedback, Message, Outcome, Trajectory
+from tests.rollout.scripted import CHAT, Scripted, session
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+class Countdown:
+    """Done after so many replies, each worth one more than the last."""
+
+    def __init__(self, steps: int = 2, **broken: Any) -> None:
+        self.steps, self.broken, self.said, self.closed = steps, broken, [], 0
+
+    async def start(self) -> tuple[Message, ...]:
+        await self._maybe("start")
+        return (user("Go"),)
+
+    async def step(self, reply: Message) -> Feedback:
+        await self._maybe("step")
+        self.said.append(reply.content)
+        n = len(self.said)
+        return Feedback(messages=(user("more"),), reward=float(n), score=1.0, done=n == self.steps, info={"n": n})
+
+    async def close(self) -> None:
+        self.closed += 1
+        await self._maybe("close")
+
+    async def _maybe(self, where: str) -> None:
+        if where in self.broken:
+            await self.broken[where]()
+
+
+async def fails() -> None:
+    raise KeyError("lost")
+
+
+async def hangs() -> None:
+    await asyncio.sleep(60)
+
+
+def play(env: Any, engine: Scripted | None = None, **limits: Any) -> Trajectory:
+    engine = engine or Scripted(["one", "two", "three", "four"])
+    return asyncio.run(run_episode(env, session(engine, Limits(**limits))))
+
+
+def test_rewards_are_added_and_belong_to_their_turns() -> None:
+    env = Countdown(3)
+    found = play(env)
+    assert (found.outcome, found.reward, found.score, found.parts) == (Outcome.OK, 6.0, 3.0, {"n": 3})
+    assert [t.reward for t in found.turns] == [1.0, 2.0, 3.0]
+    assert env.said == ["one", "two", "three"] and env.closed == 1
+
+
+def test_too_many_turns_are_cut_and_keep_what_they_earned() -> None:
+    env = Countdown(9)
+    found = play(env, turns=2)
+    assert (found.outcome, found.reward) == (Outcome.TRUNCATED, 3.0) and env.closed == 1
+
+
+def test_no_room_left_is_truncated() -> None:
+    found = play(Countdown(9), tokens=len(CHAT.render((user("Go"),))) + 10)
+    assert found.outcome is Outcome.TRUNCATED and found.reward == 1.0 and "leaves no room" in found.detail
+
+
+@pytest.mark.parametrize("where", ["start", "step", "close"])
+def test_an_environment_that_fails_has_no_reward(where: str) -> None:
+    env = Countdown(1, **{where: fails})
+    found = play(env)
+    assert found.outcome is Outcome.ENV_ERROR and math.isnan(found.reward) and "KeyError" in found.detail
+    assert env.closed == 1
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_an_error(reward: float) -> None:
+    class Broken(Countdown):
+        async def step(self, reply: Message) -> Feedback:
+            return Feedback(reward=reward)
+
+    assert play(Broken()).outcome is Outcome.ENV_ERROR
+
+
+@pytest.mark.parametrize("where", ["start", "step"])
+def test_an_environment_that_hangs_is_timed_out_and_closed(where: str) -> None:
+    env = Countdown(1, **{where: hangs})
+    began = time.monotonic()
+    found = play(env, timeout=0.05)
+    assert found.outcome is Outcome.TIMEOUT and "env.timeout=0.05" in found.detail
+    assert env.closed == 1 and time.monotonic() - began < 5
+
+
+def test_the_engines_failure_is_not_the_environments() -> None:
+    class Down(Scripted):
+        async def generate(self, *args: Any, **keys: Any) -> Any:
+            raise ConnectionError("gone")
+
+    env = Countdown()
+    found = play(env, Down([]))
+    assert found.outcome is Outcome.ENGINE_ERROR and "gone" in found.detail and env.closed == 1
+
+
+def test_cancelling_closes() -> None:
+    async def cancel() -> Countdown:
+        env, engine = Countdown(1, step=hangs), Scripted(["one"])
+        task = asyncio.create_task(run_episode(env, session(engine)))
+        while not engine.prompts:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return env
+
+    assert asyncio.run(cancel()).closed == 1
+
+
+def test_plain_functions_hold_up_nobody() -> None:
+    class Slow:
+        def start(self) -> str:
+            time.sleep(0.2)
+            assert threading.current_thread() is not threading.main_thread()
+            return "Go"
+
+        def step(self, reply: Message) -> Feedback:
+            return Feedback(reward=1.0)
+
+        def close(self) -> None:
+            pass
+
+    async def many() -> tuple[float, list[Trajectory]]:
+        began = time.monotonic()
+        found = await asyncio.gather(*(run_episode(Slow(), session(Scripted(["one"]))) for _ in range(20)))
+        return time.monotonic() - began, found
+
+    seconds, found = asyncio.run(many())
+    assert seconds < 2 and all(t.reward == 1.0 for t in found)
+
+
+class Talks:
+    """An agent; `then` is what it returns, or raises."""
+
+    def __init__(self, then: Any = 1.0, questions: tuple[str, ...] = ("Hi",), careless: bool = False) -> None:
+        self.then, self.questions, self.careless, self.closed = then, questions, careless, 0
+
+    async def run(self, model: Any) -> Any:
+        for question in self.questions:
+            try:
+                await model.ask((user(question),), agent=question if isinstance(self.then, dict) else "")
+            except Exception:
+                if not self.careless:
+                    raise
+        if isinstance(self.then, Exception):
+            raise self.then
+        return self.then
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def test_an_agent_gives_its_reward() -> None:
+    found = play(Talks(0.5, ("Hi", "Bye")))
+    assert (found.outcome, found.reward, len(found.turns)) == (Outcome.OK, 0.5, 2)
+
+
+def test_each_of_several_agents_has_its_own() -> None:
+    found = play(Talks({"a": 1.0, "b": -0.5, "never spoke": 9.0}, ("a", "b")))
+    assert found.rewards == {"a": 1.0, "b": -0.5} and found.reward == 0.25
+    assert [t.agent for t in found.turns] == ["a", "b"]
+    missing = play(Talks({"a": 1.0}, ("a", "b")))
+    assert missing.outcome is Outcome.ENV_ERROR and "no reward for b" in missing.detail
+
+
+@pytest.mark.parametrize(
+    ("agent", "detail"),
+    [
+        (Talks(None), "gave no reward"),
+        (Talks(math.nan), "reward is nan"),
+        (Talks(1.0, ()), "never asked"),
+        (Talks(ValueError("bad plan")), "bad plan"),
+    ],
+)
+def test_an_agent_without_a_reward_has_failed(agent: Talks, detail: str) -> None:
+    found = play(agent)
+    assert found.outcome is Outcome.ENV_ERROR and detail in found.detail and math.isnan(found.reward)
+    assert agent.closed == 1
+
+
+def test_an_agent_that_swallows_the_engines_failure_has_not_earned_its_reward() -> None:
+    class Down(Scripted):
+        async def generate(self, *args: Any, **keys: Any) -> Any:
+            raise ConnectionError("gone")
+
+    found = play(Talks(1.0, careless=True), Down([]))
+    assert found.outcome is Outcome.ENGINE_ERROR and math.isnan(found.reward)
+
+
+def test_an_agent_that_is_cut_keeps_a_reward_it_has() -> None:
+    found = play(Talks(0.5, ("Hi", "Bye"), careless=True), turns=1)
+    assert (found.outcome, found.reward, len(found.turns)) == (Outcome.TRUNCATED, 0.5, 1)
+    without = play(Talks(0.5, ("Hi", "Bye")), turns=1)
+    assert without.outcome is Outcome.ENV_ERROR and "max_turns=1" in without.detail

@@ -1,0 +1,159 @@
+"""Tokens are the truth: what the model saw and said is never made again from text."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from birl.rollout.assemble import samples
+from birl.rollout.session import Limits, TooLong, following
+from birl.text.chat import Chat
+from birl.types import Message, Outcome, Trajectory, Turn
+from tests.rollout.scripted import CHAT, Scripted, session
+from tests.text.test_chat import FORGETFUL, with_template
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def trajectory(turns: Sequence[Turn]) -> Trajectory:
+    return Trajectory(turns=tuple(turns), reward=1.0, score=1.0, outcome=Outcome.OK)
+
+
+def test_a_conversation_is_one_sample_with_the_tokens_that_were_sampled() -> None:
+    async def play() -> None:
+        engine = Scripted(["seven", "no, eight", "done"])
+        talk = session(engine)
+        said: tuple[Message, ...] = (user("What is 3 + 4?"),)
+        for question in ("Sure?", "Why?", ""):
+            reply = await talk.ask(said)
+            said = (*said, reply, user(question))
+        (sample,) = samples(trajectory(talk.turns), 1.0, 0, 0)
+        assert sum(sample.mask) == sum(len(t.completion.tokens) for t in talk.turns)
+        assert CHAT.decode([t for t, m in zip(sample.tokens, sample.mask, strict=True) if m]) == (
+            "seven<|im_end|>no, eight<|im_end|>done<|im_end|>"
+        )
+        assert sample.tokens[: len(engine.prompts[0])] == CHAT.render((user("What is 3 + 4?"),))
+        assert [p.seed for p in engine.params] == [100, 101, 102]
+
+    asyncio.run(play())
+
+
+def test_tokens_that_no_encoder_would_make_survive() -> None:
+    """encode(decode(ids)) may differ from ids: what was sampled letter by letter stays so."""
+    spelled = tuple(CHAT.encode("a")[0] if c == "a" else CHAT.encode(c)[0] for c in "answer")
+    assert CHAT.encode("answer") != spelled
+
+    class Speller(Scripted):
+        async def generate(self, prompt_ids, params, session=""):  # type: ignore[no-untyped-def]
+            found = await super().generate(prompt_ids, params, session)
+            n = len(spelled) + 1
+            return type(found)(tokens=(*spelled, 2), logprobs=(-1.0,) * n, versions=(0,) * n, stop=found.stop)
+
+    async def play() -> None:
+        engine = Speller(["answer", "answer"])
+        talk = session(engine)
+        first = (user("Hi"),)
+        reply = await talk.ask(first)
+        await talk.ask((*first, reply, user("Again")))
+        assert engine.prompts[1][: len(engine.prompts[0]) + 7] == (*engine.prompts[0], *spelled, 2)
+
+    asyncio.run(play())
+
+
+def test_a_branch_and_a_second_speaker_are_samples_of_their_own() -> None:
+    async def play() -> None:
+        engine = Scripted(["one", "two", "three", "four", "five"])
+        talk = session(engine)
+        first = (user("Hi"),)
+        reply = await talk.ask(first)
+        await talk.ask((*first, reply, user("left")))
+        await talk.ask((*first, reply, user("right")))  # from the same beginning
+        await talk.ask((Message(role="system", content="You are a critic."), user("Hi")))
+        await talk.ask(first, agent="other")
+        found = samples(trajectory(talk.turns), 1.0, 0, 0)
+        trained = [CHAT.decode([t for t, m in zip(s.tokens, s.mask, strict=True) if m]) for s in found]
+        assert trained == [
+            "one<|im_end|>two<|im_end|>",
+            "three<|im_end|>",
+            "four<|im_end|>",
+            "five<|im_end|>",
+        ]  # each answer is trained once
+        assert found[1].tokens[: len(engine.prompts[1])] != engine.prompts[1]
+        assert engine.prompts[2][: len(engine.prompts[0])] == engine.prompts[0]
+
+    asyncio.run(play())
+
+
+def test_what_clients_lose_of_a_message_does_not_break_the_thread() -> None:
+    async def play() -> None:
+        engine = Scripted(["  seven ", "eight"])
+        talk = session(engine)
+        await talk.ask((user("Hi"),))
+        stripped = Message(role="assistant", content="seven")
+        await talk.ask((user("Hi"), stripped, user("Go on")))
+        assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
+
+    asyncio.run(play())
+
+
+def test_a_template_that_rewrites_history_starts_a_new_sample() -> None:
+    async def play() -> None:
+        chat = with_template(FORGETFUL)
+        engine = Scripted(["one", "two"], chat)
+        talk = session(engine)
+        first = (user("Hi"),)
+        reply = await talk.ask(first)
+        await talk.ask((*first, reply, user("Go on")))
+        assert engine.prompts[1] == chat.render((*first, reply, user("Go on")))
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("more", "one"),
+    [("<|im_end|> and then", True), (" and then", False)],
+    ids=["the text holds the end token", "the text leaves it out"],
+)
+def test_text_goes_on_token_by_token(more: str, one: bool) -> None:
+    """RL2's prefix rule, on tokens."""
+
+    async def play() -> None:
+        chat = Chat(CHAT.tokenizer)
+        engine = Scripted(["seven", "eight"], chat)
+        talk = session(engine)
+        reply = await talk.ask("What is 3 + 4? ")
+        after = following("What is 3 + 4? ", reply)
+        assert after == "What is 3 + 4? seven"
+        await talk.ask(after + more)
+        assert chat.decode(engine.prompts[1]) == after + more
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == (1 if one else 2)
+
+    asyncio.run(play())
+
+
+def test_no_room_is_told_and_the_last_answer_gets_what_is_left() -> None:
+    async def play() -> None:
+        engine = Scripted(["a" * 50, "b"])
+        room = len(CHAT.render((user("Hi"),))) + 5
+        talk = session(engine, Limits(tokens=room))
+        reply = await talk.ask((user("Hi"),))
+        assert engine.params[0].max_tokens == 5 and len(talk.turns[0].completion.tokens) == 5
+        with pytest.raises(TooLong, match="leaves no room"):
+            await talk.ask((user("Hi"), reply, user("more")))
+        assert isinstance(talk.failure, TooLong) and len(talk.turns) == 1
+
+    asyncio.run(play())
+
+
+def test_parallel_questions_keep_their_order() -> None:
+    async def play() -> None:
+        engine = Scripted(lambda prompt: "ab"[prompt.count("second")], delay=0.01)
+        talk = session(engine)
+        await asyncio.gather(talk.ask((user("first"),)), talk.ask((user("second"),)))
+        assert [CHAT.decode(t.completion.tokens) for t in talk.turns] == ["a<|im_end|>", "b<|im_end|>"]
+
+    asyncio.run(play())
