@@ -12,7 +12,6 @@ from birl.types import Message, Outcome, Trajectory, Turn
 from tests.rollout.scripted import CHAT, Scripted, session
 from tests.text.test_chat import with_template
 
-
 # Earlier questions are repeated in capitals.
 LOUD = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
