@@ -1,0 +1,39 @@
+"""What a model says to itself before it answers, set apart from the answer."""
+
+from dataclasses import dataclass
+
+from birl.types import Message, ToolCall
+
+#: how templates mark it: DeepSeek R1, Qwen 3 and most others; Magistral
+TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A reply. `thinking` is None where it has no thinking at all, which an empty block is not; `closed`: the thinking
+    came to its end."""
+
+    thinking: str | None = None
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    closed: bool = True
+
+    def message(self) -> Message:
+        return Message(role="assistant", content=self.content, thinking=self.thinking or "", tool_calls=self.calls)
+
+
+def tags_of(template: str) -> tuple[str, str] | None:
+    """Those that a chat template knows."""
+    return next((tags for tags in TAGS if tags[1] in template), None)
+
+
+def split(text: str, tags: tuple[str, str] | None, opened: bool = False) -> tuple[str | None, str, bool]:
+    """Thinking, what comes behind it, and whether the thinking ended. `opened`: the prompt began it already. A tag
+    elsewhere is text."""
+    if tags is None:
+        return None, text, True
+    start = text.lstrip()
+    if not opened and not start.startswith(tags[0]):
+        return None, text, True
+    said, close, rest = (text if opened else start[len(tags[0]) :]).partition(tags[1])
+    return said.strip("\n"), rest.lstrip("\n"), bool(close)
