@@ -11,7 +11,6 @@ from typing import Any
 
 from birl.errors import BirlError
 
-
 TEMPLATES = ("hermes",)  # chat templates of the package
 
 

@@ -151,6 +151,10 @@ class Chat:
         """What a reply's text says. `opened`: it begins within the model's thinking."""
         return formats.parts(text, self.format if tools or self._channels else None, self.tags, tools, opened)
 
+    def fences(self, tools: bool) -> tuple[str, ...]:
+        """Where something may begin that is not shown while it grows: a call, or what stands on channels."""
+        return self.format.openings if self.format is not None and (tools or self._channels) else ()
+
     def said(self, tokens: Sequence[int]) -> str:
         """The text of a reply, all of it but the token that ends it."""
         tokens = list(tokens)

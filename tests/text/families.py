@@ -65,7 +65,7 @@ GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 FUNCTION_GEMMA = (
     *GEMMA, "<start_function_call>", "<end_function_call>", "<start_function_response>", "<end_function_response>",
     "<escape>",
-)  # fmt: skip
+)
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 ANYONE = ("user", "system")
 
@@ -84,7 +84,7 @@ FAMILIES = {
         calls=1,
         beside=False,
         roles=ANYONE,
-    ),  # fmt: skip
+    ),
     "gemma": Family(specials=GEMMA, ends=("<end_of_turn>", "<end_of_turn>")),
     "function_gemma": Family(
         specials=FUNCTION_GEMMA, ends=("<end_of_turn>", "<start_function_response>"), form="function_gemma", calls=3
@@ -102,7 +102,7 @@ FAMILIES = {
         calls=1,
         beside=False,
         thinks=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-    ),  # fmt: skip
+    ),
 }
 
 

@@ -91,15 +91,16 @@ ROME = ("get_weather", {"location": "Rome"})
         (
             "deepseek",
             "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-            '{"location": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n'
+            '{"location": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n'
+            "```json\n"
             '{"location": "Rome"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
             "I look.",
             [PARIS, ROME],
         ),
         (
             "deepseek",  # V3.1
-            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"location": "Paris"}<｜tool▁call▁end｜>'
-            "<｜tool▁calls▁end｜>",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+            '{"location": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
             "",
             [PARIS],
         ),
