@@ -48,10 +48,10 @@ class Trainer:
     list of them; each takes (completions, prompts, **columns) and returns one number for each completion (math, unless
     there is an env). env: an environment or agent, as a class, a function or a name (docs/environments.md).
     train_dataset and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or
-    `messages`, `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1 means
-    num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo | sapo |
-    gspo: surrogate, clips and denominator of the preset of that name. epsilon, epsilon_high: clip range, instead of
-    that; epsilon alone is both sides. scale_rewards: group | batch | none. output_dir: the run folder. overrides:
+    `messages`, `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1
+    means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo |
+    sapo | gspo: surrogate, clips and denominator of the preset of that name. epsilon, epsilon_high: clip range, instead
+    of that; epsilon alone is both sides. scale_rewards: group | batch | none. output_dir: the run folder. overrides:
     further keys, such as {"optimizer.schedule": "cosine"}.
 
     Raises `BirlError` at once for a wrong value.
