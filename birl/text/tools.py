@@ -1,8 +1,9 @@
 """Conversations rendered by the model's own chat template, and what a template leaves out."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from birl.errors import BirlError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 TEMPLATE = "Take a model that was trained with tools, or another template (model.chat_template=hermes, or FILE.jinja)."
+LAST = re.compile(r"\s*<[^<>\s]+>\s*\Z")
 NAME = "birl_probe"
 TOOL = {
     "type": "function",
@@ -119,8 +121,8 @@ def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> 
         raise BirlError(
             next(_left_out(probe, made), "")
             or "It is not known how this model's chat template writes tool calls, so they could not be read. Name the "
-            f"format, model.tool_format={' | '.join(sorted(FORMATS))}, or another template (model.chat_template=hermes, "
-            "or FILE.jinja)."
+            f"format, model.tool_format={' | '.join(sorted(FORMATS))}, or another template "
+            "(model.chat_template=hermes, or FILE.jinja)."
         )
     for found in _left_out(probe, made):
         raise BirlError(found)
@@ -181,19 +183,19 @@ def _reads_back(chat: "Chat", form: Format) -> bool:
         )  # fmt: skip
     except Exception:  # Jinja raises whatever the template wants
         return False
-    starts = {len(commonprefix([before, made]))}
+    starts = {sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, made, strict=False)))}
     begin = made.find("birl-probe-question") + len("birl-probe-question")
     starts |= {at for opening in form.openings if (at := made.find(opening, begin)) >= 0}
-    for reply in (ended for start in starts for ended in _endings(chat, made[start:])):
+    for reply in (ended for start in starts for ended in _endings(made[start:])):
         found = parts(reply, form, tags_of(template_of(chat)), [TOOL]).calls
         if [(c.name, json.loads(c.arguments)) for c in found] == [(NAME, {"birl": MARK})]:
             return True
     return False
 
 
-def _endings(chat: "Chat", text: str) -> Iterator[str]:
-    """The text, then without its last special token, the one before, and so on."""
+def _endings(text: str) -> Iterator[str]:
+    """The text, then without the last thing in angle brackets, which may be an end token, and so on."""
     yield text
-    while last := next((t for t in chat.tokenizer.all_special_tokens if t and text.rstrip().endswith(t)), ""):
-        text = text.rstrip().removesuffix(last)
+    while last := LAST.search(text):
+        text = text[: last.start()]
         yield text

@@ -1,6 +1,7 @@
-"""Answers of models with other formats than Hermes's, through the real client: calls and thinking, whole and streamed."""
+"""Answers in other formats than Hermes's, through the real client: calls and thinking, whole and streamed."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ R1 = FOLDER / "qwen3_coder.jinja"  # its prompt opens the thinking
 
 
 def serving(folder: Path, template: Path) -> Iterator[tuple[Running, openai.OpenAI]]:
-    model = tiny_model_folder(folder / "tiny", template=template.read_text())
+    short = re.sub("Given the following functions[^']*", "", template.read_text())  # the tiny model's context is short
+    model = tiny_model_folder(folder / "tiny", template=short.replace("(indent=4)", ""))
     with running(model) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", timeout=60) as client:
         yield server, client
 

@@ -63,7 +63,11 @@ MISTRAL = (
 )
 GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 FUNCTION_GEMMA = (
-    *GEMMA, "<start_function_call>", "<end_function_call>", "<start_function_response>", "<end_function_response>",
+    *GEMMA,
+    "<start_function_call>",
+    "<end_function_call>",
+    "<start_function_response>",
+    "<end_function_response>",
     "<escape>",
 )
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
