@@ -219,7 +219,7 @@ class Chat:
     @cached_property
     def _ends(self) -> frozenset[int]:
         """Tokens with which the template may end a reply."""
-        added = self.tokenizer.get_added_vocab()
+        added = self.tokenizer.get_added_vocab()  # pyright: ignore
         return self.end_ids | {added[t] for t in (self.format.ends if self.format else ()) if t in added}
 
     @cached_property

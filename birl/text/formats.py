@@ -19,11 +19,10 @@ def unchanged(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 
 def text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
-    """DeepSeek's templates want arguments as JSON text, and no content as none at all."""
+    """DeepSeek's templates want arguments as JSON text."""
     found = unchanged(messages)
     for message in found:
         if message.get("tool_calls"):
-            message["content"] = message["content"] or None
             message["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
                 for call in message["tool_calls"]

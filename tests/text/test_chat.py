@@ -165,6 +165,18 @@ def test_a_template_that_drops_thoughts_rewrites_those_conversations_that_have_s
     assert chat.extend(prompt, reply, (user("Why?"),)) == whole
 
 
+def test_a_template_that_changes_only_what_was_said_before_the_reply() -> None:
+    """Letters of the same number: what counts is what they are."""
+    loud = CHATML.replace(
+        "message['content']", "(message['content'] if loop.revindex < 3 else message['content']|upper)"
+    )
+    chat = with_template(loud)
+    prompt = chat.render((user("Hi"),))
+    with pytest.raises(HistoryRewritten):
+        chat.extend(prompt, (*CHAT.encode("7"), END), (user("Why?"),))
+    assert chat.extend(prompt, (*CHAT.encode("7"), END), ())  # nothing came before that changes
+
+
 def test_a_template_that_rewrites_history_for_some_roles_only_is_refused_for_those() -> None:
     chat = with_template("{% if messages[-1]['role'] == 'tool' %}{{ 'tools!' }}{% endif %}" + CHATML)
     assert chat.extend((5,), (END,), (user("Why?"),))[:2] == (5, END)
