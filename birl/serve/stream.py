@@ -141,7 +141,7 @@ class Growing:
         chunk = self.pieces.delta(
             self.index, text, tokens=tokens, logprobs=logprobs, versions=versions, offset=self.offset, first=self.fresh
         )
-        self.offset += sum(len(self.pieces.service.chat.decode([t])) for t in tokens) if asked.logprobs else 0
+        self.offset += sum(len(self.pieces.speaker.chat.decode([t])) for t in tokens) if asked.logprobs else 0
         self.fresh = False
         return chunk
 
