@@ -15,7 +15,7 @@ from torch import nn
 
 from birl.config import schema
 from birl.config.load import flatten, run_folder
-from birl.config.rules_algorithm import CRITIC, proximal
+from birl.config.rules_algorithm import CRITIC, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -277,7 +277,7 @@ def models(
         reference=reference,
         critic=says,
         teacher=teacher,
-        learner=learner if proximal(config) == "recompute" else None,
+        learner=learner if remembers(config) else None,
         weights=rewards.weights if rewards is not None else (),
     )
     return learner, objective, credit, critic
