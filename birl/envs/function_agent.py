@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from birl.envs.calls import called
+from birl.envs.calls import AGENTS, called
 from birl.types import Model, Task
 
 OFFERED = ("task", "model", "base_url", "api_key")
@@ -27,7 +27,7 @@ class FunctionAgent:
 
     async def run(self, model: Model) -> float | Mapping[str, float]:
         given = {name: self._given(name, model) for name in self.names}
-        return await called(partial(self.function, **given, **self.options))
+        return await called(partial(self.function, **given, **self.options), threads=AGENTS)
 
     def _given(self, name: str, model: Model) -> Any:
         match name:

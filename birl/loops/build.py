@@ -167,7 +167,7 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         if config.engine.kind != "embedded" and not dry_run:
             servers = await open_servers(config.engine, wanted(config, policy, context, asked, run))
             opened.push_async_callback(servers.close)
-        gateway = Gateway(policy.chat) if world.agent else None
+        gateway = Gateway(policy.chat, config.env.sampling) if world.agent else None
         if gateway is not None:
             await gateway.start()
             opened.push_async_callback(gateway.close)

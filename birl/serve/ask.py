@@ -199,6 +199,10 @@ def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> N
             404, f"There is no model {model!r}; this server has {service.name!r}."[:300], "not_found_error",
             param="model", code="model_not_found",
         )  # fmt: skip
+    check_keys(data, keys)
+
+
+def check_keys(data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     for key, value in data.items():
         if key in keys or key in HARMLESS or value is None:
             continue
