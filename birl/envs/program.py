@@ -9,6 +9,7 @@ prompt on its standard input. Its reward is what it sends to OPENAI_BASE_URL/rew
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.envs.calls import CLOSING, called
-from birl.envs.function_agent import KEY, row
+from birl.envs.function_agent import KEY, prompt, row
 from birl.errors import BirlError
 from birl.types import Model, Task
 
@@ -202,11 +203,6 @@ def environment(config: Config, folder: Path, base_url: str, task: Path) -> dict
     }
 
 
-def prompt(task: Task) -> str:
-    """Text of it; of several messages, one below the other."""
-    return task.prompt if isinstance(task.prompt, str) else "\n\n".join(m.content for m in task.prompt)
-
-
 def feed(transport: asyncio.SubprocessTransport, text: str) -> None:
     pipe: Any = transport.get_pipe_transport(0)
     pipe.write(text.encode(errors="replace"))
@@ -230,10 +226,8 @@ def reward(line: str) -> float | Mapping[str, float] | None:
 
 def kill(group: int) -> None:
     """All processes of a group. Its number may belong to nobody any more."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def clean(folder: Path, mark: str) -> None:
@@ -242,10 +236,8 @@ def clean(folder: Path, mark: str) -> None:
     for _ in range(20):
         left = strays(mark)
         for pid in left:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         if not left:
             break
     shutil.rmtree(folder, onerror=writable)
@@ -267,9 +259,7 @@ def strays(mark: str) -> list[int]:
 
 def writable(function: Any, name: str, _: Any) -> None:
     """A folder that the agent had closed to itself is opened, and tried again; what is gone is gone."""
-    try:
+    with contextlib.suppress(OSError):
         os.chmod(Path(name).parent, 0o700)
         os.chmod(name, 0o700)
         function(name)
-    except OSError:
-        pass

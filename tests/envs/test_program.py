@@ -142,10 +142,14 @@ ENDS = {
         "print(json.dumps({'reward': {'x': 1.5}}))", {}, Outcome.OK, 1.5, "",
     ),
     "no reward": ("ask('a')", {}, Outcome.ENV_ERROR, None, "the agent gave no reward"),
-    "not the last line": ("ask('a'); print(json.dumps({'reward': 3})); print('x')", {}, Outcome.ENV_ERROR, None, "no reward"),
+    "not the last line": (
+        "ask('a'); print(json.dumps({'reward': 3})); print('x')", {}, Outcome.ENV_ERROR, None, "no reward"
+    ),
     "not a number": ("ask('a'); print('{\"reward\": \"1\"}')", {}, Outcome.ENV_ERROR, None, "a reward is a number"),
     "not finite": ("ask('a'); print('{\"reward\": NaN}')", {}, Outcome.ENV_ERROR, None, "reward is nan"),
-    "exit code": ("print('note', file=sys.stderr); sys.exit('no disk')", {}, Outcome.ENV_ERROR, None, "exit code 1: no disk"),
+    "exit code": (
+        "print('note', file=sys.stderr); sys.exit('no disk')", {}, Outcome.ENV_ERROR, None, "exit code 1: no disk"
+    ),
     "exception": ("ask('a'); 1 / 0", {}, Outcome.ENV_ERROR, None, "ZeroDivisionError: division by zero"),
     "signal": ("ask('a'); os.kill(os.getpid(), 9)", {}, Outcome.ENV_ERROR, None, "ended by SIGKILL"),
     "never asked": ("print('{\"reward\": 1}')", {}, Outcome.ENV_ERROR, None, "never asked the model"),

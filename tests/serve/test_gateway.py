@@ -260,7 +260,7 @@ REFUSED = {
         {"max_tokens": 5, "messages": [*HI, {"role": "assistant", "content": "I"}]},
         "cannot be begun",
     ),
-    "a tool of the API": ("/messages", {"messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
+    "a tool of the API": ("/messages", {"messages": HI, "tools": [{"type": "bash_1", "name": "bash"}]}, "tools.0"),
     "ids": ("/completions", {"prompt": [1, 2]}, "prompt must be text"),
     "no room": ("/chat/completions", {"messages": HI, "max_tokens": 0}, "max_tokens must be at least 1"),
     "too many": ("/chat/completions", {"messages": HI, "n": 1000}, "at most 128"),
