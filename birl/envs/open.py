@@ -27,7 +27,9 @@ from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
 #: name -> where it is
-BUILT_IN: dict[str, str] = {}
+BUILT_IN: dict[str, str] = {
+    "program": "birl.envs.program:Program",
+}
 
 
 @dataclass(slots=True, kw_only=True)
