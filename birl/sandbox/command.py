@@ -19,7 +19,7 @@ SOURCES = {
     "birl/sandbox/confine.py": HERE / "confine.py",
     "birl/sandbox/guest.py": HERE / "guest.py",
 }
-GUEST_MB = 64  # what the guest itself may need beside the run
+GUEST_MB = 32  # what the guest itself may need beside the run
 FIRST_UID, UIDS = 61200, 4000  # within the range that systemd sets apart for users that come and go
 
 

@@ -466,10 +466,10 @@ def folders(settings: Settings, control: int) -> None:
 def main() -> None:
     control = int(sys.argv[1])
     os.set_inheritable(control, False)
+    send(control, {"landlock": confine.landlock_version()})
     settings = receive(control)
     if settings is None:
         return
-    send(control, {"ready": sys.version.split()[0], "landlock": confine.landlock_version()})
     stay = {"bubblewrap": once, "zygote": zygote}.get(settings["kind"], folders)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stay(settings, control)

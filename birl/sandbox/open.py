@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import platform
+from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
@@ -55,16 +56,33 @@ async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:
         return await ModalSandbox.open(workers=workers)
     if kind not in (*LOCAL, "auto"):
         raise BirlError(f"sandbox.kind={kind}: must be auto | {' | '.join(LOCAL)} | modal.")
-    reasons = []
+    failed: list[str] = []
     for name in AUTO if kind == "auto" else (kind,):
-        for python in interpreters():
-            reason = await problem(name, python)
-            if not reason:
-                if reasons and kind == "auto":
-                    log.warning("sandbox.kind=auto is %s here, because %s", name, "; ".join(reasons))
-                return LocalSandbox(name, python=python, workers=workers)
-            reasons.append(f"{name} with {python}: {reason}")
-    raise BirlError(f"sandbox.kind={kind} does not work on this machine ({'; '.join(reasons)}). Install {INSTALL}.")
+        found = await tried(name)
+        if found.python:
+            if failed:
+                log.warning("sandbox.kind=auto is %s here, because %s", name, "; ".join(failed))
+            return LocalSandbox(name, python=found.python, workers=workers)
+        failed.append(f"{name}: {found.reason}")
+    raise BirlError(f"sandbox.kind={kind} does not work on this machine ({'; '.join(failed)}). Install {INSTALL}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The interpreter that a kind of sandbox works with, or why it works with none."""
+
+    python: str
+    reason: str
+
+
+async def tried(kind: str) -> Trial:
+    reasons = []
+    for python in interpreters():
+        reason = await problem(kind, python)
+        if not reason:
+            return Trial(python, "")
+        reasons.append(f"{reason} ({python})")
+    return Trial("", "; ".join(reasons))
 
 
 async def problem(kind: str, python: str) -> str:
@@ -90,14 +108,10 @@ async def problem(kind: str, python: str) -> str:
     return ""
 
 
-def available() -> dict[str, str]:
-    """Why each kind cannot be used here, by name; empty for those that can."""
+def available() -> dict[str, Trial]:
+    """What came of a trial run of each kind that is a boundary."""
 
-    async def ask() -> dict[str, str]:
-        found = {}
-        for kind in AUTO:
-            reasons = [await problem(kind, python) for python in interpreters()]
-            found[kind] = "" if not all(reasons) else reasons[-1]
-        return found
+    async def ask() -> dict[str, Trial]:
+        return {kind: await tried(kind) for kind in AUTO}
 
     return asyncio.run(ask())

@@ -19,7 +19,7 @@ X86_64 = {
     "syslog": 103, "acct": 163, "quotactl": 179, "name_to_handle_at": 303, "open_by_handle_at": 304, "iopl": 172,
     "ioperm": 173, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "setpgid": 109, "setsid": 112, "kill": 62,
     "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302, "setpriority": 141,
-    "ioctl": 16, "clone": 56, "sched_setaffinity": 203, "sched_setscheduler": 144, "chmod": 90, "fchmodat": 268,
+    "ioctl": 16, "clone": 56, "memfd_create": 319, "sched_setaffinity": 203, "sched_setscheduler": 144, "chmod": 90, "fchmodat": 268,
     "chown": 92, "lchown": 94, "fchownat": 260, "setxattr": 188, "lsetxattr": 189, "removexattr": 197,
     "lremovexattr": 198, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
 }  # fmt: skip
@@ -31,7 +31,7 @@ ARM64 = {
     "syslog": 116, "acct": 89, "quotactl": 60, "name_to_handle_at": 264, "open_by_handle_at": 265,
     "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "setpgid": 154, "setsid": 157, "kill": 129,
     "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261, "setpriority": 140,
-    "ioctl": 29, "clone": 220, "sched_setaffinity": 122, "sched_setscheduler": 119, "fchmodat": 53, "fchownat": 54,
+    "ioctl": 29, "clone": 220, "memfd_create": 279, "sched_setaffinity": 122, "sched_setscheduler": 119, "fchmodat": 53, "fchownat": 54,
     "setxattr": 5, "lsetxattr": 6, "removexattr": 14, "lremovexattr": 15, "utimensat": 88,
 }  # fmt: skip
 EVERYWHERE = {
@@ -71,16 +71,19 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; of 64-bit arguments the low half
 
 
-def assemble(*, namespaces: bool, signals: bool = True, own_user: bool = True, machine: str = "") -> bytes:
+def assemble(
+    *, namespaces: bool, signals: bool = True, own_user: bool = True, counted: bool = True, machine: str = ""
+) -> bytes:
     """The filter as an array of struct sock_filter. `namespaces`: the run has its own, of processes above all.
-    `signals`: they, another user or Landlock keep signals inside. `own_user`: the program's user id owns nothing."""
+    `signals`: they, another user or Landlock keep signals inside. `own_user`: the program's user id owns nothing.
+    `counted`: a control group counts memory, that of files without a name too."""
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise BirlError(f"there is no seccomp filter for {machine}, only for {', '.join(MACHINES)}.")
     audit, table = MACHINES[machine]
     table = {**table, **EVERYWHERE}
     names = [*REFUSED, *(() if namespaces else REFUSED_WITHOUT_NAMESPACES), *(() if signals else SIGNALS)]
-    names += [] if own_user else OF_OWNERS
+    names += [*(() if own_user else OF_OWNERS), *(() if counted else ("memfd_create",))]
     program = [
         _op(LOAD, ARCH), _op(EQUAL, audit, skip=1), _op(RETURN, KILL),  # 32-bit calls have other numbers
         _op(LOAD, NUMBER), *_refuse(AT_LEAST, 0x40000000, ENOSYS),  # so have those of x32

@@ -14,16 +14,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from birl.errors import BirlError
 from birl.sandbox import command as commands
 from birl.sandbox import seccomp
 from birl.sandbox.cgroup import MemoryGroup
-from birl.sandbox.protocol import Ending, Limits, Result, as_bytes, inside
+from birl.sandbox.protocol import Ending, Limits, Result, inside
 
 START_TIMEOUT = 20.0  # seconds until a guest says that it is there
 GRACE = 5.0  # seconds after the limit at which a guest that has not ended the run is ended itself
-KINDS = ("zygote", "bubblewrap", "landlock", "process")
 KEPT = ("zygote", "landlock", "process")  # guests that serve many runs
+SIGNALS_STAY_INSIDE = 6  # version of Landlock
 NO_BOUNDARY = "sandbox.kind=process is no boundary: the program could do everything that you can do"
 PRELOAD = (
     *("json", "math", "cmath", "re", "string", "random", "itertools", "functools", "collections", "heapq", "bisect"),
@@ -56,7 +55,6 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._scratch = ""
-        self._landlock = 0
 
     async def run(
         self,
@@ -152,14 +150,13 @@ class Worker:
             theirs.close()
             try:
                 async with asyncio.timeout(START_TIMEOUT):
-                    await _send(ours, self._settings())
                     hello = await _receive(ours, limits)
+                    await _send(ours, self._settings(int(hello.get("landlock", 0))))
             except (TimeoutError, GuestFailed):
                 self.kill()
                 errors.seek(0)
                 said = errors.read(2000).decode(errors="replace").strip() or "it says nothing"
                 raise GuestFailed(f"{self.kind} cannot be started: {said}") from None
-            self._landlock = hello.get("landlock", 0)
 
     def _words(self, control: int, limits: Limits, opened: contextlib.ExitStack) -> tuple[list[str], list[int]]:
         if self.kind in ("landlock", "process"):
@@ -177,10 +174,15 @@ class Worker:
         words = commands.bubblewrap(self.python, control, sources, limits, self.uid, keep=keep)
         return words, [fd for fd, _ in sources]
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, landlock: int) -> dict[str, Any]:
         namespaces = self.kind in ("zygote", "bubblewrap")
         alone = namespaces or bool(self.uid)
-        program = seccomp.assemble(namespaces=namespaces, signals=alone, own_user=alone)
+        program = seccomp.assemble(
+            namespaces=namespaces,
+            signals=alone or landlock >= SIGNALS_STAY_INSIDE,
+            own_user=alone,
+            counted=self.group is not None,
+        )
         return {
             "kind": self.kind,
             "python": self.python,
@@ -251,5 +253,3 @@ async def _exactly(control: socket.socket, count: int) -> bytes:
         found += part
     return bytes(found)
 
-
-__all__ = ["KINDS", "BirlError", "GuestFailed", "Worker", "as_bytes"]
