@@ -88,7 +88,10 @@ def _walk(section: Any, prefix: str) -> list[Doc]:
 
 
 def _strings_under_fields(cls: type) -> dict[str, str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError):  # a class that no file holds
+        return {}
     assert isinstance(tree, ast.ClassDef)
     texts = {}
     for statement, following in zip(tree.body, tree.body[1:], strict=False):

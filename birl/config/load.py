@@ -146,9 +146,9 @@ def _read_file(name: str) -> list[Setting]:
     return [Setting(key=key, value=value, source=f"{name}: {key}: {written(value)}") for key, value in flat]
 
 
-def _flatten_mapping(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str | list[Any]]]:
+def _flatten_mapping(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in content.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _flatten_mapping(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -210,6 +210,8 @@ def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
     known = documentation(schema)
     doc = known.get(setting.key)
     if "env.options" in known and setting.key.startswith("env.") and (doc is None or setting.key == "env.options"):
+        if setting.value == {}:
+            return
         name = setting.key.removeprefix("env.").removeprefix("options").lstrip(".")
         if not name.isidentifier():
             raise BirlError(f"{setting.source}: an environment's own keys are written as env.NAME=value.")

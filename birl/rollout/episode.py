@@ -68,6 +68,8 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         try:
             reply, turn = await session.answer(said, session.params, tools=tools)
         except TooLong as error:
+            if not session.turns:  # nothing was said that could have a reward
+                raise
             played.detail = str(error)
             return
         number = session.asked - 1

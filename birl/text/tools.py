@@ -66,7 +66,7 @@ def text(
     if not chat.has_template:
         raise BirlError(
             "The tokenizer has no chat template, so messages cannot be made into a prompt. Name one with "
-            "model.chat_template=FILE.jinja, or send a text prompt to /v1/completions."
+            "model.chat_template=FILE.jinja, or use text prompts (of a server: /v1/completions)."
         )
     try:
         made = chat.tokenizer.apply_chat_template(

@@ -224,7 +224,8 @@ class Case:
     refused: str = ""
 
 
-WORLD = "env.kind=worlds.py:Thrice"
+WORLD = "env.kind=worlds.py:Thrice rollout.stop=[e,a,i,o,n] rollout.max_tokens=60"
+WORLD_EVAL = "env.kind=worlds.py:Thrice validation.max_tokens=100 validation.temperature=1 seed=1"
 ENVIRONMENT: dict[str, Case] = {
     "env.kind": Case("worlds.py:Thrice", first_prompt),
     "env.options": Case("word", refused=r"written as env\.NAME=value"),
@@ -466,7 +467,8 @@ EVAL_CASES = {
     ),
     **MEASURED,
     **ENVIRONMENT,
-    "env.timeout": Case("1e-9", lambda s: {str(t.outcome) for g in s.groups for t in g.trajectories}, {"timeout"}),
+    "env.max_turns": Case("1", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 1, WORLD_EVAL),
+    "env.timeout": Case("1e-9", refused=r"longer than env\.timeout=1e-09"),
     "data.train": Case("a.jsonl", refused=UNTRAINED),
     "data.weights": Case("[1]", refused=UNTRAINED),
     "data.validation": Case("a.jsonl", tasks),

@@ -92,7 +92,8 @@ def test_it_learns_over_several_turns(tiny: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     Path("sums.py").write_text(SUMS)
     Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 8)
-    words = ("steps=15", "rollout.group_size=8", f"algorithm.credit={credit}")
+    words = ("steps=15", "rollout.group_size=8", "rollout.max_tokens=40", f"algorithm.credit={credit}")
+    words += ("rollout.stop=[a,e,i,o,u,n,t,s,r]",)  # a random model does not end its answers
     episodes = run(tiny, tmp_path, "env=sums.py:Sums", "data.train=rows.jsonl", *words)
     rewards = [[e["reward"] for e in episodes if e["step"] == step and e["outcome"] == "ok"] for step in range(1, 16)]
     means = [sum(r) / max(len(r), 1) for r in rewards]
@@ -110,5 +111,6 @@ def test_an_episode_must_fit_into_a_micro_batch(tiny: Path, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("sums.py").write_text(SUMS)
     Path("rows.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(BirlError, match=r"tokens_per_microbatch=100 cannot hold .* context, 400"):
-        run(tiny, tmp_path, "env=sums.py:Sums", "data.train=rows.jsonl", "learner.tokens_per_microbatch=100")
+    with pytest.raises(BirlError, match=r"tokens_per_microbatch=300 cannot hold .* context, 512"):
+        words = ("model.max_length=0", "learner.tokens_per_microbatch=300")
+        run(tiny, tmp_path, "env=sums.py:Sums", "data.train=rows.jsonl", *words)

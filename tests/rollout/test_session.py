@@ -10,7 +10,14 @@ from birl.rollout.session import Limits, TooLong, following
 from birl.text.chat import Chat
 from birl.types import Message, Outcome, Trajectory, Turn
 from tests.rollout.scripted import CHAT, Scripted, session
-from tests.text.test_chat import FORGETFUL, with_template
+from tests.text.test_chat import with_template
+
+# Earlier questions are repeated in capitals.
+LOUD = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ (m['content'] if loop.last else m['content'] | upper) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def user(text: str) -> Message:
@@ -101,7 +108,7 @@ def test_what_clients_lose_of_a_message_does_not_break_the_thread() -> None:
 
 def test_a_template_that_rewrites_history_starts_a_new_sample() -> None:
     async def play() -> None:
-        chat = with_template(FORGETFUL)
+        chat = with_template(LOUD)
         engine = Scripted(["one", "two"], chat)
         talk = session(engine)
         first = (user("Hi"),)
