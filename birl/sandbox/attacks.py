@@ -78,7 +78,10 @@ for step in range(64):
 MEMORY_IN_FILES = """
 total = 0
 for step in range(20):
-    fd = os.memfd_create("x")
+    try:
+        fd = os.memfd_create("x")
+    except OSError:
+        break
     for _ in range(16):
         total += os.write(fd, bytes(1 << 20)) >> 20
     if total >= 320:
@@ -318,9 +321,7 @@ FORGERIES = {
 }
 FORGED = [
     "assert add(1, 2) == 3",
-    "assert abs(add(1, 2) - 3) < 1e-6",
-    "import math\nassert math.isclose(add(1, 2), 3)",
-    "assert max(add(1, 2), 2) == 3",
+    "import math\nassert math.isclose(max(add(1, 2), 2), abs(3))",
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
     {"input": "1 2", "output": "3"},
 ]
