@@ -6,7 +6,10 @@ from birl.allocator import cores
 from birl.config.schema import RL, Eval, reward_functions
 from birl.config.words import said, without_effect
 
-KEYS = ("reward.code_partial", *(f"sandbox.{key}" for key in ("kind", "workers", "seconds", "total_seconds", "memory_mb")))
+KEYS = (
+    "reward.code_partial",
+    *(f"sandbox.{key}" for key in ("kind", "workers", "seconds", "total_seconds", "memory_mb")),
+)
 ROOM = 5.0  # seconds beside the tests themselves: the first call starts the sandbox
 
 

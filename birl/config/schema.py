@@ -309,9 +309,9 @@ class Validation:
 @dataclass(kw_only=True)
 class Reward:
     functions: list[str] = field(default_factory=list)
-    """Reward functions: math | code (unit tests) | format | length | model (a reward model, reward.model), or my_file.py:my_function, or
-    package.module:function. They judge the last answer, and add to what the environment gave. Empty: math for
-    env.kind=single_turn, else the environment alone."""
+    """Reward functions: math | code (unit tests) | format | length | model (a reward model, reward.model), or
+    my_file.py:my_function, or package.module:function. They judge the last answer, and add to what the environment
+    gave. Empty: math for env.kind=single_turn, else the environment alone."""
     weights: list[float] = field(default_factory=list)
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""

@@ -38,9 +38,7 @@ async def code(
             return 0.0
         async with lanes:
             limits = replace(Limits(), seconds=keys.seconds, memory_mb=keys.memory_mb)
-            report = await run_tests(
-                opened, program, own, limits, seconds=keys.total_seconds, at_once=at_once
-            )
+            report = await run_tests(opened, program, own, limits, seconds=keys.total_seconds, at_once=at_once)
         return report.share if partial else float(report.share == 1)
 
     return list(await asyncio.gather(*map(share, programs, wanted)))

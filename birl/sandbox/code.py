@@ -238,5 +238,5 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool) or value is None or expected is None:
         return type(value) is type(expected) and value == expected
     if isinstance(value, float) and isinstance(expected, int | float):
-        return value == expected or abs(value - expected) <= CLOSE * max(abs(value), abs(expected))
+        return value == expected or (abs(expected) < 1e300 and math.isclose(value, expected, rel_tol=CLOSE))
     return isinstance(value, int | float | str) and isinstance(expected, int | float | str) and value == expected

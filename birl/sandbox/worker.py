@@ -21,12 +21,24 @@ from birl.sandbox.protocol import Ending, Limits, Result, inside
 
 START_TIMEOUT = 20.0  # seconds until a guest says that it is there
 GRACE = 5.0  # seconds after the limit at which a guest that has not ended the run is ended itself
+NAMESPACES = ("zygote", "bubblewrap")
 KEPT = ("zygote", "landlock", "process")  # guests that serve many runs
 SIGNALS_STAY_INSIDE = 6  # version of Landlock
 NO_BOUNDARY = "sandbox.kind=process is no boundary: the program could do everything that you can do"
 PRELOAD = (
     *("json", "math", "cmath", "re", "string", "random", "itertools", "functools", "collections", "heapq", "bisect"),
-    *("typing", "dataclasses", "enum", "decimal", "fractions", "statistics", "datetime", "calendar", "copy", "operator"),
+    *(
+        "typing",
+        "dataclasses",
+        "enum",
+        "decimal",
+        "fractions",
+        "statistics",
+        "datetime",
+        "calendar",
+        "copy",
+        "operator",
+    ),
     *("io", "ast", "array", "traceback", "contextlib", "hashlib", "textwrap", "threading", "queue", "atexit", "types"),
     *("unittest", "tempfile", "shutil", "inspect", "numbers", "abc", "time", "timeit", "struct", "socket", "warnings"),
 )
@@ -97,7 +109,7 @@ class Worker:
         if control is not None:
             control.close()  # a guest without namespaces kills its run when it sees that, and goes
         if process is not None:
-            if self.kind not in ("landlock", "process"):
+            if self.kind in NAMESPACES:
                 process.kill()
             try:
                 process.wait(timeout=GRACE + 2)
@@ -151,15 +163,17 @@ class Worker:
             try:
                 async with asyncio.timeout(START_TIMEOUT):
                     hello = await _receive(ours, limits)
+                    if self.kind in NAMESPACES and hello.get("pid") != 1:
+                        raise GuestFailed("it has no namespace of processes")
                     await _send(ours, self._settings(int(hello.get("landlock", 0))))
-            except (TimeoutError, GuestFailed):
+            except (TimeoutError, GuestFailed) as error:
                 self.kill()
                 errors.seek(0)
-                said = errors.read(2000).decode(errors="replace").strip() or "it says nothing"
+                said = errors.read(2000).decode(errors="replace").strip() or str(error) or "it does not answer"
                 raise GuestFailed(f"{self.kind} cannot be started: {said}") from None
 
     def _words(self, control: int, limits: Limits, opened: contextlib.ExitStack) -> tuple[list[str], list[int]]:
-        if self.kind in ("landlock", "process"):
+        if self.kind not in NAMESPACES:
             self._scratch = tempfile.mkdtemp(prefix="birl-sandbox-")
             os.chmod(self._scratch, 0o711)
             return commands.plain(self.python, control), []
@@ -175,7 +189,7 @@ class Worker:
         return words, [fd for fd, _ in sources]
 
     def _settings(self, landlock: int) -> dict[str, Any]:
-        namespaces = self.kind in ("zygote", "bubblewrap")
+        namespaces = self.kind in NAMESPACES
         alone = namespaces or bool(self.uid)
         program = seccomp.assemble(
             namespaces=namespaces,
@@ -252,4 +266,3 @@ async def _exactly(control: socket.socket, count: int) -> bytes:
             raise GuestFailed("the sandbox has ended")
         found += part
     return bytes(found)
-

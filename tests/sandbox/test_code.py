@@ -39,7 +39,9 @@ def test_programs_that_read_and_print(sandbox: Sandbox) -> None:
 def test_calls(sandbox: Sandbox) -> None:
     tests = {"fn_name": "twice", "inputs": [[2], ["a"], [[1]], [0.15]], "outputs": [4, "aa", [1, 1], 0.3]}
     assert passed(sandbox, "def twice(x):\n    print('noise')\n    return 2 * x", tests) == [True] * 4
-    assert passed(sandbox, "class Solution:\n    def twice(self, x: List[int]):\n        return x", tests) == [False] * 4
+    assert (
+        passed(sandbox, "class Solution:\n    def twice(self, x: List[int]):\n        return x", tests) == [False] * 4
+    )
     line = [{"fn_name": "add", "input": "1\n[2, 3]", "output": "[1, 2, 3]"}]
     assert passed(sandbox, "def add(x, rest):\n    return (x, *rest)", line) == [True]
 
@@ -49,7 +51,7 @@ def test_calls(sandbox: Sandbox) -> None:
     [
         "assert f([3, 1]) == [1, 3]",
         "xs = [3, 1]\nsort(xs)\nassert xs == [1, 3]",
-        "def check(candidate):\n    assert candidate([2]) == [2]\n    assert candidate([]) == []\ncheck(f)",
+        "def check(candidate):\n    assert candidate([2, 1]) == [1, 2]\n    assert candidate([]) == []\ncheck(f)",
         "import math\nassert math.isclose(half(3), 1.5)",
         "assert apply(lambda x: x + [4], [1]) == [1, 4]",
         "try:\n    half('x')\n    assert False\nexcept TypeError:\n    pass",
@@ -57,7 +59,7 @@ def test_calls(sandbox: Sandbox) -> None:
         "assert list(count(3)) == [0, 1, 2]",
         "assert pair() == ((1, 2), {'a': {1}}, b'x', 1j, None, 10 ** 5000, {2: 'b'}, float('inf'))",
         "assert half(half(8)) == 2.0 and isinstance(half(1), float)",
-        "import collections\nassert sorted(collections.Counter(f('ba')).items()) == [('a', 1), ('b', 1)]",
+        "import collections\nassert ''.join(collections.deque(f('ba'))) == 'ab'",
     ],
 )
 def test_assertions(sandbox: Sandbox, snippet: str) -> None:
@@ -82,7 +84,9 @@ class Stack:
 
 
 def test_partial_credit_and_limits_of_each_test(sandbox: Sandbox) -> None:
-    solution = "import time\ndef f(x):\n    if x == 1: time.sleep(60)\n    if x == 2: print('x' * 9999999)\n    return x"
+    solution = (
+        "import time\ndef f(x):\n    if x == 1: time.sleep(60)\n    if x == 2: print('x' * 9999999)\n    return x"
+    )
     tests = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
     limits = Limits(seconds=0.5, output_bytes=1000)
     report = asyncio.run(run_tests(sandbox, solution, cases(tests), limits, at_once=2))
@@ -97,7 +101,9 @@ def test_what_is_not_begun_in_time_has_not_passed(sandbox: Sandbox) -> None:
     assert report.verdicts[-1].detail == "not begun within 0.5 s"
 
 
-@pytest.mark.parametrize("solution", ["def f(:", "", "raise KeyError('x')", "import no_such_module", "\0", "x = 1\ud800"])
+@pytest.mark.parametrize(
+    "solution", ["def f(:", "", "raise KeyError('x')", "import no_such_module", "\0", "x = 1\ud800"]
+)
 def test_a_solution_that_does_not_load_fails(sandbox: Sandbox, solution: str) -> None:
     assert tried(sandbox, solution, ["assert f(1) == 1"]).share == 0
 
@@ -130,7 +136,17 @@ def test_forms_of_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    "tests", [[], None, "", [7], {"inputs": [1], "outputs": []}, {}, {"inputs": []}, [{"fn_name": "f", "input": 3, "output": 3}]]
+    "tests",
+    [
+        [],
+        None,
+        "",
+        [7],
+        {"inputs": [1], "outputs": []},
+        {},
+        {"inputs": []},
+        [{"fn_name": "f", "input": 3, "output": 3}],
+    ],
 )
 def test_tests_that_are_none(tests: Any) -> None:
     with pytest.raises(BirlError, match="tests: "):
@@ -149,3 +165,4 @@ def test_outputs_and_values_that_are_the_same() -> None:
     assert same_value((1, [2.0]), [1, (2,)]) and same_value(0.1 + 0.2, 0.3) and same_value({1: 2}, {"1": 2})
     assert not any(same_value(a, b) for a, b in [(True, 1), (1, "1"), (None, 0), ([1], [1, 2]), ({1: 2}, {1: 3})])
     assert not same_value(10**400, 1.5) and not same_value(1.5, 10**400) and not same_value(float("nan"), 1.0)
+    assert same_value(float("inf"), float("inf")) and not same_value(float("inf"), 3) and not same_value(3.0, "3")

@@ -45,7 +45,9 @@ def ask(machine: str, name: str | int, *args: int, **options: bool) -> int:
 
 
 def test_ordinary_calls_pass(machine: str) -> None:
-    for number in {"x86_64": (0, 1, 2, 9, 39, 57, 59, 60, 231), "aarch64": (56, 63, 64, 93, 94, 172, 221, 222)}[machine]:
+    for number in {"x86_64": (0, 1, 2, 9, 39, 57, 59, 60, 231), "aarch64": (56, 63, 64, 93, 94, 172, 221, 222)}[
+        machine
+    ]:
         assert ask(machine, number) == ask(machine, number, namespaces=False, signals=False, own_user=False) == ALLOW
 
 
