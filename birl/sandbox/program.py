@@ -50,17 +50,16 @@ def become(request: Request, settings: Settings, ends: tuple[int, ...], status: 
 
 def _confined(request: Request, settings: Settings) -> None:
     kind, uid = settings["kind"], settings["uid"]
-    counted = kind in NAMESPACES or (kind == "landlock" and uid)  # else the kernel counts all of the user's processes
+    counted = kind in NAMESPACES or uid  # else the kernel counts all of the user's processes
     confine.limit(request["limits"], request["limits"]["processes"] + 2 if counted else 0)
-    if kind == "process":
-        return
-    if kind == "landlock":
-        if uid:
-            confine.become(uid)
-        confine.landlock(os.getcwd(), settings["readable"])
-    else:
+    if uid:
+        confine.become(uid)
+    if kind in NAMESPACES:
         confine.drop_capabilities()
-    confine.seccomp(base64.b64decode(settings["filter"]))
+    if kind == "landlock":
+        confine.landlock(os.getcwd(), settings["readable"])
+    if settings["filter"]:
+        confine.seccomp(base64.b64decode(settings["filter"]))
 
 
 def run_python(words: list[str]) -> None:

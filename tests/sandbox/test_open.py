@@ -43,7 +43,7 @@ def test_a_bubblewrap_that_is_there_but_fails_is_not_taken(
 
 def test_a_bubblewrap_that_isolates_nothing_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts the guest, which answers well."""
-    script = f'while [ "$1" != -- ]; do shift; done; shift; export PYTHONPATH={command.HERE.parent.parent}; for last; do :; done; '
+    script = f"export PYTHONPATH={command.HERE.parent.parent}; for last; do :; done; "
     script += f"exec {command.interpreters()[-1]} -m birl.sandbox.guest $last"
     fake_bwrap(tmp_path, monkeypatch, script)
     for kind in ("bubblewrap", "zygote"):
