@@ -27,7 +27,14 @@ from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
 #: name -> where it is
-BUILT_IN: dict[str, str] = {}
+BUILT_IN: dict[str, str] = {
+    "arithmetic": "birl.envs.tasks.arithmetic:Arithmetic",
+    "calculator": "birl.envs.tasks.calculator:Calculator",
+    "countdown": "birl.envs.tasks.countdown:Countdown",
+    "guess_number": "birl.envs.tasks.guess_number:GuessNumber",
+    "letter_counting": "birl.envs.tasks.letter_counting:LetterCounting",
+    "search": "birl.envs.tasks.search:Search",
+}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,65 @@
+"""What all generated tasks promise about their rows."""
+
+import pytest
+
+from birl.envs.open import BUILT_IN
+from birl.errors import BirlError
+from tests.envs.tasks.playing import opened, tasks
+
+GENERATED = {
+    "arithmetic": {"largest": "30"},
+    "calculator": {},
+    "countdown": {"count": "4"},
+    "guess_number": {"high": "100", "turns": "7"},
+    "letter_counting": {},
+}
+PROBLEM = {  # what must never be on both sides
+    "arithmetic": lambda t: t.prompt,
+    "calculator": lambda t: t.columns["expression"],
+    "countdown": lambda t: (tuple(sorted(t.columns["numbers"])), t.columns["target"]),
+    "guess_number": lambda t: t.answer,
+    "letter_counting": lambda t: t.columns["word"],
+    "search": lambda t: t.prompt,
+}
+
+
+def test_every_built_in_task_is_looked_at() -> None:
+    assert {*GENERATED, "search"} <= set(BUILT_IN) and set(PROBLEM) == {*GENERATED, "search"}
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_splits_share_nothing_whatever_their_seeds(kind: str) -> None:
+    train = tasks(opened(kind, **GENERATED[kind], rows="300", seed="5"), "train")
+    held = tasks(opened(kind, **GENERATED[kind], validation_rows="40"), "validation")
+    assert (len(train), len(held)) == (300, 40)
+    assert not {PROBLEM[kind](t) for t in train} & {PROBLEM[kind](t) for t in held}
+    assert all(t.answer and t.source == kind for t in [*train, *held])
+
+
+@pytest.mark.parametrize("kind", GENERATED)
+def test_a_seed_gives_the_same_rows_and_another_seed_others(kind: str) -> None:
+    def made(seed: str) -> list[tuple[object, str | None]]:
+        return [(t.prompt, t.answer) for t in tasks(opened(kind, rows="50", seed=seed), "train")]
+
+    assert made("1") == made("1") != made("2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("arithmetic", {"largest": "3", "rows": "500"}, r"only \d+ different train tasks of 500\. Lower env\.rows"),
+        ("arithmetic", {"operations": "[^]"}, r"env\.operations: has '\^', must be of \+ \| - \| \*"),
+        ("arithmetic", {"operations": "[]"}, r"env\.operations: is empty"),
+        ("arithmetic", {"rows": "0"}, r"env\.rows: is 0, must be at least 1"),
+        ("countdown", {"count": "1", "use": "often"}, r"(?s)env\.count: is 1.*env\.use: has 'often'"),
+        ("countdown", {"partial": "1"}, r"env\.partial: is 1"),
+        ("calculator", {"digits": "20"}, r"env\.digits: is 20, must be from 1 to 12"),
+        ("guess_number", {"turns": "4"}, r"env\.turns: is 4, too few to find one of 16"),
+        ("guess_number", {"low": "9", "high": "10"}, r"env\.high: is 10, must be at least low \+ 3"),
+        ("letter_counting", {"absent": "2"}, r"env\.absent: is 2"),
+        ("search", {"turns": "1"}, r"env\.turns: is 1, must be at least 2"),
+    ],
+)
+def test_keys_that_cannot_work_are_told(kind: str, options: dict[str, str], told: str) -> None:
+    with pytest.raises(BirlError, match=told):
+        tasks(opened(kind, **options), "train")
