@@ -17,7 +17,7 @@ from birl.config.rules_stages import stage_problems
 from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
 from birl.config.words import command, did_you_mean, said, value_of, without_effect
 
-REWARDS = ("math", "format", "length", "model")
+REWARDS = ("math", "format", "length", "model", "judge")
 RESUME = ("auto", "never")
 
 
@@ -124,12 +124,30 @@ def _rewards(config: RL | Eval) -> list[str]:
         found += without_effect(config, "reward.model", "reward.functions does not name model; add it")
     elif not reward.model:
         found.append("reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).")
+    found += _judge(config, functions)
     if "length" not in functions:
         found += without_effect(config, "reward.length_target", "reward.functions does not name length; add it")
     try:
         re.compile(reward.format_pattern)
     except re.error as error:
         found.append(f"reward.format_pattern={reward.format_pattern}: is not a regular expression: {error}.")
+    return found
+
+
+def _judge(config: RL | Eval, functions: list[str]) -> list[str]:
+    reward, found = config.reward, []
+    web = ("http://", "https://")
+    if "judge" not in functions:
+        for key in ("reward.judge", "reward.judge_prompt", "reward.judge_tokens", "reward.judge_cache"):
+            found += without_effect(config, key, "reward.functions does not name judge; add it")
+        if not ("model" in functions and reward.model.startswith(web)):
+            found += without_effect(config, "reward.concurrency", "no reward is asked for over HTTP")
+        return found
+    if not reward.judge.startswith(web):
+        said = f"reward.judge={reward.judge}" if reward.judge else "reward.functions=judge"
+        found.append(f"{said}: say where the judge is, as in reward.judge=http://localhost:8000/v1#MODEL.")
+    if reward.judge_prompt and not Path(reward.judge_prompt).expanduser().is_file():
+        found.append(f"reward.judge_prompt={reward.judge_prompt}: there is no such file.")
     return found
 
 

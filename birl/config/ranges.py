@@ -128,6 +128,8 @@ RANGES: dict[str, Range] = {
     "reward.timeout": POSITIVE,
     "reward.workers": COUNT,
     "reward.length_target": COUNT,
+    "reward.judge_tokens": COUNT,
+    "reward.concurrency": COUNT,
     "engine.max_batch": COUNT,
     "engine.draft_rows": ANY,
     "engine.count": COUNT,
