@@ -230,7 +230,8 @@ def _eval(config: Eval) -> list[str]:
 
 def _data(config: RL | Stage) -> list[str]:
     data, found = config.data, []
-    if not data.train and not (isinstance(config, RL) and config.env.kind != "single_turn"):
+    own = isinstance(config, RL) and config.env.kind != "single_turn"  # an environment may bring its tasks along
+    if not data.train and not own:
         found.append(
             f"data.train is empty: say what to train on, as in `birl {command(config)} data.train=my.jsonl` (.json "
             ".jsonl .csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
@@ -250,7 +251,7 @@ def _data(config: RL | Stage) -> list[str]:
         )
     if not data.validation:
         found += without_effect(config, "data.validation_data_split", "data.validation is empty; name a held-out set")
-        if not data.validation_split:
+        if not data.validation_split and not own:
             reason = "there is no held-out data; set data.validation or data.validation_split"
             found += without_effect(config, "data.max_validation_samples", reason)
     return found

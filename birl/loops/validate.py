@@ -15,21 +15,19 @@ from typing import Any
 
 from birl.config import schema
 from birl.data.tasks import Tasks, load_tasks
+from birl.envs.calls import called
 from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
 from birl.loops.build import make_rewards, scorer, started
 from birl.loops.evaluate import CORRECT
 from birl.loops.machine import compute_thread
+from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
 from birl.rollout.session import Limits
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 
 AT_ONCE = 64  # rows that are played at once
 SHOWN = 20  # failing rows that are printed
-
-
-class OutOfReplies(Exception):
-    """The environment asks for more than the gold answers."""
 
 
 @dataclass(slots=True)
@@ -39,10 +37,12 @@ class Gold:
     replies: Sequence[Message] = ()
     version: int = 0
     said: int = 0
+    asked_more: bool = False
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         if self.said == len(self.replies):
-            raise OutOfReplies(f"the episode goes on after {len(self.replies)} gold replies")
+            self.asked_more = True
+            raise RuntimeError("no gold reply is left")
         self.said += 1
         return Completion(tokens=(self.said,), logprobs=(0.0,), versions=(0,), stop=Stop.STOP)
 
@@ -113,19 +113,20 @@ async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks
     """What is wrong with a row. Empty where its gold answer is worth 1."""
     try:
         task = tasks[index]
-        engine = Gold()
-
-        def opened(task: Task) -> Env | Agent:
-            env = world.open(task)
-            engine.replies = replies(env, task)
-            return env
-
-        limits = Limits(timeout=config.env.timeout, turns=config.env.max_turns)
-        rollout = Rollout(engine=engine, chat=engine, open_env=opened, score=score, limits=limits, seed=config.seed)
-        group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))
+        env = world.open(task)
     except BirlError as error:
         return str(error)
-    return verdict(group.trajectories[0], engine, task)
+    except Exception as error:
+        return f"cannot be opened: {describe(error)}"
+    try:
+        engine = Gold(replies(env, task))
+    except Exception as error:
+        await called(env.close)
+        return str(error) if isinstance(error, BirlError) else f"has no gold replies: {describe(error)}"
+    limits = Limits(timeout=config.env.timeout, turns=config.env.max_turns)
+    rollout = Rollout(engine=engine, chat=engine, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
+    group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))
+    return verdict(group.trajectories[0], engine)
 
 
 def replies(env: Env | Agent, task: Task) -> list[Message]:
@@ -136,8 +137,10 @@ def replies(env: Env | Agent, task: Task) -> list[Message]:
     return [m if isinstance(m, Message) else Message(role="assistant", content=str(m)) for m in said]
 
 
-def verdict(played: Trajectory, gold: Gold, task: Task) -> str:
+def verdict(played: Trajectory, gold: Gold) -> str:
     shown = " | ".join(short(reply) for reply in gold.replies)
+    if gold.asked_more:
+        return f"goes on after {gold.said} gold replies (gold: {shown})"
     if played.outcome is not Outcome.OK:
         return f"{played.outcome}: {played.detail or 'the episode was cut by env.max_turns'} (gold: {shown})"
     if played.score < CORRECT:
