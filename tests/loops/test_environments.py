@@ -167,8 +167,6 @@ TASKS = {
 def test_every_built_in_task_trains(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    if kind == "search":
-        pytest.importorskip("bm25s")
     monkeypatch.chdir(tmp_path)
     Path("tools.jinja").write_text(TOOLS)
     episodes = run(tiny, tmp_path, f"env={kind}", "steps=1", "validation.every=1", "validation.max_tokens=4",

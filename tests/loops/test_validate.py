@@ -27,8 +27,6 @@ def validated(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, lis
 
 @pytest.mark.parametrize("kind", BUILT_IN)
 def test_every_built_in_task_is_right(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if kind == "search":
-        pytest.importorskip("bm25s")
     code, printed = validated(capsys, f"env={kind}", *(["env.rows=40", "env.validation_rows=10"] * (kind != "search")))
     assert code == 0 and len(printed) == 1
     done, _, total = printed[0].partition(" of ")

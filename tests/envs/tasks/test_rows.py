@@ -1,7 +1,12 @@
 """What all generated tasks promise about their rows."""
 
+import re
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 
+from birl.config.help import written
 from birl.envs.open import BUILT_IN
 from birl.errors import BirlError
 from tests.envs.tasks.playing import opened, tasks
@@ -63,3 +68,14 @@ def test_a_seed_gives_the_same_rows_and_another_seed_others(kind: str) -> None:
 def test_keys_that_cannot_work_are_told(kind: str, options: dict[str, str], told: str) -> None:
     with pytest.raises(BirlError, match=told):
         tasks(opened(kind, **options), "train")
+
+
+def test_the_table_of_keys_is_what_the_tasks_have() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    for kind, where in BUILT_IN.items():
+        module, _, name = where.rpartition(":")
+        keys = vars(getattr(import_module(module), name).Config())
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{kind}` |"))
+        told = dict(word[4:].split("=", 1) for word in re.findall(r"`(env\.\w+=[^`]*)`", line))
+        own = {key: value for key, value in keys.items() if key not in ("rows", "validation_rows", "seed")}
+        assert told == {key: written(value) for key, value in own.items()}, kind

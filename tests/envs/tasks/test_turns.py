@@ -105,7 +105,6 @@ def test_the_invented_country_is_consistent() -> None:
 
 
 def test_every_question_can_be_found_out() -> None:
-    pytest.importorskip("bm25s")
     world = opened("search")
     index = world.shared
     for q in questions():
@@ -117,7 +116,6 @@ def test_every_question_can_be_found_out() -> None:
 
 
 def test_search_episodes() -> None:
-    pytest.importorskip("bm25s")
     world = opened("search", passages="2", turns="3")
     town = country().towns[0]
     task = row(f"On which river is {town.name}?", answer=town.river)
@@ -138,7 +136,6 @@ WRONG = {"[]\n": "line 1 needs", '{"title": "a"}': "line 1 needs", "{": "line 1 
 
 
 def test_a_corpus_of_ones_own(tmp_path: Path) -> None:
-    pytest.importorskip("bm25s")
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"title": "Oslo", "text": "Oslo is the capital of Norway."}\n\n{"title": "B", "text": "c"}\n')
     world = opened("search", corpus=str(file))
