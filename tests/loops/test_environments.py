@@ -156,9 +156,11 @@ TOOLS = (
 TASKS = {
     "arithmetic": (),
     "calculator": ("model.chat_template=tools.jinja", "model.max_length=512"),
+    "code": ("env.workers=1", "env.rows=20", "model.max_length=512"),
     "countdown": ("env.partial=0.1",),
     "guess_number": ("algorithm.credit=turn",),
     "letter_counting": (),
+    "python_tool": ("model.chat_template=tools.jinja", "model.max_length=512", "env.workers=1"),
     "search": ("model.max_length=512", "env.turns=2", "env.passages=1"),
 }
 

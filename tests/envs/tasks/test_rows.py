@@ -3,50 +3,67 @@
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from birl.config.help import written
+from birl.config.load import read_section
+from birl.config.schema import Data
+from birl.data.tasks import load_tasks
 from birl.envs.open import BUILT_IN
 from birl.errors import BirlError
-from tests.envs.tasks.playing import opened, tasks
+from birl.types import Task
 
 GENERATED = {
     "arithmetic": {"largest": "30"},
     "calculator": {},
+    "code": {"rows": "90", "validation_rows": "20"},
     "countdown": {"count": "4"},
     "guess_number": {"high": "100", "turns": "7"},
     "letter_counting": {},
+    "python_tool": {},
 }
 PROBLEM = {  # what must never be on both sides
     "arithmetic": lambda t: t.prompt,
     "calculator": lambda t: t.columns["expression"],
+    "code": lambda t: t.prompt,
     "countdown": lambda t: (tuple(sorted(t.columns["numbers"])), t.columns["target"]),
     "guess_number": lambda t: t.answer,
     "letter_counting": lambda t: t.columns["word"],
+    "python_tool": lambda t: t.columns["code"],
     "search": lambda t: t.prompt,
 }
 
 
+def made(kind: str, split: str, **options: str) -> list[Task]:
+    """The tasks of a class, without what its episodes share."""
+    module, _, name = BUILT_IN[kind].rpartition(":")
+    task: Any = getattr(import_module(module), name)
+    rows = task.tasks(read_section(task.Config, options, "env."), split)
+    return list(load_tasks(Data(), split, chat=True, given=rows)[0])  # type: ignore[arg-type]
+
+
 def test_every_built_in_task_is_looked_at() -> None:
-    assert {*GENERATED, "search"} <= set(BUILT_IN) and set(PROBLEM) == {*GENERATED, "search"}
+    assert set(BUILT_IN) == set(PROBLEM) == {*GENERATED, "search"}
 
 
 @pytest.mark.parametrize("kind", GENERATED)
 def test_splits_share_nothing_whatever_their_seeds(kind: str) -> None:
-    train = tasks(opened(kind, **GENERATED[kind], rows="300", seed="5"), "train")
-    held = tasks(opened(kind, **GENERATED[kind], validation_rows="40"), "validation")
-    assert (len(train), len(held)) == (300, 40)
+    options = {"rows": "300", "validation_rows": "40", **GENERATED[kind]}
+    train = made(kind, "train", **options | {"seed": "5"})
+    held = made(kind, "validation", **options)
+    assert (len(train), len(held)) == (int(options["rows"]), int(options["validation_rows"]))
     assert not {PROBLEM[kind](t) for t in train} & {PROBLEM[kind](t) for t in held}
     assert all(t.answer and t.source == kind for t in [*train, *held])
 
 
 @pytest.mark.parametrize("kind", GENERATED)
 def test_a_seed_gives_the_same_rows_and_another_seed_others(kind: str) -> None:
-    def made(seed: str) -> list[tuple[object, str | None]]:
-        return [(t.prompt, t.answer) for t in tasks(opened(kind, rows="50", seed=seed), "train")]
+    def pairs(seed: str) -> list[tuple[object, str | None]]:
+        return [(t.prompt, t.answer) for t in made(kind, "train", rows="50", seed=seed)]
 
-    assert made("1") == made("1") != made("2")
+    assert pairs("1") == pairs("1") != pairs("2")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +84,7 @@ def test_a_seed_gives_the_same_rows_and_another_seed_others(kind: str) -> None:
 )
 def test_keys_that_cannot_work_are_told(kind: str, options: dict[str, str], told: str) -> None:
     with pytest.raises(BirlError, match=told):
-        tasks(opened(kind, **options), "train")
+        made(kind, "train", **options)
 
 
 def test_the_table_of_keys_is_what_the_tasks_have() -> None:
