@@ -2,11 +2,12 @@
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, held_out, opening, said
+from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, held_out, said
 from birl.types import Conversation, Feedback, Message, Task
 
+GUESS = "\nGuess: "  # what a model without a chat template goes on from
 INTEGER = re.compile(r"\d{1,9}")
 
 
@@ -24,6 +25,10 @@ class GuessNumber:
         """Guesses; enough of them to halve the range each time. At most env.max_turns count."""
         wasted: float = 0.1
         """Reward taken for a guess that cannot be right after what was said before, or that is no number."""
+        example: bool = True
+        """Show one game before. A small model then answers with a number and nothing else from the start."""
+        remind: bool = True
+        """Say with each answer which numbers are left."""
         rows: int = 240
         """Training tasks; in a small range numbers occur several times."""
         validation_rows: int = 40
@@ -54,7 +59,7 @@ class GuessNumber:
             order = sorted(numbers, key=lambda n: random.Random(f"guess_number/{n}").random())
             held = max(1, len(order) // 5)
             chosen = order[:held] if split == "validation" else order[held:]
-        prompt = f"Guess my number from {config.low} to {config.high}. Say only a number."
+        prompt = f"Guess my number from {config.low} to {config.high}."
         secrets = []
         while len(secrets) < count(config, split):
             secrets += rng.sample(chosen, len(chosen))
@@ -76,7 +81,21 @@ class GuessNumber:
         self.low, self.high, self.turn = config.low, config.high, 0
 
     async def start(self) -> Conversation:
-        return opening(self.task, "Guess: ")
+        prompt = self.task.prompt
+        if isinstance(prompt, str):
+            return f"{prompt}{GUESS}"
+        if not self.config.example:
+            return prompt
+        *before, asked = prompt
+        return (*before, *self._example(asked.content), replace(asked, content=f"Right. {asked.content}"))
+
+    def _example(self, asked: str) -> tuple[Message, ...]:
+        """A game that ends with its second guess, up to that."""
+        low, high = self.config.low, self.config.high
+        first = (low + high) // 2
+        told = self._said("Higher.", first + 1, high)
+        said = (("user", asked), ("assistant", str(first)), ("user", told), ("assistant", str((first + 1 + high) // 2)))
+        return tuple(Message(role=role, content=content) for role, content in said)
 
     async def step(self, reply: Message) -> Feedback:
         self.turn += 1
@@ -85,8 +104,9 @@ class GuessNumber:
         if guess == self.secret:
             return Feedback(reward=1.0, score=1.0, info={"guess_number/guesses": float(self.turn)})
         wasted = guess is None or not self.low <= guess <= self.high
+        hint = self._hint(guess)
         return Feedback(
-            messages=said(self._hint(guess)),
+            messages=said(hint if not isinstance(self.task.prompt, str) else f"\n{hint}{GUESS}"),
             reward=-self.config.wasted if wasted else 0.0,
             score=0.0,
             done=self.turn >= self.config.turns,
@@ -99,7 +119,11 @@ class GuessNumber:
             hint, self.low = "Higher.", max(self.low, guess + 1)
         else:
             hint, self.high = "Lower.", min(self.high, guess - 1)
-        return hint if not isinstance(self.task.prompt, str) else f"\n{hint}\nGuess: "
+        return self._said(hint, self.low, self.high)
+
+    def _said(self, hint: str, low: int, high: int) -> str:
+        left = f"Guess from {low} to {high}." if low < high else f"Guess {low}."
+        return f"{hint} {left}" if self.config.remind else hint
 
     async def close(self) -> None:
         pass

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from birl.errors import BirlError
-from birl.types import Conversation, Message, Task
+from birl.types import Message, Task
 
 SPLITS = ("train", "validation")
 Row = dict[str, Any]
@@ -57,11 +57,6 @@ def answered(task: Task) -> str:
 def said(text: str) -> tuple[Message, ...]:
     """What the environment says, as messages."""
     return (Message(role="user", content=text),)
-
-
-def opening(task: Task, text: str) -> Conversation:
-    """The row's own prompt and, where it is plain text, a line break and `text`, behind which the answer begins."""
-    return f"{task.prompt}\n{text}" if isinstance(task.prompt, str) else task.prompt
 
 
 def check_keys(kind: str, **wrong: bool | str) -> None:

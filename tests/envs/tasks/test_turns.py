@@ -1,6 +1,8 @@
 """Guess the number, search and the calculator: several turns."""
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,31 @@ from birl.types import Message, ToolCall
 from tests.envs.tasks.playing import opened, play, rewards, row, tasks
 
 
-def hints(*replies: str) -> list[str]:
-    found = play(opened("guess_number"), row(answer="11"), *replies)
+def hints(remind: str, *replies: str) -> list[str]:
+    found = play(opened("guess_number", remind=remind), row(answer="11"), *replies)
     return [f.messages[0].content if f.messages else "" for f in found]
 
 
 def test_guesses_are_answered() -> None:
-    assert hints("8", "My guess is 12.", "no idea", "11") == ["Higher.", "Lower.", "Say a number.", ""]
+    replies = ("8", "My guess is 12.", "no idea", "11")
+    assert hints("false", *replies) == ["Higher.", "Lower.", "Say a number.", ""]
+    left = "Guess from 9 to 11."
+    assert hints("true", *replies) == ["Higher. Guess from 9 to 16.", f"Lower. {left}", f"Say a number. {left}", ""]
+    assert hints("true", "10", "12")[1] == "Lower. Guess 11."
+
+
+def started(**options: str) -> list[tuple[str, str]]:
+    world = opened("guess_number", **options)
+    task = row("Guess my number from 1 to 16.", answer="11")
+    first = (Message(role="system", content="Be brief."), *task.prompt)
+    return [(m.role, m.content) for m in asyncio.run(world.open(replace(task, prompt=first)).start())]  # type: ignore
+
+
+def test_a_game_is_shown_before() -> None:
+    asked = ("user", "Guess my number from 1 to 16.")
+    assert started(example="false") == [("system", "Be brief."), asked]
+    shown = [asked, ("assistant", "8"), ("user", "Higher. Guess from 9 to 16."), ("assistant", "12")]
+    assert started() == [("system", "Be brief."), *shown, ("user", f"Right. {asked[1]}")]
 
 
 def test_a_guess_earns_at_its_own_turn() -> None:
@@ -47,9 +67,9 @@ def test_halving_finds_every_number_and_one_guess_does_not() -> None:
 
 def test_guessing_without_a_chat_template_goes_on_in_text() -> None:
     task = row(answer="11")
-    plain = type(task)(id=task.id, prompt="Guess from 1 to 16.", answer="11")
+    plain = replace(task, prompt="Guess from 1 to 16.")
     (feedback,) = play(opened("guess_number"), plain, "5")
-    assert feedback.messages[0].content == "\nHigher.\nGuess: "
+    assert feedback.messages[0].content == "\nHigher. Guess from 6 to 16.\nGuess: "
 
 
 CALL = Message(role="assistant", content="", tool_calls=(ToolCall(name="calculator", arguments="{}", id="a"),))
