@@ -16,6 +16,7 @@ from torch import nn
 from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.rules_algorithm import CRITIC, remembers
+from birl.config.rules_sandbox import at_once
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -362,6 +363,8 @@ def make_rewards(
             "judge_cache": keys.judge_cache,
             "judge_concurrency": keys.concurrency,
             "judge_timeout": keys.timeout,
+            "code_partial": keys.code_partial,
+            "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },
     )
 

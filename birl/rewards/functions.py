@@ -25,6 +25,7 @@ from birl.types import Outcome
 
 BUILTINS = {
     "math": "birl.rewards.math:math",
+    "code": "birl.rewards.code:code",
     "format": "birl.rewards.text:format",
     "length": "birl.rewards.text:length",
     "endpoint": "birl.rewards.endpoint:endpoint",
@@ -42,6 +43,8 @@ OPTIONS = {
     "judge_cache": ("judge", "cache"),
     "judge_concurrency": ("judge", "concurrency"),
     "judge_timeout": ("judge", "timeout"),
+    "code_partial": ("code", "partial"),
+    "sandbox": ("code", "sandbox"),
 }
 
 Answers = list[float | str]

@@ -1,7 +1,7 @@
 """What hostile programs do: each tries one thing and prints `BROKEN: ...` for whatever of it works.
 
-They get facts about the outside as JSON on standard input: `port` and `path` of servers, a `secret` file, `token` (in the
-environment of the launcher), a `victim` process, a `folder` that everybody may write to. They are run by
+They get facts about the outside as JSON on standard input: `port` and `path` of servers, a `secret` file, `token` (in
+the environment of the launcher), a `victim` process, a `folder` that everybody may write to. They are run by
 `birl/sandbox/hostile.py`, and never without a boundary.
 """
 
@@ -78,7 +78,10 @@ for step in range(64):
 MEMORY_IN_FILES = """
 total = 0
 for step in range(20):
-    fd = os.memfd_create("x")
+    try:
+        fd = os.memfd_create("x")
+    except OSError:
+        break
     for _ in range(16):
         total += os.write(fd, bytes(1 << 20)) >> 20
     if total >= 320:
@@ -301,7 +304,8 @@ FORGERIES = {
     "printing passed": 'print(\'{"passed": true}\')\ndef add(a, b):\n    print("passed 3")',
     "__eq__": "class A:\n    __eq__ = __bool__ = lambda *_: True\n    __hash__ = None\ndef add(a, b):\n    return A()",
     "a subclass of int": "class A(int):\n    __eq__ = __le__ = lambda *_: True\ndef add(a, b):\n    return A(99)",
-    "builtins": "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.max = lambda *_: 3\ndef add(a, b):\n    return 99",
+    "builtins": "import builtins\nbuiltins.abs = lambda x: x\n"
+    "builtins.max = lambda *_: 3\ndef add(a, b):\n    return 99",
     "assertions": "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(a, b):\n    return 99",
     "own math": "class math:\n    isclose = lambda *_: True\ndef add(a, b):\n    return 99",
     "all descriptors": "import os\ndef add(a, b):\n    for fd in range(64):\n        try:\n"
@@ -313,14 +317,13 @@ FORGERIES = {
     "reading the tests": "import os\ndef add(a, b):\n    for name in os.listdir('.'):\n"
     "        if 'add(1' in open(name).read().replace('reading', '') and name != 'solution.py':\n            return 3",
     "the checker's file": "open('checker.py', 'w').write('print(1)')\ndef add(a, b):\n    return 99",
-    "a module for the checker": "open('math.py', 'w').write('isclose = lambda *_: True')\ndef add(a, b):\n    return 99",
+    "a module for the checker": "open('math.py', 'w').write('isclose = lambda *_: True')\n"
+    "def add(a, b):\n    return 99",
     "the parent": "import os, signal\ndef add(a, b):\n    os.kill(os.getppid(), signal.SIGKILL)",
 }
 FORGED = [
     "assert add(1, 2) == 3",
-    "assert abs(add(1, 2) - 3) < 1e-6",
-    "import math\nassert math.isclose(add(1, 2), 3)",
-    "assert max(add(1, 2), 2) == 3",
+    "import math\nassert math.isclose(max(add(1, 2), 2), abs(3))",
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
     {"input": "1 2", "output": "3"},
 ]

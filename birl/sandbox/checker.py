@@ -34,7 +34,7 @@ class SolutionFailed(BaseException):
     """The solution's process ended, or answers nonsense. No `except Exception` of a test hides it."""
 
 
-# ---- plain data as JSON: lists as they are, everything else that JSON has not as {"t": type, "v": value} -----------------
+# ---- plain data as JSON: lists as they are, what JSON has not as {"t": type, "v": value} -----------------------------
 
 
 def pack(value: Any, keep: Any) -> Any:
@@ -43,9 +43,12 @@ def pack(value: Any, keep: Any) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    for base in (int, float, str):
-        if isinstance(value, base):
-            return base.__str__(value) if base is str else getattr(base, f"__{base.__name__}__")(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, list):
         return [pack(item, keep) for item in list.__iter__(value)]
     for name, base in MARKED.items():
@@ -99,7 +102,7 @@ def read(pipe: io.BufferedReader) -> dict[str, Any]:
     return message
 
 
-# ---- the solution's side -------------------------------------------------------------------------------------------------
+# ---- the solution's side ---------------------------------------------------------------------------------------------
 
 
 class Solution:
@@ -177,7 +180,7 @@ class Solution:
         return self.unpacked(read(self.input)["value"])
 
 
-# ---- the test's side -----------------------------------------------------------------------------------------------------
+# ---- the test's side -------------------------------------------------------------------------------------------------
 
 
 class Remote:
@@ -197,7 +200,10 @@ class Remote:
         self._link.ask("set", what=self._number, name=name, value=self._link.packed(value))
 
     def __len__(self) -> int:
-        return self.__getattr__("__len__")()
+        try:
+            return self.__getattr__("__len__")()
+        except AttributeError as error:
+            raise TypeError(str(error)) from error  # list() asks for it, and goes on without
 
     def __bool__(self) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import secrets
 import time
@@ -126,24 +127,33 @@ def _printed(given: Any, expected: Any) -> Case:
 
 
 async def run_tests(
-    sandbox: Sandbox, solution: str, tests: Sequence[Case], limits: Limits, *, seconds: float = 0.0
+    sandbox: Sandbox,
+    solution: str,
+    tests: Sequence[Case],
+    limits: Limits,
+    *,
+    seconds: float = math.inf,
+    at_once: int = 1,
 ) -> Report:
-    """Try a solution on every test, as many at once as the sandbox has workers. `seconds` above 0: when they have
-    passed, the tests that are not begun yet count as not passed. Raises `SandboxFailed`, and `BirlError` for a test
-    that tests nothing."""
-    deadline = time.monotonic() + seconds if seconds else float("inf")
-    lanes = asyncio.Semaphore(max(1, getattr(sandbox, "workers", 1)))
+    """Try a solution on every test. When `seconds` have passed, a test that runs is ended, and those that are not begun
+    count as not passed. Raises `SandboxFailed`, and `BirlError` for a test that tests nothing."""
+    deadline = time.monotonic() + seconds
+    turn = asyncio.Semaphore(at_once)
 
     async def attempt(case: Case) -> Verdict:
-        async with lanes:
+        async with turn:
             left = deadline - time.monotonic()
             if left <= 0:
                 return Verdict(passed=False, detail=f"not begun within {seconds:g} s")
             return await run_test(sandbox, solution, case, replace(limits, seconds=min(limits.seconds, left)))
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(attempt(case)) for case in tests]
-    return Report(verdicts=tuple(task.result() for task in tasks))
+    tasks = [asyncio.ensure_future(attempt(case)) for case in tests]
+    try:
+        return Report(verdicts=tuple(await asyncio.gather(*tasks)))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_test(sandbox: Sandbox, solution: str, case: Case, limits: Limits) -> Verdict:
@@ -228,5 +238,5 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool) or value is None or expected is None:
         return type(value) is type(expected) and value == expected
     if isinstance(value, float) and isinstance(expected, int | float):
-        return value == expected or abs(value - expected) <= CLOSE * max(abs(value), abs(expected))
+        return value == expected or (abs(expected) < 1e300 and math.isclose(value, expected, rel_tol=CLOSE))
     return isinstance(value, int | float | str) and isinstance(expected, int | float | str) and value == expected

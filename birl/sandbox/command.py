@@ -16,8 +16,7 @@ GUEST = "/run/birl"  # where the guest's code is inside of bubblewrap
 SOURCES = {
     "birl/__init__.py": None,
     "birl/sandbox/__init__.py": None,
-    "birl/sandbox/confine.py": HERE / "confine.py",
-    "birl/sandbox/guest.py": HERE / "guest.py",
+    **{f"birl/sandbox/{name}.py": HERE / f"{name}.py" for name in ("confine", "folder", "guest", "program", "watch")},
 }
 GUEST_MB = 32  # what the guest itself may need beside the run
 FIRST_UID, UIDS = 61200, 4000  # within the range that systemd sets apart for users that come and go
@@ -33,7 +32,9 @@ def program(name: str) -> str:
     found = shutil.which(name, path=SYSTEM_PATH)
     if not found:
         package = {"bwrap": "bubblewrap", "setpriv": "util-linux"}[name]
-        raise BirlError(f"there is no {name} on this machine: install the package {package} (apt-get install {package})")
+        raise BirlError(
+            f"there is no {name} on this machine: install the package {package} (apt-get install {package})"
+        )
     return found
 
 

@@ -33,8 +33,8 @@ def read(path):
 attempt("open a socket", lambda: socket.socket().close())
 attempt("read /etc/shadow", read("/etc/shadow"))
 attempt("read /root", lambda: os.listdir("/root"))
-attempt("write to /usr", lambda: open("/usr/birl-probe", "w").close())
-attempt("write to /var/tmp", lambda: open("/var/tmp/birl-probe", "w").close())
+attempt("write to /usr", lambda: os.mkdir("/usr/birl-probe") or os.rmdir("/usr/birl-probe"))
+attempt("write to /var/tmp", lambda: os.mkdir("/var/tmp/birl-probe") or os.rmdir("/var/tmp/birl-probe"))
 attempt("open core_pattern", lambda: os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY)))
 if ctypes.CDLL(None).unshare(0x10000000) == 0:
     worked.append("make a user namespace")

@@ -19,9 +19,9 @@ X86_64 = {
     "syslog": 103, "acct": 163, "quotactl": 179, "name_to_handle_at": 303, "open_by_handle_at": 304, "iopl": 172,
     "ioperm": 173, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "setpgid": 109, "setsid": 112, "kill": 62,
     "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302, "setpriority": 141,
-    "ioctl": 16, "clone": 56, "memfd_create": 319, "sched_setaffinity": 203, "sched_setscheduler": 144, "chmod": 90, "fchmodat": 268,
-    "chown": 92, "lchown": 94, "fchownat": 260, "setxattr": 188, "lsetxattr": 189, "removexattr": 197,
-    "lremovexattr": 198, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
+    "ioctl": 16, "clone": 56, "memfd_create": 319, "sched_setaffinity": 203, "sched_setscheduler": 144,
+    "chmod": 90, "fchmodat": 268, "chown": 92, "lchown": 94, "fchownat": 260, "setxattr": 188, "lsetxattr": 189,
+    "removexattr": 197, "lremovexattr": 198, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
 }  # fmt: skip
 ARM64 = {
     "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "unshare": 97,
@@ -31,13 +31,15 @@ ARM64 = {
     "syslog": 116, "acct": 89, "quotactl": 60, "name_to_handle_at": 264, "open_by_handle_at": 265,
     "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "setpgid": 154, "setsid": 157, "kill": 129,
     "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261, "setpriority": 140,
-    "ioctl": 29, "clone": 220, "memfd_create": 279, "sched_setaffinity": 122, "sched_setscheduler": 119, "fchmodat": 53, "fchownat": 54,
+    "ioctl": 29, "clone": 220, "memfd_create": 279, "sched_setaffinity": 122, "sched_setscheduler": 119,
+    "fchmodat": 53, "fchownat": 54,
     "setxattr": 5, "lsetxattr": 6, "removexattr": 14, "lremovexattr": 15, "utimensat": 88,
 }  # fmt: skip
 EVERYWHERE = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "clone3": 435, "pidfd_getfd": 438,
-    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_madvise": 440, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466,
+    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_madvise": 440,
+    "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466,
 }  # fmt: skip
 MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, ARM64)}  # AUDIT_ARCH_*
 

@@ -21,12 +21,24 @@ from birl.sandbox.protocol import Ending, Limits, Result, inside
 
 START_TIMEOUT = 20.0  # seconds until a guest says that it is there
 GRACE = 5.0  # seconds after the limit at which a guest that has not ended the run is ended itself
+NAMESPACES = ("zygote", "bubblewrap")
 KEPT = ("zygote", "landlock", "process")  # guests that serve many runs
 SIGNALS_STAY_INSIDE = 6  # version of Landlock
 NO_BOUNDARY = "sandbox.kind=process is no boundary: the program could do everything that you can do"
 PRELOAD = (
     *("json", "math", "cmath", "re", "string", "random", "itertools", "functools", "collections", "heapq", "bisect"),
-    *("typing", "dataclasses", "enum", "decimal", "fractions", "statistics", "datetime", "calendar", "copy", "operator"),
+    *(
+        "typing",
+        "dataclasses",
+        "enum",
+        "decimal",
+        "fractions",
+        "statistics",
+        "datetime",
+        "calendar",
+        "copy",
+        "operator",
+    ),
     *("io", "ast", "array", "traceback", "contextlib", "hashlib", "textwrap", "threading", "queue", "atexit", "types"),
     *("unittest", "tempfile", "shutil", "inspect", "numbers", "abc", "time", "timeit", "struct", "socket", "warnings"),
 )
@@ -80,7 +92,7 @@ class Worker:
         except GuestFailed as error:
             await self._end()
             ending = Ending.MEMORY if self._out_of_memory() else Ending.ERROR
-            return self._result({"ending": ending, "detail": str(error)}, time.monotonic() - began)
+            return result_of({"ending": ending, "detail": str(error)}, self.kind, time.monotonic() - began)
         except BaseException:
             self.kill()
             raise
@@ -88,7 +100,7 @@ class Worker:
             reply |= {"ending": "memory", "detail": f"all processes together needed more than {limits.memory_mb} MiB"}
         if self.kind not in KEPT:
             await self._end()
-        return self._result(reply, time.monotonic() - began)
+        return result_of(reply, self.kind, time.monotonic() - began)
 
     def kill(self) -> None:
         """End the guest and everything in it at once, without waiting."""
@@ -97,7 +109,7 @@ class Worker:
         if control is not None:
             control.close()  # a guest without namespaces kills its run when it sees that, and goes
         if process is not None:
-            if self.kind not in ("landlock", "process"):
+            if self.kind in NAMESPACES:
                 process.kill()
             try:
                 process.wait(timeout=GRACE + 2)
@@ -151,15 +163,17 @@ class Worker:
             try:
                 async with asyncio.timeout(START_TIMEOUT):
                     hello = await _receive(ours, limits)
+                    if self.kind in NAMESPACES and hello.get("pid") != 1:
+                        raise GuestFailed("it has no namespace of processes")
                     await _send(ours, self._settings(int(hello.get("landlock", 0))))
-            except (TimeoutError, GuestFailed):
+            except (TimeoutError, GuestFailed) as error:
                 self.kill()
                 errors.seek(0)
-                said = errors.read(2000).decode(errors="replace").strip() or "it says nothing"
+                said = errors.read(2000).decode(errors="replace").strip() or str(error) or "it does not answer"
                 raise GuestFailed(f"{self.kind} cannot be started: {said}") from None
 
     def _words(self, control: int, limits: Limits, opened: contextlib.ExitStack) -> tuple[list[str], list[int]]:
-        if self.kind in ("landlock", "process"):
+        if self.kind not in NAMESPACES:
             self._scratch = tempfile.mkdtemp(prefix="birl-sandbox-")
             os.chmod(self._scratch, 0o711)
             return commands.plain(self.python, control), []
@@ -175,7 +189,7 @@ class Worker:
         return words, [fd for fd, _ in sources]
 
     def _settings(self, landlock: int) -> dict[str, Any]:
-        namespaces = self.kind in ("zygote", "bubblewrap")
+        namespaces = self.kind in NAMESPACES
         alone = namespaces or bool(self.uid)
         program = seccomp.assemble(
             namespaces=namespaces,
@@ -189,28 +203,29 @@ class Worker:
             "readable": commands.readable(self.python),
             "uid": 0 if namespaces else self.uid,
             "scratch": self._scratch,
-            "filter": _text(program),
+            "filter": "" if self.kind == "process" else _text(program),
             "preload": PRELOAD,
         }
 
-    def _result(self, reply: dict[str, Any], seconds: float) -> Result:
-        try:
-            return Result(
-                ending=Ending(reply["ending"]),
-                kind=self.kind,
-                stdout=base64.b64decode(reply.get("stdout", "")),
-                stderr=base64.b64decode(reply.get("stderr", "")),
-                exit_code=reply.get("exit_code"),
-                signal=int(reply.get("signal", 0)),
-                seconds=float(reply.get("seconds", seconds)),
-                truncated=bool(reply.get("truncated", False)),
-                files={name: base64.b64decode(content) for name, content in reply.get("files", {}).items()},
-                detail=str(reply.get("detail", "")),
-                warning=NO_BOUNDARY if self.kind == "process" else "",
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self.kill()
-            return Result(ending=Ending.ERROR, kind=self.kind, detail=f"the guest talks nonsense: {error}")
+
+def result_of(reply: dict[str, Any], kind: str, seconds: float) -> Result:
+    """What a guest told. It comes from where hostile programs run, so that every part of it may be anything."""
+    try:
+        return Result(
+            ending=Ending(reply["ending"]),
+            kind=kind,
+            stdout=base64.b64decode(reply.get("stdout", "")),
+            stderr=base64.b64decode(reply.get("stderr", "")),
+            exit_code=None if reply.get("exit_code") is None else int(reply["exit_code"]),
+            signal=int(reply.get("signal", 0)),
+            seconds=float(reply.get("seconds", seconds)),
+            truncated=bool(reply.get("truncated", False)),
+            files={str(name): base64.b64decode(content) for name, content in reply.get("files", {}).items()},
+            detail=str(reply.get("detail", "")),
+            warning=NO_BOUNDARY if kind == "process" else "",
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Result(ending=Ending.ERROR, kind=kind, detail=f"the guest talks nonsense: {error}")
 
 
 def _text(content: bytes) -> str:
@@ -252,4 +267,3 @@ async def _exactly(control: socket.socket, count: int) -> bytes:
             raise GuestFailed("the sandbox has ended")
         found += part
     return bytes(found)
-

@@ -247,6 +247,16 @@ MODEL = {
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
     "model.tool_format": Case("llama", reads_calls, True),
 }
+SANDBOX = {  # what each does with programs: tests/rewards/test_code.py
+    **{
+        f"sandbox.{key}": Case(value, refused=rf"sandbox\.{key}=.* has no effect because reward\.functions")
+        for key, value in (
+            *(("kind", "process"), ("workers", "3"), ("seconds", "1")),
+            *(("total_seconds", "99"), ("memory_mb", "64")),
+        )
+    },
+    "reward.code_partial": Case("false", refused=r"reward\.functions does not name code"),
+}
 SERVERS = {
     "engine.count": "2",
     "engine.attach": "[a/b]",
@@ -280,6 +290,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     # what each of these does with a judge: tests/rewards/test_judge.py
     **{f"reward.{key}": Case(value, refused=UNJUDGED) for key, value in JUDGE.items()},
     "reward.concurrency": Case("2", refused=r"reward\.concurrency=2: has no effect because no reward is asked for"),
+    **SANDBOX,
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
     # what each of these does with servers: tests/loops/test_engines.py
