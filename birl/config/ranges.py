@@ -133,6 +133,8 @@ RANGES: dict[str, Range] = {
     "reward.timeout": POSITIVE,
     "reward.workers": COUNT,
     "reward.length_target": COUNT,
+    "reward.judge_tokens": COUNT,
+    "reward.concurrency": COUNT,
     "sandbox.workers": ANY,
     "sandbox.seconds": POSITIVE,
     "sandbox.total_seconds": POSITIVE,

@@ -29,6 +29,14 @@ from birl.types import Agent, Conversation, Env, Task
 #: name -> where it is
 BUILT_IN: dict[str, str] = {
     "program": "birl.envs.program:Program",
+    "arithmetic": "birl.envs.tasks.arithmetic:Arithmetic",
+    "calculator": "birl.envs.tasks.calculator:Calculator",
+    "code": "birl.envs.tasks.code:Code",
+    "countdown": "birl.envs.tasks.countdown:Countdown",
+    "guess_number": "birl.envs.tasks.guess_number:GuessNumber",
+    "letter_counting": "birl.envs.tasks.letter_counting:LetterCounting",
+    "python_tool": "birl.envs.tasks.python_tool:PythonTool",
+    "search": "birl.envs.tasks.search:Search",
 }
 
 

@@ -37,6 +37,7 @@ from birl.loops.teacher import ServedTeacher
 from birl.models.forward import head
 from birl.models.heads import add_score_head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
+from birl.rewards.judge import read_template
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout, Scorer
@@ -357,6 +358,14 @@ def make_rewards(
             "format_pattern": keys.format_pattern,
             "length_target": keys.length_target,
             "address": keys.model,
+            "endpoint_concurrency": keys.concurrency,
+            "endpoint_timeout": keys.timeout,
+            "judge": keys.judge,
+            "judge_template": read_template(keys.judge_prompt),
+            "judge_tokens": keys.judge_tokens,
+            "judge_cache": keys.judge_cache,
+            "judge_concurrency": keys.concurrency,
+            "judge_timeout": keys.timeout,
             "code_partial": keys.code_partial,
             "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },

@@ -64,6 +64,11 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     )
 
 
+def unopened(error: Exception) -> Trajectory:
+    """The episode of an environment whose constructor failed: no different from one that failed later."""
+    return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=describe(error))
+
+
 async def _play(env: Env, session: Session, played: Played) -> None:
     tools = tuple(getattr(env, "tools", ()))
     said: Conversation = await _in(env.start, session, "start")

@@ -278,6 +278,8 @@ SERVERS = {
     "engine.request_timeout": "9",
     "engine.restarts": "1",
 }
+UNJUDGED = r"has no effect because reward\.functions does not name judge"
+JUDGE = {"judge": "http://x/v1", "judge_prompt": "x", "judge_tokens": "2", "judge_cache": "false"}
 STALE = "steps=4 rollout.max_staleness=2 rollout.max_tokens=40 engine.max_batch=6 "
 MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "data.prompt_column": Case("other", first_prompt),
@@ -292,6 +294,9 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "reward.format_pattern": Case(".", lambda s: set(rewards(s.groups)), {1.0}, "reward.functions=format"),
     "reward.model": Case("x", refused=r"reward\.model=x: has no effect because reward\.functions does not name model"),
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
+    # what each of these does with a judge: tests/rewards/test_judge.py
+    **{f"reward.{key}": Case(value, refused=UNJUDGED) for key, value in JUDGE.items()},
+    "reward.concurrency": Case("2", refused=r"reward\.concurrency=2: has no effect because no reward is asked for"),
     **SANDBOX,
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
