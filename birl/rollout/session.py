@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from birl.errors import HistoryRewritten
+from birl.errors import HistoryRewritten, TooLong
 from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, Turn
 from birl.waits import waiting
 
@@ -42,10 +42,6 @@ class EngineFailed(Exception):
 
 class Aborted(Exception):
     """The engine was told to end the answer."""
-
-
-class TooLong(Exception):
-    """No room is left for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

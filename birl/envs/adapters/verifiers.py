@@ -1,0 +1,141 @@
+"""verifiers: an `Environment` that `load_environment` of an installed package or of a local file gives.
+
+birl rl env=verifiers env.task=my_env.py env.parameters=[split=easy]
+
+The environment runs its own rollout and scores it with its own rubric. The client that it is given is the session, in
+this process, which keeps the exact tokens of all turns.
+"""
+
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from birl.envs.adapters.package import arguments, imported, unknown
+from birl.envs.adapters.verifiers_client import FAILURES, client_of, watch
+from birl.errors import BirlError
+from birl.named import from_file
+from birl.types import Model, Task
+
+KIND = "verifiers"
+
+
+class Loaded:
+    """The environment and its rows, for all episodes."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+
+    def read(self, split: str) -> list[dict[str, Any]]:
+        if split not in self.rows:
+            known = self.env.build_eval_dataset() if split == "validation" else self.env.build_dataset()
+            self.rows[split] = [dict(row) for row in known or ()]
+        return self.rows[split]
+
+    async def close(self) -> None:
+        await self.env._teardown()
+
+
+class Verifiers:
+    @dataclass
+    class Config:
+        task: str = ""
+        """The environment's name, as for `verifiers.load_environment`, or my_env.py, which has that function."""
+        parameters: list[str] = field(default_factory=list[str])
+        """What `load_environment` takes."""
+        count: int = 0
+        """Training rows. 0: all."""
+        validation: int = 100
+        """Rows of its evaluation dataset, if it has one. 0: all."""
+
+    @staticmethod
+    def shared(config: Config) -> Loaded:
+        return Loaded(loaded(config))
+
+    @staticmethod
+    def tasks(config: Config, split: str, shared: Loaded) -> list[dict[str, Any]]:
+        most = (config.validation if split == "validation" else config.count) or None
+        rows = shared.read(split)[:most]
+        return [
+            {"prompt": prompt_text(row["prompt"]), "answer": str(row.get("answer", "")), "split": split, "number": i}
+            for i, row in enumerate(rows)
+        ]
+
+    def __init__(self, task: Task, shared: Loaded) -> None:
+        self.env = shared.env
+        self.row = shared.read(task.columns["split"])[task.columns["number"]]
+
+    async def run(self, model: Model) -> float:
+        failures: list[Exception] = []
+        FAILURES.set(failures)
+        state = await self.env.rollout(self.row, client_of(model), "policy", {})
+        if state.get("error") is not None:
+            raise state["error"]
+        if state.get("timed_out"):
+            raise RuntimeError("the environment's own timeout_seconds is over")
+        await self.env.rubric.score_rollout(state)
+        await self.env.rubric.cleanup(state)
+        if failures:  # the rubric made 0 of it
+            raise failures[0]
+        return float(state["reward"])
+
+    async def close(self) -> None:
+        pass  # its rollout cleans up, in any case
+
+
+def loaded(config: Verifiers.Config) -> Any:
+    """The environment that env.task names. Raises `BirlError`."""
+    vf = imported("verifiers", KIND)
+    if not config.task:
+        raise BirlError("env=verifiers needs env.task: the name of an environment, or my_env.py.")
+    try:
+        load = vf.load_environment
+    except AttributeError:
+        raise BirlError(
+            f"env=verifiers: verifiers {vf.__version__} has no environments any more, only tasksets. Install one that "
+            "has both: pip install 'verifiers<0.4'"
+        ) from None
+    if not config.task.endswith(".py"):
+        names = {module.name for module in pkgutil.iter_modules()}
+        if config.task.replace("-", "_").rpartition("/")[2] not in names:
+            raise unknown("env.task", config.task, names)
+        return made(config, load, config.task)
+    if not Path(config.task).is_file():
+        raise BirlError(f"env.task={config.task}: there is no such file in {Path.cwd()}.")
+    found = from_file(Path(config.task))
+    if not hasattr(found, "load_environment"):
+        raise BirlError(f"env.task={config.task}: it has no function load_environment.")
+    return made(config, found.load_environment)
+
+
+def made(config: Verifiers.Config, load: Any, *name: str) -> Any:
+    with signals_kept():
+        env = load(*name, **arguments(config.parameters))
+    if env.requires_group_rollouts:
+        raise BirlError(f"env.task={config.task}: its rubric scores groups, and episodes are scored alone here.")
+    if not env.score_rollouts:
+        raise BirlError(f"env.task={config.task}: it has score_rollouts=False, so its episodes have no reward.")
+    watch(env.rubric)
+    return env
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """An environment takes SIGINT and SIGTERM for itself when it is made, which only the main thread may do, and which
+    the run has handlers for."""
+    module = imported("verifiers.legacy.envs.environment", KIND)
+    real = module.signal
+    module.signal = SimpleNamespace(**{**vars(real), "signal": lambda *args: None})
+    try:
+        yield
+    finally:
+        module.signal = real
+
+
+def prompt_text(prompt: Any) -> str:
+    """What a row asks, for its length and for the viewer; the environment renders it itself."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(str(m.get("content") or "") for m in prompt)
