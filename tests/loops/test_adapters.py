@@ -24,7 +24,7 @@ KINDS = {
     "openenv": (f"env.command={sys.executable} {SERVER} --port {{port}} --sessions 3", *DIFFER),
     "gymnasium": ("env.id=FrozenLake-v1", "env.max_turns=3", "env.invalid_reward=-0.1", *DIFFER),
     "textarena": ("env.id=GuessTheNumber-v0", *DIFFER),
-    "textarena_self_play": ("env.id=IteratedPrisonersDilemma-v0", "env.max_turns=40", "algorithm.entropy_coef=0.01"),
+    "textarena_self_play": ("env.id=TruthAndDeception-v0", "env.max_turns=20", "algorithm.entropy_coef=0.01"),
 }
 
 

@@ -8,19 +8,19 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from birl.envs.adapters.package import arguments, imported, seed_of, seeds, unknown
+from birl.envs.adapters.drawing import plain
+from birl.envs.adapters.gymnasium_load import KIND, made
+from birl.envs.adapters.package import imported, seed_of, seeds
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
-
-KIND = "gymnasium"
-COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class Gymnasium:
     @dataclass
     class Config:
         id: str = "FrozenLake-v1"
-        """Gymnasium's name of the environment; my_package:MyEnv-v0 imports my_package before."""
+        """Gymnasium's name of the environment; my_package:MyEnv-v0 or my_file.py:MyEnv-v0 imports that
+        before."""
         parameters: list[str] = field(default_factory=list[str])
         """What `gymnasium.make` takes besides: [is_slippery=false]."""
         actions: list[str] = field(default_factory=list[str])
@@ -42,7 +42,7 @@ class Gymnasium:
     @staticmethod
     def shared(config: Config) -> bool:
         """Is it drawn in text? Raises `BirlError` where it cannot be played by a model."""
-        gymnasium, env = imported("gymnasium", KIND), made(config, False)
+        gymnasium, env = imported("gymnasium", KIND), made(config.id, config.parameters, False)
         text, discrete = gymnasium.spaces.Text, gymnasium.spaces.Discrete
         env.close()
         if not isinstance(env.action_space, text | discrete):
@@ -63,7 +63,7 @@ class Gymnasium:
         self.env: Any = None
 
     def start(self) -> tuple[Message, ...]:
-        self.env = made(self.config, self.drawn)
+        self.env = made(self.config.id, self.config.parameters, self.drawn)
         seen, _ = self.env.reset(seed=self.seed)
         asked = [self.config.instructions, self.shown(seen), self.question()]
         return (Message(role="user", content="\n".join(filter(None, asked))),)
@@ -106,31 +106,6 @@ class Gymnasium:
         if self.drawn:
             return plain(self.env.render())
         return seen if isinstance(seen, str) else json.dumps(seen, default=value)
-
-
-def made(config: Gymnasium.Config, drawn: bool) -> Any:
-    """The environment. Raises `BirlError` where there is none."""
-    gymnasium, mode = imported("gymnasium", KIND), {"render_mode": "ansi"} if drawn else {}
-    try:
-        return gymnasium.make(config.id, **mode, **arguments(config.parameters))
-    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
-        raise unknown("env.id", config.id, gymnasium.registry) from error
-    except (gymnasium.error.Error, ImportError, TypeError) as error:
-        told = f"{error}".splitlines()[0]
-        raise BirlError(f"env.id={config.id} env.parameters={config.parameters}: {told}") from error
-
-
-def plain(drawing: str) -> str:
-    """A drawing without colours. What they say is said in brackets: a coloured background, which is where the player
-    is, in [ ], and a coloured letter in { }, or in ( ) where it is blue: Taxi's passenger."""
-
-    def bracketed(found: re.Match[str]) -> str:
-        codes = found[1].split(";")
-        if any(code.startswith(("4", "10")) for code in codes):
-            return f"[{found[2]}]"
-        return f"({found[2]})" if "34" in codes else f"{{{found[2]}}}"
-
-    return COLOURED.sub(bracketed, drawing).strip("\n")
 
 
 def value(thing: Any) -> Any:

@@ -103,7 +103,9 @@ def test_several_turns_and_what_is_cut(folder: Path) -> None:
 
 def test_tools_are_called(folder: Path) -> None:
     made = opened("kind=tools")
-    call = Message(role="assistant", content="", tool_calls=(ToolCall(name="double", arguments='{"x": 3}', id="call_0"),))
+    call = Message(
+        role="assistant", content="", tool_calls=(ToolCall(name="double", arguments='{"x": 3}', id="call_0"),)
+    )
     reward, script = run(made, 2, call, "6")
     assert reward == 1.5
     assert script.tools[0]["function"]["parameters"]["properties"]["x"]["type"] == "integer"
