@@ -5,6 +5,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -68,6 +69,8 @@ def started(command: str) -> Server:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
+    if words[0] == "python":
+        words[0] = sys.executable  # the one that has the package
     try:
         process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL)
     except OSError as error:
