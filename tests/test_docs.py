@@ -135,7 +135,8 @@ def test_commands_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("recipes", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(demo, tmp_path / "runs" / "demo")
     for name, text in scripts.items():
         Path(name).write_text(text)
