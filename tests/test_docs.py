@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -179,7 +180,7 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, *rest = words
     monkeypatch.setattr("builtins.input", end_of_input)
     if command in SHORT and not {"--help", "--print-config"} & set(rest):
-        if needs_network(rest):
+        if needs_network(rest) or ("env=gem" in rest and sys.version_info >= (3, 12)):  # gem-llm is for 3.11
             rest = [*rest, "--print-config"]
         else:  # a job of --multirun is a process of its own: too slow to start here
             rest = [*rest, *small(command, rest, tiny), *(["--print-config"] if "--multirun" in rest else [])]
