@@ -40,3 +40,7 @@ class TooLong(Exception):
 class HistoryRewritten(BirlError):
     """The chat template renders earlier messages in another way once new ones come, so the conversation cannot go on
     token by token."""
+
+
+class TooLong(Exception):
+    """No room is left for an answer of the model, or no turn: the episode is cut."""

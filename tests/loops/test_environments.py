@@ -51,6 +51,7 @@ WAYS = {
         "env.most=3",
     ),
     "class": (f"env={EXAMPLES}/env_class.py:Hints", "env.colors=[a,b]"),
+    "gymnasium": ("env=gymnasium", f"env.id={EXAMPLES}/gym_text.py:Backwards-v0", "env.max_turns=3"),
     "self-play": (f"env={EXAMPLES}/self_play.py:Nim", "env.sticks=3"),
 }
 
@@ -64,7 +65,7 @@ def test_every_way_in_trains(tiny: Path, tmp_path: Path, words: tuple[str, ...])
 
 
 def test_examples_are_short() -> None:
-    for name in ("reward_function", "step_function", "env_class", "self_play"):
+    for name in ("reward_function", "step_function", "env_class", "self_play", "gym_text"):
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
 
 
