@@ -95,4 +95,4 @@ def test_the_tables_agree_with_the_project_file():
     extras = project["optional-dependencies"]
     for package in doctor.OPTIONAL:
         if "birl[" in package.command:
-            assert f"{package.dist}>={package.oldest}" in extras[package.dist]
+            assert f"{package.dist}>={package.oldest}" in extras[package.command.partition("[")[2].partition("]")[0]]
