@@ -45,6 +45,7 @@ ROWS = [
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 OTHER_ROWS = {  # by file name
     "chats.jsonl": [{"messages": [*TALK, {"role": "tool", "content": "7"}, TALK[1]]}] * 4,
+    "code.jsonl": [{"prompt": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}] * 4,
     "books.jsonl": [{"text": "The sum of two numbers."}] * 4,
 }
 
@@ -140,6 +141,7 @@ def test_commands_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(demo, tmp_path / "runs" / "demo")
     for name, text in scripts.items():
         Path(name).write_text(text)

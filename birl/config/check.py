@@ -168,9 +168,15 @@ def _environment(config: RL | Eval) -> list[str]:
         found.append(f"env.kind={env.kind}: expected my_file.py:NAME or package.module:NAME.")
     elif place.endswith(".py") and not Path(place).is_file():
         found.append(f"env.kind={env.kind}: there is no file {place} in {Path.cwd()}.")
+    if env.sampling == "agent" and isinstance(config, RL):
+        found.append(
+            "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, top_p, top_k and "
+            "min_p, so answers must be drawn with them. Leave env.sampling=run; `birl eval` can use agent."
+        )
     if env.kind == "single_turn":
         reason = "env.kind=single_turn answers nothing; name an environment"
         found += without_effect(config, "env.max_turns", reason)
+        found += without_effect(config, "env.sampling", reason)
         if env.options:
             found.append(f"env.{next(iter(env.options))}: there is no such key, and {reason}.")
     return found

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.correction": ("auto", "none", "truncate", "mask"),
     "algorithm.correction_level": ("token", "geometric", "sequence"),
     "algorithm.reject": ("none", "divergence", "off_policy"),
+    "env.sampling": ("run", "agent"),
     "data.too_long": ("drop", "truncate"),
     "denominator": ("token", "sequence"),
     "preference.loss": ("dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"),

@@ -288,6 +288,10 @@ class Env:
     """Calls of the model per episode; then it is cut, and its outcome is `truncated`."""
     timeout: float = 600.0
     """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
+    sampling: str = "run"
+    """How answers to an agent's OpenAI or Anthropic client are drawn: run (as rollout or validation says, whatever the
+    client asks for) | agent (with the client's own temperature, top_p, top_k and min_p; `birl eval` only, as training
+    needs the log-probs of what the run itself would draw)."""
 
 
 @dataclass(kw_only=True)

@@ -126,6 +126,13 @@ class Worker:
             self.group.remove()
 
     async def _end(self) -> None:
+        """A guest that sees the other side go ends by itself; one that does not is killed."""
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+        deadline = time.monotonic() + 1.0
+        while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.0005)
         self.kill()
 
     def _out_of_memory(self) -> bool:

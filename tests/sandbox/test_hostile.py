@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +65,10 @@ def test_a_survivor_is_noticed(facts: dict[str, Any]) -> None:
     process.kill()
     process.wait()
     assert found == [f"process {process.pid} is still there"]
+
+
+def test_the_table_of_the_docs_has_these_attacks() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.partition("| attack |")[2].partition("\n\n")[0].splitlines()]
+    assert [row[0] for row in rows[2:]] == [*(attack.name for attack in ATTACKS), "forged test results"]
+    assert {cell for row in rows[2:] for cell in row[1:]} == {"stopped"} and len(rows[0]) == len(AUTO)
