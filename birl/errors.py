@@ -33,10 +33,6 @@ class Aborted(Exception):
     """Ends an episode: the engine was told to end the answer."""
 
 
-class TooLong(Exception):
-    """No room is left for an answer."""
-
-
 class HistoryRewritten(BirlError):
     """The chat template renders earlier messages in another way once new ones come, so the conversation cannot go on
     token by token."""

@@ -186,6 +186,8 @@ def _presets(schema: type, width: int) -> str:
         )
     if any(doc.key == "reward.functions" for doc in documentation(schema).values()):
         lines.append(_wrap("Short for reward.functions=ANY.", width, f"  {'reward=ANY':<20}", " " * 22))
+    if any(doc.key == "env.kind" for doc in documentation(schema).values()):
+        lines.append(_wrap("Short for env.kind=ANY.", width, f"  {'env=ANY':<20}", " " * 22))
     return "\n".join(lines)
 
 

@@ -27,9 +27,8 @@ from birl.errors import BirlError
 from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
-#: name -> where it is
-BUILT_IN: dict[str, str] = {
-    "program": "birl.envs.program:Program",
+#: name -> where it is; the tasks that come along, each with rows of its own
+TASKS: dict[str, str] = {
     "arithmetic": "birl.envs.tasks.arithmetic:Arithmetic",
     "calculator": "birl.envs.tasks.calculator:Calculator",
     "code": "birl.envs.tasks.code:Code",
@@ -38,6 +37,11 @@ BUILT_IN: dict[str, str] = {
     "letter_counting": "birl.envs.tasks.letter_counting:LetterCounting",
     "python_tool": "birl.envs.tasks.python_tool:PythonTool",
     "search": "birl.envs.tasks.search:Search",
+}
+#: all names
+BUILT_IN: dict[str, str] = {
+    **TASKS,
+    "program": "birl.envs.program:Program",
     "gem": "birl.envs.adapters.gem:Gem",
     "gymnasium": "birl.envs.adapters.gymnasium:Gymnasium",
     "openenv": "birl.envs.adapters.openenv:OpenEnv",

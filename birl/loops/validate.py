@@ -11,7 +11,6 @@ from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from birl.config import schema
 from birl.data.tasks import Tasks, load_tasks
@@ -23,7 +22,7 @@ from birl.loops.evaluate import CORRECT
 from birl.loops.machine import compute_thread
 from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
-from birl.rollout.session import Limits
+from birl.rollout.session import Limits, Tools
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 
 AT_ONCE = 64  # rows that are played at once
@@ -36,20 +35,20 @@ class Gold:
 
     replies: Sequence[Message] = ()
     version: int = 0
-    asked: int = 0
+    given: int = 0
     asked_more: bool = False
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        if self.asked == len(self.replies):
+        if self.given == len(self.replies):
             self.asked_more = True
             raise RuntimeError("no gold reply is left")
-        self.asked += 1
-        return Completion(tokens=(self.asked,), logprobs=(0.0,), versions=(0,), stop=Stop.STOP)
+        self.given += 1
+        return Completion(tokens=(self.given,), logprobs=(0.0,), versions=(0,), stop=Stop.STOP)
 
     async def close(self) -> None:
         pass
 
-    def render(self, prompt: Conversation, tools: Any = ()) -> tuple[int, ...]:
+    def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]:
         return (0,)
 
     def extend(
@@ -57,19 +56,19 @@ class Gold:
         ids: tuple[int, ...],
         reply_tokens: tuple[int, ...],
         messages: tuple[Message, ...],
-        tools: Any = (),
-        history: Any = None,
+        tools: Tools = (),
+        history: tuple[Message, ...] | None = None,
     ) -> tuple[int, ...]:
         return (*ids, *reply_tokens, 0)
 
     def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]:
         return (*ids, *reply_tokens, 0)
 
-    def parse(self, tokens: Sequence[int], tools: Any = (), prompt: Any = None) -> Message:
+    def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
         return self.replies[tokens[0] - 1]
 
     def said(self, tokens: Sequence[int]) -> str:
-        return self.parse(tokens).content
+        return self.replies[tokens[0] - 1].content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +147,13 @@ def replies(env: Env | Agent, task: Task) -> list[Message]:
 def verdict(played: Trajectory, gold: Gold) -> str:
     shown = " | ".join(short(reply) for reply in gold.replies)
     if gold.asked_more:
-        return f"goes on after {gold.asked} gold replies (gold: {shown})"
+        return f"goes on after {gold.given} gold replies (gold: {shown})"
     if played.outcome is not Outcome.OK:
         return f"{played.outcome}: {played.detail or 'the episode was cut by env.max_turns'} (gold: {shown})"
     if played.score < CORRECT:
         return f"scores {played.score:g} (gold: {shown})"
-    if gold.asked < len(gold.replies):
-        return f"ends after {gold.asked} of {len(gold.replies)} gold replies (gold: {shown})"
+    if gold.given < len(gold.replies):
+        return f"ends after {gold.given} of {len(gold.replies)} gold replies (gold: {shown})"
     return ""
 
 

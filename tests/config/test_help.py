@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from birl.config.help import EXAMPLES, documentation, presets, render, written
-from birl.config.load import flatten
+from birl.config.load import SHORTHANDS, flatten
 from birl.config.schema import RL, Eval
 
 
@@ -64,7 +64,7 @@ def test_headings_are_bold_only_on_request():
 
 def test_examples_name_valid_keys():
     for command, schema in (("rl", RL), ("eval", Eval)):
-        shorthands = {*presets(schema), "reward"}
+        shorthands = {*presets(schema), *SHORTHANDS}
         for line in EXAMPLES[command].splitlines():
             words = line.partition("  #")[0].split()[2:]
             keys = {word.partition("=")[0] for word in words if "=" in word}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from birl.cli import main
-from birl.envs.open import BUILT_IN
+from birl.envs.open import TASKS
 from birl.envs.tasks.invented import passages
 
 
@@ -30,7 +30,7 @@ ROWS = {"search": (), "code": ("env.rows=16", "env.validation_rows=4", "env.test
 ROWS["python_tool"] = ("env.rows=16", "env.validation_rows=4", "env.workers=1")
 
 
-@pytest.mark.parametrize("kind", BUILT_IN)
+@pytest.mark.parametrize("kind", TASKS)
 def test_every_built_in_task_is_right(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = validated(capsys, f"env={kind}", *ROWS.get(kind, ("env.rows=16", "env.validation_rows=4")))
     assert code == 0 and len(printed) == 1

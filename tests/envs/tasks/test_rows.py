@@ -11,7 +11,7 @@ from birl.config.help import written
 from birl.config.load import read_section
 from birl.config.schema import Data
 from birl.data.tasks import load_tasks
-from birl.envs.open import BUILT_IN
+from birl.envs.open import TASKS
 from birl.errors import BirlError
 from birl.types import Task
 
@@ -38,14 +38,14 @@ PROBLEM = {  # what must never be on both sides
 
 def made(kind: str, split: str, **options: str) -> list[Task]:
     """The tasks of a class, without what its episodes share."""
-    module, _, name = BUILT_IN[kind].rpartition(":")
+    module, _, name = TASKS[kind].rpartition(":")
     task: Any = getattr(import_module(module), name)
     rows = task.tasks(read_section(task.Config, options, "env."), split)
     return list(load_tasks(Data(), split, chat=True, given=rows)[0])  # type: ignore[arg-type]
 
 
 def test_every_built_in_task_is_looked_at() -> None:
-    assert set(BUILT_IN) == set(PROBLEM) == {*GENERATED, "search"}
+    assert set(TASKS) == set(PROBLEM) == {*GENERATED, "search"}
 
 
 @pytest.mark.parametrize("kind", GENERATED)
@@ -89,7 +89,7 @@ def test_keys_that_cannot_work_are_told(kind: str, options: dict[str, str], told
 
 def test_the_table_of_keys_is_what_the_tasks_have() -> None:
     page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text(encoding="utf-8")
-    for kind, where in BUILT_IN.items():
+    for kind, where in TASKS.items():
         module, _, name = where.rpartition(":")
         keys = vars(getattr(import_module(module), name).Config())
         (line,) = (line for line in page.splitlines() if line.startswith(f"| `{kind}` |"))
