@@ -22,7 +22,6 @@ from birl.envs.calls import Threads, called
 from birl.models.load import load_model, load_tokenizer
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
-from birl.text.chat import Chat
 from birl.types import Feedback, Message, Outcome, SamplingParams, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
 
@@ -72,7 +71,9 @@ def counted() -> Iterator[None]:
 
 
 def episode(env: Any, engine: Any, timeout: float = 60.0, tokens: int = 4) -> Awaitable[Trajectory]:
-    session = Session(engine, CHAT, SamplingParams(max_tokens=tokens, ignore_eos=True), Limits(timeout=timeout), lambda t: t)
+    session = Session(
+        engine, CHAT, SamplingParams(max_tokens=tokens, ignore_eos=True), Limits(timeout=timeout), lambda t: t
+    )
     return run_episode(env, session)
 
 
@@ -165,7 +166,10 @@ def test_deadlines_cancellations_and_failures_leave_nothing(monkeypatch: pytest.
 
     async def main() -> list[Any]:
         engine = Scripted(lambda _: "x")
-        tasks = [asyncio.ensure_future(episode(kinds[i % 5](), engine, timeout=2.0)) for i in range(MANY)]
+        tasks = [
+            asyncio.ensure_future(episode(kinds[i % 5](), engine, timeout=1.0 if i % 5 == 2 else 60.0))
+            for i in range(MANY)
+        ]
         for task in random.sample(tasks, MANY // 3):
             asyncio.get_running_loop().call_later(random.uniform(0, 2), task.cancel)
         return await asyncio.gather(*tasks, return_exceptions=True)
