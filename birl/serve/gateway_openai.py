@@ -43,7 +43,7 @@ class OpenAIReply(Reply):
         turn = answers[0][1]
         asked = Ask(
             chat=self.talk, prompts=(turn.prompt,), params=self.params, n=self.n, stream=self.stream, usage=self.usage,
-            logprobs=self.logprobs, token_ids=self.token_ids, tools=bool(self.tools),
+            logprobs=self.logprobs, token_ids=self.token_ids, tools=tuple(self.tools),
         )  # fmt: skip
         return Pieces(Voice(self.model, max(turn.completion.versions, default=0), self.chat), asked)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from birl.serve.ask import Ask
-from birl.text import tools
 from birl.text.chat import Chat
+from birl.text.thinking import Growing, Parts
 from birl.text.visible import INCOMPLETE, Visible
 from birl.types import Completion, Stop, ToolCall
 
@@ -37,7 +37,15 @@ class Pieces:
     def visible(self) -> Visible:
         asked, speaker = self.asked, self.speaker
         hidden = speaker.end_ids | frozenset(asked.params.stop_ids)
-        return Visible(speaker.chat.tokenizer, hidden, asked.params.stop, tools.OPENING if asked.tools else "")
+        fences = speaker.chat.fences(bool(asked.tools)) if asked.chat else ()
+        return Visible(speaker.chat.tokenizer, hidden, asked.params.stop, fences)
+
+    def thoughts(self, index: int) -> Growing:
+        """Sets thinking apart while an answer grows."""
+        return Growing(self.speaker.chat.tags if self.asked.chat else None, self.opened(index))
+
+    def opened(self, index: int) -> bool:
+        return self.asked.chat and self.speaker.chat.thinks(self.prompt(index))
 
     def head(self, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.asked.chat else "text_completion"
@@ -51,8 +59,8 @@ class Pieces:
         """A finished one."""
         shown = self.visible()
         shown.feed(completion.tokens)
-        content, calls = self.said(shown.whole())
-        return self.spoken(index, completion, content, calls)
+        said = self.said(index, shown.whole())
+        return self.spoken(index, completion, said.content, said.calls, said.thinking or "")
 
     def spoken(
         self, index: int, completion: Completion, content: str, calls: Sequence[ToolCall], thinking: str = ""
@@ -103,8 +111,10 @@ class Pieces:
         extra |= {"usage": None} if self.asked.usage else {}
         return self.head(chunk=True) | {"choices": [found]} | extra
 
-    def said(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        return tools.parse(text) if self.asked.tools else (text, ())
+    def said(self, index: int, text: str) -> Parts:
+        if not self.asked.chat:
+            return Parts(content=text)
+        return self.speaker.chat.parts(text, self.asked.tools, self.opened(index))
 
     def prompt(self, index: int) -> tuple[int, ...]:
         return self.asked.prompts[index // self.asked.n]
