@@ -45,6 +45,7 @@ ROWS = [
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 OTHER_ROWS = {  # by file name
     "chats.jsonl": [{"messages": [*TALK, {"role": "tool", "content": "7"}, TALK[1]]}] * 4,
+    "code.jsonl": [{"prompt": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}] * 4,
     "books.jsonl": [{"text": "The sum of two numbers."}] * 4,
 }
 

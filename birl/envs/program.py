@@ -65,7 +65,7 @@ class Program:
         return Shared(words(config), asyncio.Semaphore(config.processes), config)
 
     def __init__(self, task: Task, shared: Shared) -> None:
-        self.task, self.common = task, shared
+        self.task, self.all = task, shared
         self.placed = False
         self.folder: Path | None = None
         self.mark = ""
@@ -73,7 +73,7 @@ class Program:
         self.transport: asyncio.SubprocessTransport | None = None
 
     async def admit(self) -> None:
-        await self.common.places.acquire()
+        await self.all.places.acquire()
         self.placed = True
 
     async def run(self, model: Model) -> float | Mapping[str, float] | None:
@@ -85,8 +85,8 @@ class Program:
         self.watched = watched = Watched(loop.create_future())
         self.transport, _ = await loop.subprocess_exec(
             lambda: watched,
-            *self.common.words,
-            env=environment(self.common.config, self.folder, self.mark, task),
+            *self.all.words,
+            env=environment(self.all.config, self.folder, self.mark, task),
             cwd=self.folder,
             start_new_session=True,  # all that it starts can be ended together
         )
@@ -98,13 +98,13 @@ class Program:
 
     def _reward(self, code: int, sent: float | Mapping[str, float] | None) -> float | Mapping[str, float] | None:
         assert self.watched is not None
-        if self.common.config.reward == "any" and sent is not None:
+        if self.all.config.reward == "any" and sent is not None:
             return sent
         printed = reward(self.watched.last(1))
         if printed is None and code:
             how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise RuntimeError(f"{how}: {self.watched.last(2) or 'nothing on its standard error'}"[:500])
-        if printed is None and self.common.config.reward == "printed":
+        if printed is None and self.all.config.reward == "printed":
             raise ValueError('its last line is no {"reward": ...}, and env.reward=printed')
         return printed
 
@@ -121,7 +121,7 @@ class Program:
         finally:
             if self.placed:
                 self.placed = False
-                self.common.places.release()
+                self.all.places.release()
 
 
 class Watched(asyncio.SubprocessProtocol):

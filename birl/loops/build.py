@@ -17,6 +17,7 @@ from torch import nn
 from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.rules_algorithm import CRITIC, remembers
+from birl.config.rules_sandbox import at_once
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -356,6 +357,8 @@ def make_rewards(
             "format_pattern": keys.format_pattern,
             "length_target": keys.length_target,
             "address": keys.model,
+            "code_partial": keys.code_partial,
+            "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },
     )
 

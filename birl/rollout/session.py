@@ -150,8 +150,9 @@ class Session:
         if completion.stop is Stop.ABORT:
             raise Aborted
         reply = before_stop(self.reply(said, prompt, completion.tokens, tools), own_stop)
-        talk = following(talk, reply)
-        self.known.append(Known(said=plain(following(said, reply)), talk=talk, owner=owner, turn=turn))
+        self.known.append(
+            Known(said=plain(following(said, reply)), talk=following(talk, reply), owner=owner, turn=turn)
+        )
         return reply, turn
 
     def reply(self, said: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools) -> Message:

@@ -254,6 +254,16 @@ MODEL = {
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
     "model.tool_format": Case("llama", reads_calls, True),
 }
+SANDBOX = {  # what each does with programs: tests/rewards/test_code.py
+    **{
+        f"sandbox.{key}": Case(value, refused=rf"sandbox\.{key}=.* has no effect because reward\.functions")
+        for key, value in (
+            *(("kind", "process"), ("workers", "3"), ("seconds", "1")),
+            *(("total_seconds", "99"), ("memory_mb", "64")),
+        )
+    },
+    "reward.code_partial": Case("false", refused=r"reward\.functions does not name code"),
+}
 SERVERS = {
     "engine.count": "2",
     "engine.attach": "[a/b]",
@@ -282,6 +292,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "reward.format_pattern": Case(".", lambda s: set(rewards(s.groups)), {1.0}, "reward.functions=format"),
     "reward.model": Case("x", refused=r"reward\.model=x: has no effect because reward\.functions does not name model"),
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
+    **SANDBOX,
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
     # what each of these does with servers: tests/loops/test_engines.py

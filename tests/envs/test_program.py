@@ -276,7 +276,8 @@ def test_agents_end_with_the_trainer(folder: Path) -> None:
     written("time.sleep(1000)")
     Path("trainer.py").write_text(TRAINER)
     root = str(Path(__file__).parents[2])
-    trainer = subprocess.Popen([sys.executable, "trainer.py"], env={**os.environ, "PYTHONPATH": root})
+    env = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(folder)}  # its folder stays
+    trainer = subprocess.Popen([sys.executable, "trainer.py"], env=env)
     try:
         end = time.monotonic() + 60
         while not (agents := [p for p in psutil.Process(trainer.pid).children() if "my_agent.py" in str(p.cmdline())]):
