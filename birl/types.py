@@ -229,8 +229,9 @@ class Feedback:
 class Env(Protocol):
     """One episode's world, in message space. Single use: it has no reset. Errors may be raised anywhere; they end the
     episode with the outcome `env_error`, never with a reward of 0. An attribute `tools`, if there is one, holds the
-    JSON schemas of the tools that the model may call; its calls are then in `reply.tool_calls`. Methods may be plain
-    functions: those run in a thread, where they hold up nobody else."""
+    JSON schemas of the tools that the model may call; its calls are then in `reply.tool_calls`. A coroutine `admit`, if
+    there is one, is awaited before the episode's clock starts: for environments of which only some can run at once.
+    Methods may be plain functions: those run in a thread, where they hold up nobody else."""
 
     async def start(self) -> Conversation: ...
     async def step(self, reply: Message) -> Feedback: ...

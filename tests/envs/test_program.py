@@ -255,14 +255,29 @@ def test_nothing_is_left_after_chaos(folder: Path, monkeypatch: pytest.MonkeyPat
         time.sleep(0.1)
 
 
+TRAINER = """
+import asyncio
+from birl.envs.program import Config, Program
+from birl.types import Task
+
+class Model:
+    base_url, reward = "http://127.0.0.1:9/s/secret/v1", None
+
+async def main():
+    shared = Program.shared(Config(command="python my_agent.py"))
+    await Program(Task(id="t", prompt="x"), shared).run(Model())
+
+asyncio.run(main())
+"""
+
+
 def test_agents_end_with_the_trainer(folder: Path) -> None:
     """Also when it is killed, and can clean up nothing."""
     written("time.sleep(1000)")
-    Path("trainer.py").write_text(
-        "import sys\nfrom tests.envs.test_program import play\nprint('ready', flush=True)\nplay('python my_agent.py')\n"
-    )
+    Path("trainer.py").write_text(TRAINER)
     root = str(Path(__file__).parents[2])
-    trainer = subprocess.Popen([sys.executable, "trainer.py"], env={**os.environ, "PYTHONPATH": root})
+    env = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(folder)}  # its folder stays
+    trainer = subprocess.Popen([sys.executable, "trainer.py"], env=env)
     try:
         end = time.monotonic() + 60
         while not (agents := [p for p in psutil.Process(trainer.pid).children() if "my_agent.py" in str(p.cmdline())]):

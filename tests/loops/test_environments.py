@@ -58,10 +58,11 @@ WAYS = {
 
 @pytest.mark.parametrize("words", WAYS.values(), ids=WAYS)
 def test_every_way_in_trains(tiny: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
-    episodes = run(tiny, tmp_path, *words)
+    episodes = run(tiny, tmp_path, *words, "algorithm.entropy_coef=0.01")  # trains episodes of equal reward as well
     assert len(episodes) == 16 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(m["mismatch"] < 1e-5 for m in metrics if m.get("mismatch") is not None)
+    gaps = [m["mismatch/mean"] for m in metrics if m["mismatch/mean"] is not None]
+    assert gaps and max(gaps) < 1e-5
 
 
 def test_examples_are_short() -> None:

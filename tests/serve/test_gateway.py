@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -428,3 +429,40 @@ def test_parallel_requests_keep_apart() -> None:
         assert sorted(here.spoken()) == sorted(f"{i}.0{end}{i}.1{end}{i}.2{end}" for i in range(20))
 
     played(Scripted(says, delay=0.01), body, turns=60)
+
+
+THINKING = Chat(tiny_tokenizer(template=(Path(__file__).parents[1] / "text" / "templates" / "qwen3.jinja").read_text()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_told_apart_and_may_be_dropped(stream: bool) -> None:
+    """A client that sends the answer back without its thoughts continues the conversation, thoughts included, where the
+    template lets it: while a tool is used. Behind a new question this template drops them: a new sample."""
+
+    async def body(here: Place) -> None:
+        tools = [{"type": "function", "function": TOOL}]
+        if stream:
+            async with here.openai.chat.completions.stream(model="any", messages=HI, tools=tools) as events:  # type: ignore
+                first = (await events.get_final_completion()).choices[0].message
+        else:
+            first = (await here.chat(tools=tools)).choices[0].message
+        assert first.reasoning_content.strip() == "hm" and "hm" not in first.content
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+        said = [*HI, {"role": "assistant", "content": first.content, "tool_calls": [call]}]
+        said.append({"role": "tool", "tool_call_id": "1", "content": "7"})
+        await here.chat(said, tools=tools)
+        assert here.spoken() == [f"<think>\nhm\n</think>\n\n{CALL}<|im_end|><think>\nso\n</think>\n\nseven<|im_end|>"]
+
+    engine = Scripted([f"<think>\nhm\n</think>\n\n{CALL}", "<think>\nso\n</think>\n\nseven"], THINKING)
+    played(engine, body)
+
+
+def test_thoughts_are_blocks_for_anthropic() -> None:
+    async def body(here: Place) -> None:
+        thought, words = (await here.message()).content
+        assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
+        async with here.anthropic.messages.stream(model="any", max_tokens=90, messages=HI) as events:
+            thought, words = (await events.get_final_message()).content
+        assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
+
+    played(Scripted(["<think>\nhm\n</think>\n\nseven"] * 2, THINKING), body)

@@ -1,0 +1,172 @@
+"""Functions with the real clients are agents: in threads or in the event loop, with their reward returned or sent."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl.config.schema import Env as Keys
+from birl.envs.open import open_world
+from birl.rollout.episode import run_episode
+from birl.rollout.session import Limits, Session
+from birl.serve.gateway import Gateway
+from birl.types import Message, Outcome, SamplingParams, Task, Trajectory
+from tests.rollout.scripted import CHAT, Scripted
+
+AGENTS = """
+import sys
+import httpx, openai
+
+SAID = [{"role": "user", "content": "Hi"}]
+
+def ask(base_url, messages=SAID, model="any", **keys):
+    with openai.OpenAI(base_url=base_url, api_key="x", **keys) as client:
+        return client.chat.completions.create(model=model, messages=messages).choices[0].message.content
+
+def returns(base_url, task, *, bonus=0.5):
+    return bonus + float(ask(base_url, task["messages"]) == task["answer"]) + (task["prompt"] == "One\\n\\nTwo")
+
+async def waits(base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="any", messages=SAID)
+    return 1
+
+def sends(base_url):
+    ask(base_url)
+    httpx.post(base_url + "/reward", json={"reward": 3})
+
+def both(base_url):
+    ask(base_url, model="birl/a"), ask(base_url, model="birl/b")
+    return {"a": 1.0, "b": -1.0}
+
+def forgets_one(base_url):
+    ask(base_url, model="birl/a"), ask(base_url, model="birl/b")
+    httpx.post(base_url + "/reward", json={"reward": 3, "agent": "a"})
+
+def nothing(base_url):
+    ask(base_url)
+
+def leaves(base_url):
+    ask(base_url)
+    sys.exit(0)
+
+def light(base_url):
+    import json, urllib.request
+    data = json.dumps({"messages": SAID}).encode()
+    urllib.request.urlopen(base_url + "/chat/completions", data, timeout=30).read()
+    return 3
+
+def swallows(base_url):
+    try:
+        ask(base_url)
+    except Exception:
+        return 1.0
+
+def impatient(base_url):
+    for seconds in (0.1, 10):
+        try:
+            ask(base_url, timeout=seconds, max_retries=0)
+        except openai.APITimeoutError:
+            pass
+    return 1.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(AGENTS)
+
+
+def play(name: str, engine: Any = None, n: int = 1, timeout: float = 20.0, **options: Any) -> list[Trajectory]:
+    task = Task(id="t", prompt=(Message(role="system", content="One"), Message(role="user", content="Two")), answer="x")
+
+    async def main() -> list[Trajectory]:
+        world = await open_world(Keys(kind=f"own.py:{name}", options=options), CHAT.text)
+        assert world.agent
+        gateway = Gateway(CHAT)
+        await gateway.start()
+
+        def session() -> Session:
+            asked = engine or Scripted(lambda _: "x")
+            params, limits = SamplingParams(max_tokens=9), Limits(timeout=timeout)
+            return Session(asked, CHAT, params, limits, lambda turn: turn, gateway=gateway)
+
+        found = await asyncio.gather(*(run_episode(world.open(task), session()) for _ in range(n)))
+        assert not gateway.visits
+        await gateway.close()
+        return found
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+ENDS = {
+    "returns": (Outcome.OK, 2.5, ""),
+    "waits": (Outcome.OK, 1.0, ""),
+    "sends": (Outcome.OK, 3.0, ""),
+    "both": (Outcome.OK, 0.0, ""),
+    "forgets_one": (Outcome.ENV_ERROR, None, "no reward for b"),
+    "nothing": (Outcome.ENV_ERROR, None, "the agent gave no reward"),
+    "leaves": (Outcome.ENV_ERROR, None, "SystemExit"),
+}
+
+
+@pytest.mark.parametrize(("name", "end"), ENDS.items(), ids=ENDS)
+def test_how_it_ends(name: str, end: tuple[Outcome, float | None, str]) -> None:
+    (found,) = play(name)
+    assert (found.outcome, None if end[1] is None else found.reward) == end[:2], found.detail
+    assert end[2] in found.detail
+    assert dict(found.rewards) == ({"a": 1.0, "b": -1.0} if name == "both" else {})
+
+
+def test_its_own_keys() -> None:
+    assert play("returns", bonus="0.25")[0].reward == 2.25
+
+
+def test_an_agent_that_swallows_a_failed_engine_earns_nothing() -> None:
+    class Down(Scripted):
+        async def generate(self, *args: Any, **keys: Any) -> Any:
+            raise RuntimeError("boom")
+
+    (found,) = play("swallows", Down([]))
+    assert found.outcome is Outcome.ENGINE_ERROR and "boom" in found.detail and found.reward != 1.0
+
+
+def test_what_a_client_did_not_wait_for_is_no_turn() -> None:
+    class Slow(Scripted):
+        async def generate(self, *args: Any, **keys: Any) -> Any:
+            self.delay = 0.0 if self.prompts else 5.0
+            return await super().generate(*args, **keys)
+
+    engine = Slow(lambda _: "x")
+    (found,) = play("impatient", engine)
+    assert found.outcome is Outcome.OK and len(found.turns) == 1 and len(engine.prompts) == 2
+
+
+@pytest.mark.parametrize("name", ["waits", "sends"])
+def test_the_deadline_ends_it(name: str) -> None:
+    (found,) = play(name, Scripted(lambda _: "x", delay=30.0), timeout=0.5)
+    assert found.outcome is Outcome.TIMEOUT and not found.turns
+
+
+class Together(Scripted):
+    """Answers when so many have asked."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(lambda _: "x")
+        self.count, self.all = count, asyncio.Event()
+
+    async def generate(self, *args: Any, **keys: Any) -> Any:
+        found = await super().generate(*args, **keys)
+        if len(self.prompts) == self.count:
+            self.all.set()
+        await self.all.wait()
+        return found
+
+
+def test_more_than_there_are_threads_for_steps() -> None:
+    """A hundred plain agents wait for the model at once."""
+    engine = Together(100)
+    found = play("light", engine, n=100, timeout=30.0)
+    assert {(t.outcome, t.reward) for t in found} == {(Outcome.OK, 3.0)}
