@@ -60,7 +60,7 @@ setup-dev: .venv/dev.done
 
 .venv/dev.done: .venv/setup.done
 	@echo "Installing the development tools into .venv (once)"
-	@$(BIN)/python $(INSTALL) -e ".[dev,gguf]"
+	@$(BIN)/python $(INSTALL) -e ".[dev,gguf,gyms,search]"
 	@touch $@
 
 demo: setup

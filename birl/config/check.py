@@ -19,7 +19,7 @@ from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_fun
 from birl.config.words import command, did_you_mean, said, value_of, without_effect
 from birl.named import TEMPLATES, template_file
 
-REWARDS = ("math", "code", "format", "length", "model")
+REWARDS = ("math", "code", "format", "length", "model", "judge")
 RESUME = ("auto", "never")
 
 
@@ -129,6 +129,7 @@ def _rewards(config: RL | Eval) -> list[str]:
         found += without_effect(config, "reward.model", "reward.functions does not name model; add it")
     elif not reward.model:
         found.append("reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).")
+    found += _judge(config, functions)
     if "length" not in functions:
         found += without_effect(config, "reward.length_target", "reward.functions does not name length; add it")
     found += sandbox_problems(config)
@@ -136,6 +137,23 @@ def _rewards(config: RL | Eval) -> list[str]:
         re.compile(reward.format_pattern)
     except re.error as error:
         found.append(f"reward.format_pattern={reward.format_pattern}: is not a regular expression: {error}.")
+    return found
+
+
+def _judge(config: RL | Eval, functions: list[str]) -> list[str]:
+    reward, found = config.reward, []
+    web = ("http://", "https://")
+    if "judge" not in functions:
+        for key in ("reward.judge", "reward.judge_prompt", "reward.judge_tokens", "reward.judge_cache"):
+            found += without_effect(config, key, "reward.functions does not name judge; add it")
+        if not ("model" in functions and reward.model.startswith(web)):
+            found += without_effect(config, "reward.concurrency", "no reward is asked for over HTTP")
+        return found
+    if not reward.judge.startswith(web):
+        said = f"reward.judge={reward.judge}" if reward.judge else "reward.functions=judge"
+        found.append(f"{said}: say where the judge is, as in reward.judge=http://localhost:8000/v1#MODEL.")
+    if reward.judge_prompt and not Path(reward.judge_prompt).expanduser().is_file():
+        found.append(f"reward.judge_prompt={reward.judge_prompt}: there is no such file.")
     return found
 
 
@@ -150,9 +168,15 @@ def _environment(config: RL | Eval) -> list[str]:
         found.append(f"env.kind={env.kind}: expected my_file.py:NAME or package.module:NAME.")
     elif place.endswith(".py") and not Path(place).is_file():
         found.append(f"env.kind={env.kind}: there is no file {place} in {Path.cwd()}.")
+    if env.sampling == "agent" and isinstance(config, RL):
+        found.append(
+            "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, top_p, top_k and "
+            "min_p, so answers must be drawn with them. Leave env.sampling=run; `birl eval` can use agent."
+        )
     if env.kind == "single_turn":
         reason = "env.kind=single_turn answers nothing; name an environment"
         found += without_effect(config, "env.max_turns", reason)
+        found += without_effect(config, "env.sampling", reason)
         if env.options:
             found.append(f"env.{next(iter(env.options))}: there is no such key, and {reason}.")
     return found
@@ -218,7 +242,8 @@ def _eval(config: Eval) -> list[str]:
 
 def _data(config: RL | Stage) -> list[str]:
     data, found = config.data, []
-    if not data.train and not (isinstance(config, RL) and config.env.kind != "single_turn"):
+    own = isinstance(config, RL) and config.env.kind != "single_turn"  # an environment may bring its tasks along
+    if not data.train and not own:
         found.append(
             f"data.train is empty: say what to train on, as in `birl {command(config)} data.train=my.jsonl` (.json "
             ".jsonl .csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
@@ -238,7 +263,7 @@ def _data(config: RL | Stage) -> list[str]:
         )
     if not data.validation:
         found += without_effect(config, "data.validation_data_split", "data.validation is empty; name a held-out set")
-        if not data.validation_split:
+        if not data.validation_split and not own:
             reason = "there is no held-out data; set data.validation or data.validation_split"
             found += without_effect(config, "data.max_validation_samples", reason)
     return found

@@ -38,7 +38,9 @@ birl dpo data.train=votes.jsonl preference.loss=kto data.chosen_column=answer da
     "eval": """\
 birl eval data.validation=test.jsonl                         # SmolLM2-135M, greedy
 birl eval data.validation=test.jsonl model=/path/to/model
-birl eval data.validation=test.jsonl validation.samples=8 validation.k=[1,8] validation.temperature=1""",
+birl eval data.validation=test.jsonl validation.samples=8 validation.k=[1,8] validation.temperature=1
+birl eval env=countdown                                      # a task that comes with birl (docs/tasks.md)
+birl eval --validate data.validation=test.jsonl              # no model: is every row's right answer worth 1?""",
     "serve": """\
 birl serve                                                   # SmolLM2-135M at a free port of this machine
 birl serve model=/path/to/model port=8000
@@ -132,7 +134,7 @@ def render(command: str, schema: type, width: int, only: tuple[str, ...] = (), b
     title = " ".join((inspect.getdoc(schema) or "").split())
     usage = f"birl {command} [FILE.yaml] [key=value ...] [--print-config] [--dry-run] [--multirun] [--help [WORD ...]]"
     if command in ("eval", "serve"):
-        usage = usage.replace("[--dry-run] ", "")
+        usage = usage.replace("[--dry-run] ", "[--validate] " if command == "eval" else "")
     if command == "serve":
         usage = usage.replace("[--multirun] ", "")
     parts = [

@@ -288,6 +288,10 @@ class Env:
     """Calls of the model per episode; then it is cut, and its outcome is `truncated`."""
     timeout: float = 600.0
     """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
+    sampling: str = "run"
+    """How answers to an agent's OpenAI or Anthropic client are drawn: run (as rollout or validation says, whatever the
+    client asks for) | agent (with the client's own temperature, top_p, top_k and min_p; `birl eval` only, as training
+    needs the log-probs of what the run itself would draw)."""
 
 
 @dataclass(kw_only=True)
@@ -313,9 +317,9 @@ class Validation:
 @dataclass(kw_only=True)
 class Reward:
     functions: list[str] = field(default_factory=list)
-    """Reward functions: math | code (unit tests) | format | length | model (a reward model, reward.model), or
-    my_file.py:my_function, or package.module:function. They judge the last answer, and add to what the environment
-    gave. Empty: math for env.kind=single_turn, else the environment alone."""
+    """Reward functions: math | code (unit tests) | format | length | model (a reward model, reward.model) | judge (a
+    language model, reward.judge), or my_file.py:my_function, or package.module:function. They judge the last answer,
+    and add to what the environment gave. Empty: math for env.kind=single_turn, else the environment alone."""
     weights: list[float] = field(default_factory=list)
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""
@@ -328,6 +332,17 @@ class Reward:
     model: str = ""
     """Folder of a reward model (exported from a run of `birl rm`), or the address of a server that has one:
     http://host:port/pooling."""
+    judge: str = ""
+    """Address of the language model that judges, as OpenAI's API has it: http://host:port/v1#MODEL. Its token, if it
+    wants one, is taken from the environment variable BIRL_REWARD_TOKEN."""
+    judge_prompt: str = ""
+    """Text file with what the judge is asked; {prompt}, {completion} and {gold} are filled in. Empty: birl's own."""
+    judge_tokens: int = 512
+    """Longest reply of the judge [tokens]."""
+    judge_cache: bool = True
+    """Keep the judge's replies in the cache folder, and ask the same question only once."""
+    concurrency: int = 8
+    """Requests to the judge, or to the server of a reward model, that one worker has open at once."""
     length_target: int = 256
     """`length` gives 1 up to this many characters and falls to 0 at twice as many."""
     code_partial: bool = True

@@ -183,11 +183,12 @@ def filter_by_length(tasks: Tasks, length_of: Callable[[Task], int], limit: int)
 
 
 def overlap(train: Iterable[Task], validation: Iterable[Task]) -> int:
-    """How many validation tasks have a prompt that is a training prompt as well."""
-    asked = [prompt_text(task) for task in validation]
+    """How many validation tasks are training tasks as well: the same prompt with the same answer. (Where an environment
+    hides what is right, many tasks have one prompt.)"""
+    asked = [(prompt_text(task), task.answer) for task in validation]
     wanted = set(asked)
-    shared = {text for task in train if (text := prompt_text(task)) in wanted}
-    return sum(text in shared for text in asked)
+    shared = {both for task in train if (both := (prompt_text(task), task.answer)) in wanted}
+    return sum(both in shared for both in asked)
 
 
 def prompt_text(task: Task) -> str:

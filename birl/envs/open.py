@@ -7,7 +7,8 @@
 
 A class gets what its constructor names of `task`, `config`, `shared` and `text` (renders a prompt). Its own keys are
 the dataclass `Config` inside it, a function's are its keyword-only parameters. A class may have `tasks(config, split)`,
-which gives rows as a data file would, and `shared(config)`, for what all episodes use; that is closed with the run.
+or `tasks(config, split, shared)`, which gives rows as a data file would, and `shared(config)`, for what all episodes
+use; that is closed with the run.
 """
 
 import inspect
@@ -27,7 +28,24 @@ from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
 #: name -> where it is
-BUILT_IN: dict[str, str] = {}
+BUILT_IN: dict[str, str] = {
+    "program": "birl.envs.program:Program",
+    "arithmetic": "birl.envs.tasks.arithmetic:Arithmetic",
+    "calculator": "birl.envs.tasks.calculator:Calculator",
+    "code": "birl.envs.tasks.code:Code",
+    "countdown": "birl.envs.tasks.countdown:Countdown",
+    "guess_number": "birl.envs.tasks.guess_number:GuessNumber",
+    "letter_counting": "birl.envs.tasks.letter_counting:LetterCounting",
+    "python_tool": "birl.envs.tasks.python_tool:PythonTool",
+    "search": "birl.envs.tasks.search:Search",
+    "gem": "birl.envs.adapters.gem:Gem",
+    "gymnasium": "birl.envs.adapters.gymnasium:Gymnasium",
+    "openenv": "birl.envs.adapters.openenv:OpenEnv",
+    "reasoning_gym": "birl.envs.adapters.reasoning_gym:ReasoningGym",
+    "textarena": "birl.envs.adapters.textarena:TextArena",
+    "textarena_self_play": "birl.envs.adapters.textarena_self_play:SelfPlay",
+    "verifiers": "birl.envs.adapters.verifiers:Verifiers",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +90,7 @@ async def open_world(config: schema.Env, text: Callable[[Conversation], str], gi
     def open_one(task: Task) -> Env | Agent:
         return made(**{name: task if name == "task" else offered[name] for name in takes})
 
-    rows = partial(_rows, config, made.tasks, settings) if hasattr(named, "tasks") else None
+    rows = partial(_rows, config, made.tasks, settings, shared) if hasattr(named, "tasks") else None
     return World(kind=config.kind, open=open_one, rows=rows, agent=agent, shared=shared)
 
 
@@ -146,9 +164,12 @@ async def _shared(config: schema.Env, function: Callable[..., Any], settings: An
         raise BirlError(f"env.kind={config.kind}: {type(error).__name__}: {error}") from error
 
 
-def _rows(config: schema.Env, tasks: Callable[..., Any], settings: Any, split: str) -> list[dict[str, Any]]:
+def _rows(
+    config: schema.Env, tasks: Callable[..., Any], settings: Any, shared: Any, split: str
+) -> list[dict[str, Any]]:
+    own = {"shared": shared} if "shared" in inspect.signature(tasks).parameters else {}
     try:
-        rows = list(tasks(settings, split))
+        rows = list(tasks(settings, split, **own))
     except BirlError:
         raise
     except Exception as error:

@@ -1,6 +1,7 @@
 """Configuration -> objects. The only place that turns names into things; everything below takes values."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
@@ -36,6 +37,7 @@ from birl.loops.teacher import ServedTeacher
 from birl.models.forward import head
 from birl.models.heads import add_score_head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
+from birl.rewards.judge import read_template
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout, Scorer
@@ -169,7 +171,7 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         if config.engine.kind != "embedded" and not dry_run:
             servers = await open_servers(config.engine, wanted(config, policy, context, asked, run))
             opened.push_async_callback(servers.close)
-        gateway = Gateway(policy.chat) if world.agent else None
+        gateway = Gateway(policy.chat, config.env.sampling) if world.agent else None
         if gateway is not None:
             await gateway.start()
             opened.push_async_callback(gateway.close)
@@ -182,6 +184,8 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         parts = await loop.run_in_executor(compute, ready)
         if servers is None:
             opened.push_async_callback(parts.engine.close)
+        gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
+        opened.callback(gc.unfreeze)
         parts.opened = opened.pop_all()
         return parts
 
@@ -354,6 +358,14 @@ def make_rewards(
             "format_pattern": keys.format_pattern,
             "length_target": keys.length_target,
             "address": keys.model,
+            "endpoint_concurrency": keys.concurrency,
+            "endpoint_timeout": keys.timeout,
+            "judge": keys.judge,
+            "judge_template": read_template(keys.judge_prompt),
+            "judge_tokens": keys.judge_tokens,
+            "judge_cache": keys.judge_cache,
+            "judge_concurrency": keys.concurrency,
+            "judge_timeout": keys.timeout,
             "code_partial": keys.code_partial,
             "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },

@@ -1,18 +1,29 @@
 """A reward model behind an address: vLLM's `/pooling` (`vllm serve MODEL --runner pooling`) and what speaks like it."""
 
 import json
-import urllib.error
-import urllib.request
+import math
 from typing import Any
 
+from birl.config.schema import Reward
+from birl.rewards.requests import NoAnswer, ask_all
 
-def endpoint(completions: list[str], prompts: list[Any], *, address: str = "") -> list[float]:
+
+async def endpoint(
+    completions: list[str],
+    prompts: list[Any],
+    *,
+    address: str = "",
+    concurrency: int = Reward.concurrency,
+    timeout: float = Reward.timeout,
+) -> list[float | NoAnswer]:
     """One score for each completion: the last number of what the server gives for each conversation.
 
-    Asks with `{"messages": [...]}`, so that the server's own chat template makes the text. Raises `RuntimeError` with
-    the server's words.
+    Asks with `{"messages": [...]}`, so that the server's own chat template makes the text.
     """
-    return [_ask(address, _talk(p, c)) for p, c in zip(prompts, completions, strict=True)]
+    bodies = [
+        {"messages": _talk(p, c), "add_generation_prompt": False} for p, c in zip(prompts, completions, strict=True)
+    ]
+    return await ask_all(address, bodies, _score, concurrency=concurrency, timeout=timeout)
 
 
 def _talk(prompt: Any, completion: str) -> list[dict[str, str]]:
@@ -20,20 +31,14 @@ def _talk(prompt: Any, completion: str) -> list[dict[str, str]]:
     return [*asked, {"role": "assistant", "content": completion}]
 
 
-def _ask(address: str, messages: list[dict[str, str]]) -> float:
-    body = {"messages": messages, "add_generation_prompt": False}
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request) as reply:  # the reward's own deadline ends a call that hangs
-            found = json.load(reply)
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{address} says {error.code}: {error.read().decode(errors='replace')[:200]}") from error
-    except urllib.error.URLError as error:
-        raise RuntimeError(f"{address} cannot be reached: {error.reason}") from error
+def _score(found: Any) -> float:
     try:
         value = found["data"][0]["data"]
         while isinstance(value, list):
             value = value[-1]
-        return float(value)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RuntimeError(f"{address} gave no score: {json.dumps(found)[:200]}") from error
+        score = float(value)
+    except (KeyError, IndexError, TypeError, ValueError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise ValueError(f"gave no score: {json.dumps(found)[:200]}")
+    return score

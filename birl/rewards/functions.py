@@ -29,11 +29,20 @@ BUILTINS = {
     "format": "birl.rewards.text:format",
     "length": "birl.rewards.text:length",
     "endpoint": "birl.rewards.endpoint:endpoint",
+    "judge": "birl.rewards.judge:judge",
 }
 OPTIONS = {
     "format_pattern": ("format", "pattern"),
     "length_target": ("length", "target"),
     "address": ("endpoint", "address"),
+    "endpoint_concurrency": ("endpoint", "concurrency"),
+    "endpoint_timeout": ("endpoint", "timeout"),
+    "judge": ("judge", "address"),
+    "judge_template": ("judge", "template"),
+    "judge_tokens": ("judge", "tokens"),
+    "judge_cache": ("judge", "cache"),
+    "judge_concurrency": ("judge", "concurrency"),
+    "judge_timeout": ("judge", "timeout"),
     "code_partial": ("code", "partial"),
     "sandbox": ("code", "sandbox"),
 }
@@ -219,6 +228,8 @@ def checked(result: object, n: int) -> Answers:
 def _number(value: object) -> float | str:
     if value is None:
         return "returned None instead of a number"
+    if isinstance(value, Exception):  # of one completion; the others have their numbers
+        return next(iter(str(value).splitlines()), type(value).__name__)[:400]
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return f"returned a {type(value).__name__} instead of a number"
     try:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from birl.rollout.episode import run_episode
+from birl.rollout.episode import run_episode, unopened
 from birl.rollout.session import Gateway, Limits, Session, Translator
 from birl.seeds import derive_seed
 from birl.types import Agent, Engine, Env, Group, Message, Outcome, SamplingParams, Task, Trajectory
@@ -62,7 +62,11 @@ class Rollout:
                 name=f"group {index} episode {episode}",
                 gateway=self.gateway,
             )
-            return await run_episode(self.open_env(task), session)
+            try:
+                env = self.open_env(task)
+            except Exception as error:
+                return unopened(error)
+            return await run_episode(env, session)
 
         trajectories = await first(n, [one(e) for e in range(n + extra)])
         if self.score is not None:

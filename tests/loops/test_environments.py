@@ -51,6 +51,7 @@ WAYS = {
         "env.most=3",
     ),
     "class": (f"env={EXAMPLES}/env_class.py:Hints", "env.colors=[a,b]"),
+    "gymnasium": ("env=gymnasium", f"env.id={EXAMPLES}/gym_text.py:Backwards-v0", "env.max_turns=3"),
     "self-play": (f"env={EXAMPLES}/self_play.py:Nim", "env.sticks=3"),
 }
 
@@ -64,7 +65,7 @@ def test_every_way_in_trains(tiny: Path, tmp_path: Path, words: tuple[str, ...])
 
 
 def test_examples_are_short() -> None:
-    for name in ("reward_function", "step_function", "env_class", "self_play"):
+    for name in ("reward_function", "step_function", "env_class", "self_play", "gym_text"):
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
 
 
@@ -114,3 +115,65 @@ def test_an_episode_must_fit_into_a_micro_batch(tiny: Path, tmp_path: Path, monk
     with pytest.raises(BirlError, match=r"tokens_per_microbatch=300 cannot hold .* context, 512"):
         words = ("model.max_length=0", "learner.tokens_per_microbatch=300")
         run(tiny, tmp_path, "env=sums.py:Sums", "data.train=rows.jsonl", *words)
+
+
+CHOOSY = """
+from birl.types import Feedback
+
+class Choosy:
+    def __init__(self, task):
+        self.number = int(task.answer)
+    async def start(self):
+        return "x"
+    async def step(self, reply):
+        return Feedback(reward=float(len(reply.content) + self.number))
+    async def close(self):
+        pass
+"""
+
+
+def test_a_row_that_cannot_be_opened_is_an_error_of_its_own(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("choosy.py").write_text(CHOOSY)
+    Path("rows.jsonl").write_text('{"prompt": "a", "answer": "7"}\n{"prompt": "b", "answer": "seven"}\n')
+    episodes = run(tiny, tmp_path, "env=choosy.py:Choosy", "data.train=rows.jsonl", "steps=1")
+    assert {(e["task"], e["outcome"], e["reward"] is None) for e in episodes} <= {
+        ("rows.jsonl:0", "ok", False),
+        ("rows.jsonl:0", "truncated", False),
+        ("rows.jsonl:1", "env_error", True),
+    }
+    assert any("choosy.py:6: ValueError" in e["detail"] for e in episodes)
+
+
+TOOLS = (
+    "{% for tool in tools or [] %}{{ '<|im_start|>system\\n' + tool | tojson + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TASKS = {
+    "arithmetic": (),
+    "calculator": ("model.chat_template=tools.jinja", "model.max_length=512"),
+    "code": ("env.workers=1", "env.rows=20", "model.max_length=512"),
+    "countdown": ("env.partial=0.1",),
+    "guess_number": ("algorithm.credit=turn",),
+    "letter_counting": (),
+    "python_tool": ("model.chat_template=tools.jinja", "model.max_length=512", "env.workers=1"),
+    "search": ("model.max_length=512", "env.turns=2", "env.passages=1"),
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_every_built_in_task_trains(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tools.jinja").write_text(TOOLS)
+    episodes = run(tiny, tmp_path, f"env={kind}", "steps=1", "validation.every=1", "validation.max_tokens=4",
+                   "data.max_validation_samples=4", *TASKS[kind])  # fmt: skip
+    assert len(episodes) == 8 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
+    assert f"validation/{kind}/pass@1" in (tmp_path / "run" / "validation.jsonl").read_text()
+    assert "Warning" not in capsys.readouterr().out

@@ -1,0 +1,73 @@
+"""GEM (gem-llm): games and problems by name, with rewards for every turn.
+
+birl rl env=gem env.task=game:GuessTheNumber-v0-easy env.max_turns=4
+
+Each episode has an environment of its own; there is no pool to wait for. GEM's games draw from the global generators,
+so each call gets its own (`own_random.py`).
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from birl.envs.adapters.own_random import OwnRandom
+from birl.envs.adapters.package import arguments, imported, seed_of, seeds, unknown
+from birl.types import Feedback, Message, Task
+
+KIND = "gem"
+
+
+class Gem:
+    @dataclass
+    class Config:
+        task: str = "game:GuessTheNumber-v0"
+        """GEM's name of the environment."""
+        parameters: list[str] = field(default_factory=list[str])
+        """What `gem.make` takes besides: [max_turns=5]."""
+        count: int = 1000
+        """Training tasks."""
+        validation: int = 100
+        """Validation tasks."""
+        seed: int = 0
+        """Of the first training task; each task has the next seed."""
+
+    @staticmethod
+    def shared(config: Config) -> None:
+        """Is there such an environment?"""
+        imported("gem", KIND)
+        known = imported("gem.envs.registration", KIND).ENV_REGISTRY
+        if config.task not in known:
+            raise unknown("env.task", config.task, known)
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[dict[str, Any]]:
+        return seeds(config.task, split, config.seed, config.count, config.validation)
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.config, self.seed = config, seed_of(task)
+        self.random = OwnRandom(self.seed)
+        self.env: Any = None
+
+    def start(self) -> tuple[Message, ...]:
+        with self.random:
+            self.env = imported("gem", KIND).make(self.config.task, **arguments(self.config.parameters))
+            seen, info = self.env.reset(seed=self.seed)
+        return (said(seen, info),)
+
+    def step(self, reply: Message) -> Feedback:
+        # What is no game judges code or mathematics, which may take long, and draws nothing.
+        game = self.config.task.startswith("game:")
+        with self.random if game else nullcontext():
+            seen, reward, terminated, truncated, info = self.env.step(reply.content)
+        return Feedback(messages=(said(seen, info),), reward=float(reward), done=bool(terminated or truncated))
+
+    def close(self) -> None:
+        close = getattr(self.env, "close", None)
+        if close is not None:
+            close()
+
+
+def said(seen: str, info: dict[str, Any]) -> Message:
+    """An observation, between what GEM wants before and behind it."""
+    parts = (str(info.get("prefix", "")), str(seen), str(info.get("suffix", "")))
+    return Message(role="user", content="\n".join(p.strip("\n") for p in parts if p))

@@ -1,0 +1,113 @@
+"""Gymnasium environments whose actions are text or a few choices, for a model that reads and writes.
+
+birl rl env=gymnasium env.id=FrozenLake-v1 env.parameters=[is_slippery=false] env.actions=[left,down,right,up]
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from birl.envs.adapters.drawing import plain
+from birl.envs.adapters.gymnasium_load import KIND, made
+from birl.envs.adapters.package import imported, seed_of, seeds
+from birl.errors import BirlError
+from birl.types import Feedback, Message, Task
+
+
+class Gymnasium:
+    @dataclass
+    class Config:
+        id: str = "FrozenLake-v1"
+        """Gymnasium's name of the environment; my_package:MyEnv-v0 or my_file.py:MyEnv-v0 imports that
+        before."""
+        parameters: list[str] = field(default_factory=list[str])
+        """What `gymnasium.make` takes besides: [is_slippery=false]."""
+        actions: list[str] = field(default_factory=list[str])
+        """Names of the choices, in their order. Empty: they are numbers."""
+        instructions: str = ""
+        """Said before the first observation."""
+        see: str = "auto"
+        """What the model sees: ansi (the environment's own drawing) | value (the observation) | auto (ansi where the
+        environment can draw in text and its observation is no text)."""
+        invalid_reward: float = 0.0
+        """For a reply that is no action; the environment stands still then, and the model is told."""
+        count: int = 1000
+        """Training tasks."""
+        validation: int = 100
+        """Validation tasks."""
+        seed: int = 0
+        """Of the first training task; each task has the next seed."""
+
+    @staticmethod
+    def shared(config: Config) -> bool:
+        """Is it drawn in text? Raises `BirlError` where it cannot be played by a model."""
+        gymnasium, env = imported("gymnasium", KIND), made(config.id, config.parameters, False)
+        text, discrete = gymnasium.spaces.Text, gymnasium.spaces.Discrete
+        env.close()
+        if not isinstance(env.action_space, text | discrete):
+            raise BirlError(f"env.id={config.id}: its actions are {env.action_space}, neither text nor a few choices.")
+        if config.actions and len(config.actions) != getattr(env.action_space, "n", 0):
+            raise BirlError(f"env.actions={config.actions}: {config.id} has the actions {env.action_space}.")
+        draws = "ansi" in env.metadata.get("render_modes", ())
+        if config.see not in ("auto", "ansi", "value") or (config.see == "ansi" and not draws):
+            raise BirlError(f"env.see={config.see}: must be auto | value{' | ansi' if draws else ''}.")
+        return config.see == "ansi" or (config.see == "auto" and draws and not isinstance(env.observation_space, text))
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[dict[str, Any]]:
+        return seeds(config.id, split, config.seed, config.count, config.validation)
+
+    def __init__(self, task: Task, config: Config, shared: bool) -> None:
+        self.config, self.seed, self.drawn = config, seed_of(task), shared
+        self.env: Any = None
+
+    def start(self) -> tuple[Message, ...]:
+        self.env = made(self.config.id, self.config.parameters, self.drawn)
+        seen, _ = self.env.reset(seed=self.seed)
+        asked = [self.config.instructions, self.shown(seen), self.question()]
+        return (Message(role="user", content="\n".join(filter(None, asked))),)
+
+    def step(self, reply: Message) -> Feedback:
+        action = self.action(reply.content)
+        if action is None:
+            text = f"That is no action. {self.question() or 'Say it in another way.'}"
+            again = (Message(role="user", content=text),)
+            return Feedback(messages=again, reward=self.config.invalid_reward, info={"invalid": 1.0}, done=False)
+        seen, reward, terminated, truncated, _ = self.env.step(action)
+        done = bool(terminated or truncated)
+        messages = () if done else (Message(role="user", content=self.shown(seen)),)
+        return Feedback(messages=messages, reward=float(reward), info={"invalid": 0.0}, done=done)
+
+    def close(self) -> None:
+        if self.env is not None:
+            self.env.close()
+
+    def question(self) -> str:
+        space = self.env.action_space
+        if not hasattr(space, "n"):
+            return ""
+        names = self.config.actions or [str(i) for i in range(int(space.start), int(space.start) + int(space.n))]
+        return f"Answer with one of: {', '.join(names)}."
+
+    def action(self, text: str) -> Any:
+        """The action that a reply is; None for none. A choice must stand alone: no sentence is searched for one."""
+        space = self.env.action_space
+        if not hasattr(space, "n"):
+            return text if space.contains(text) else None
+        said = text.strip().strip(".").lower()
+        names = [name.lower() for name in self.config.actions]
+        if names:
+            return int(space.start) + names.index(said) if said in names else None
+        found = int(said) if re.fullmatch(r"-?\d{1,9}", said) else None
+        return found if found is not None and space.contains(found) else None
+
+    def shown(self, seen: Any) -> str:
+        if self.drawn:
+            return plain(self.env.render())
+        return seen if isinstance(seen, str) else json.dumps(seen, default=value)
+
+
+def value(thing: Any) -> Any:
+    """NumPy's numbers and arrays as JSON has them."""
+    return thing.tolist() if hasattr(thing, "tolist") else str(thing)

@@ -1,0 +1,88 @@
+"""The server of an OpenEnv environment: one that runs, or one that is started and ended here."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+
+from birl.envs.adapters.package import unknown
+from birl.errors import BirlError
+
+STARTS = 60.0  # seconds a server may take
+ANSWERS = 3.0  # seconds until a server that should run must answer
+ENDS = 10.0  # seconds until it is killed
+OWN = {"metadata", "done", "reward"}  # what every action or observation has
+
+
+class Server:
+    """Where the environments are. `action` is the field that takes the reply, `see` the one that the model sees; empty
+    where the reply is all of the action, or the model sees all, as JSON."""
+
+    def __init__(self, url: str, process: subprocess.Popen | None = None) -> None:
+        self.url, self.process = url.rstrip("/"), process
+        self.action = self.see = ""
+
+    def ready(self) -> None:
+        """Wait until it answers. Raises `BirlError`."""
+        end = time.monotonic() + (STARTS if self.process else ANSWERS)
+        while True:
+            if self.process is not None and self.process.poll() is not None:
+                raise BirlError(f"env.command: the server ended with status {self.process.returncode}.")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).is_success:
+                    return
+                problem = "its /health is no success"
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() > end:
+                raise BirlError(f"env.url={self.url}: no OpenEnv server answers there ({problem}).")
+            time.sleep(0.1)
+
+    def learn(self, action: str, see: str) -> None:
+        """Which fields are text, of what the server says that it takes and gives. Raises `BirlError`."""
+        found = httpx.get(f"{self.url}/schema", timeout=30).raise_for_status().json()
+        self.action = text_field(found["action"], "env.action", action)
+        self.see = text_field(found["observation"], "env.see", see)
+
+    def close(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(ENDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def started(command: str) -> Server:
+    """A server on a free port, in a process group of its own, so that what it starts ends with it."""
+    if "{port}" not in command:
+        raise BirlError(f"env.command={command}: it needs {{port}} where the server takes its port.")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
+    if words[0] == "python":
+        words[0] = sys.executable  # the one that has the package
+    try:
+        process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise BirlError(f"env.command={command}: {words[0]}: {error.strerror}.") from error
+    return Server(f"http://127.0.0.1:{port}", process)
+
+
+def text_field(schema: dict[str, Any], key: str, chosen: str) -> str:
+    """The field that was chosen, or the only one that is text, if nothing else must be given."""
+    fields = {name: f for name, f in schema.get("properties", {}).items() if name not in OWN}
+    if chosen and chosen not in fields:
+        raise unknown(key, chosen, fields)
+    texts = [name for name, f in fields.items() if f.get("type") == "string"]
+    needed = set(schema.get("required", ())) - set(texts)
+    return chosen or (texts[0] if len(texts) == 1 and not needed else "")

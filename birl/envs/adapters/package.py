@@ -1,0 +1,66 @@
+"""What all adapters share: the package itself, names in it, and tasks that are seeds."""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from birl.errors import BirlError
+from birl.types import Task
+
+#: how far the seeds of validation are from those of training
+APART = 2**30
+
+
+def imported(module: str, kind: str) -> Any:
+    """The module. Raises `BirlError` that says how to install it: the extra is called as the environment is."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise  # the package is there, and something that it needs is not
+        extra = kind.replace("_", "-")
+        raise BirlError(
+            f"env.kind={kind}: the package {package} is not installed. Install it with: pip install 'birl[{extra}]'"
+        ) from None
+
+
+def unknown(key: str, name: str, known: Iterable[str]) -> BirlError:
+    """The error for a name that stands for nothing."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {len(names)}, such as {', '.join(names[:5])}."
+    return BirlError(f"{key}={name}: there is no such name. {hint}")
+
+
+def arguments(words: Iterable[str]) -> dict[str, Any]:
+    """`env.parameters` as keyword arguments: [max_terms=3,name=x] is {"max_terms": 3, "name": "x"}, read as YAML."""
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise BirlError(
+                f"env.parameters: {word!r} is not name=value. Write env.parameters=[name=value,other=value]."
+            )
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            found[name.strip()] = value
+    return found
+
+
+def seeds(name: str, split: str, seed: int, count: int, validation: int) -> list[dict[str, Any]]:
+    """One row for each seed; training and validation have none in common."""
+    first, number = (seed, count) if split == "train" else (seed + APART, validation)
+    return [{"prompt": f"{name}, seed {i}", "seed": i} for i in range(first, first + number)]
+
+
+def seed_of(task: Task) -> int:
+    """Of one task: the column `seed` of its row."""
+    seed = task.columns.get("seed")
+    if not isinstance(seed, int) or seed < 0:
+        raise BirlError(f"task {task.id}: its column `seed` must be a whole number from 0 on, not {seed!r}.")
+    return seed

@@ -1,0 +1,110 @@
+"""TextArena's games for one player; `textarena_self_play.py` has those for several.
+
+birl rl env=textarena env.id=GuessTheNumber-v0 env.max_turns=12
+
+TextArena's observation wrappers repeat all that was said in every turn. Here a player is told only what is new, so the
+turns of an episode stay one sequence of tokens. Its action wrappers apply as they are.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from birl.envs.adapters.own_random import OwnRandom
+from birl.envs.adapters.package import imported, seed_of, seeds, unknown
+from birl.errors import BirlError
+from birl.types import Feedback, Message, Task
+
+KIND = "textarena"
+
+
+@dataclass
+class Keys:
+    id: str = "GuessTheNumber-v0"
+    """TextArena's name of the game."""
+    count: int = 1000
+    """Training games."""
+    validation: int = 100
+    """Validation games."""
+    seed: int = 0
+    """Of the first training game; each game has the next seed."""
+
+
+class Game:
+    """One game, with random numbers of its own."""
+
+    def __init__(self, id: str, players: int, seed: int) -> None:
+        self.random = OwnRandom(seed)
+        with self.random:
+            self.env = imported(KIND, KIND).make(id)
+            self.env.reset(num_players=players, seed=seed)
+
+    def seen(self) -> tuple[int, str]:
+        """Whose turn it is, and what that player has not been told yet, without what it said itself."""
+        inner = self.env
+        while isinstance(inner, imported(KIND, KIND).Wrapper):
+            inner = inner.env
+        me, news = inner.get_observation()
+        return me, "\n".join(text if who == -1 else f"[Player {who}] {text}" for who, text, _ in news if who != me)
+
+    def act(self, text: str) -> bool:
+        with self.random:
+            done, _ = self.env.step(action=text)
+        return bool(done)
+
+    def rewards(self) -> dict[int, float]:
+        rewards, _ = self.env.close()
+        if rewards is None:
+            raise RuntimeError("the game is over and has no rewards")
+        return {int(who): float(reward) for who, reward in rewards.items()}
+
+
+def check(config: Keys, players: int, hint: str) -> None:
+    """Can it be played here? Raises `BirlError`."""
+    arena = imported(KIND, KIND)
+    known = imported("textarena.envs.registration", KIND).ENV_REGISTRY
+    if config.id not in known:
+        raise unknown("env.id", config.id, known)
+    try:
+        game = arena.make(config.id)
+    except (Exception, SystemExit) as error:
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
+        told = next((line.strip(" .") for line in lines if line.strip(" *")), "")
+        raise BirlError(
+            f"env.id={config.id} cannot be played here: {type(error).__name__}: {told}. docs/adapters.md lists what "
+            "such games need."
+        ) from error
+    try:
+        with OwnRandom(0):
+            game.reset(num_players=players, seed=0)
+    except AssertionError as error:
+        raise BirlError(f"env.id={config.id}: {error}. {hint}") from error
+
+
+class TextArena:
+    @dataclass
+    class Config(Keys):
+        pass
+
+    @staticmethod
+    def shared(config: Config) -> None:
+        check(config, 1, "For several players: env=textarena_self_play env.players=2.")
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[dict[str, Any]]:
+        return seeds(config.id, split, config.seed, config.count, config.validation)
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.config, self.seed = config, seed_of(task)
+
+    def start(self) -> tuple[Message, ...]:
+        self.game = Game(self.config.id, 1, self.seed)
+        return (Message(role="user", content=self.game.seen()[1]),)
+
+    def step(self, reply: Message) -> Feedback:
+        if self.game.act(reply.content):
+            return Feedback(reward=self.game.rewards()[0], done=True)
+        return Feedback(messages=(Message(role="user", content=self.game.seen()[1]),), done=False)
+
+    async def close(self) -> None:
+        pass  # a game is data; what its `close` gives are the rewards

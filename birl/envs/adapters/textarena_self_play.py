@@ -1,0 +1,47 @@
+"""TextArena with one model as all players; each player's turns are trained with that player's reward.
+
+birl rl env=textarena_self_play env.id=TicTacToe-v0 env.max_turns=20
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from birl.envs.adapters.package import seed_of, seeds
+from birl.envs.adapters.textarena import Game, Keys, check
+from birl.envs.calls import called
+from birl.types import Message, Model, Task
+
+
+class SelfPlay:
+    @dataclass
+    class Config(Keys):
+        id: str = "TicTacToe-v0"
+        """TextArena's name of the game."""
+        players: int = 2
+        """How many play."""
+
+    @staticmethod
+    def shared(config: Config) -> None:
+        check(config, config.players, "Set env.players, or for one player: env=textarena.")
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[dict[str, Any]]:
+        return seeds(config.id, split, config.seed, config.count, config.validation)
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.config, self.seed = config, seed_of(task)
+
+    async def run(self, model: Model) -> dict[str, float]:
+        game: Game = await called(Game, self.config.id, self.config.players, self.seed)
+        said: dict[int, tuple[Message, ...]] = dict.fromkeys(range(self.config.players), ())
+        done = False
+        while not done:
+            me, text = game.seen()
+            said[me] += (Message(role="user", content=text),)
+            reply = await model.ask(said[me], agent=f"player_{me}")
+            said[me] += (reply,)
+            done = await called(game.act, reply.content)
+        return {f"player_{who}": reward for who, reward in game.rewards().items()}
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,71 @@
+"""Sums, differences and products of two numbers, in several wordings. One turn."""
+
+import random
+from dataclasses import dataclass, field
+
+from birl.envs.tasks.answer import number
+from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, drawn, one_of
+from birl.types import Conversation, Feedback, Message, Task
+
+WORDINGS = {
+    "+": ("What is {a} + {b}?", "{a} + {b} = ?", "Add {a} and {b}.", "What is {a} plus {b}?",
+          "What is the sum of {a} and {b}?", "Calculate {a} + {b}.", "Which number is {b} more than {a}?"),
+    "-": ("What is {a} - {b}?", "{a} - {b} = ?", "Subtract {b} from {a}.", "What is {a} minus {b}?",
+          "What is left of {a} when you take away {b}?", "Calculate {a} - {b}.", "Which number is {b} less than {a}?"),
+    "*": ("What is {a} * {b}?", "{a} * {b} = ?", "Multiply {a} by {b}.", "What is {a} times {b}?",
+          "What is the product of {a} and {b}?", "Calculate {a} * {b}.", "How much is {a} times {b}?"),
+}  # fmt: skip
+
+
+class Arithmetic:
+    """The reward is 1 where the last number of the answer is the result, else 0."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        largest: int = 9
+        """Largest operand; the smallest is 1."""
+        operations: list[str] = field(default_factory=lambda: ["+", "*"])
+        """Which of + - * are asked for. Differences are never negative."""
+        rows: int = 800
+        """Training tasks."""
+        validation_rows: int = 100
+        """Held-out tasks. No problem is in both, whatever its wording and the order of its operands."""
+        seed: int = 0
+        """Seed of the tasks."""
+
+        def __post_init__(self) -> None:
+            check_keys(
+                "arithmetic",
+                largest=at_least(self.largest, 2),
+                operations=one_of(self.operations, WORDINGS) or ("" if self.operations else "is empty"),
+                rows=at_least(self.rows, 1),
+                validation_rows=at_least(self.validation_rows, 0),
+            )
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[Row]:
+        def draw(rng: random.Random) -> tuple[str, Row]:
+            sign, a, b = rng.choice(config.operations), rng.randint(1, config.largest), rng.randint(1, config.largest)
+            if sign == "-":
+                a, b = max(a, b), min(a, b)
+            value = {"+": a + b, "-": a - b, "*": a * b}[sign]
+            prompt = rng.choice(WORDINGS[sign]).format(a=a, b=b)
+            problem = f"{sign} {min(a, b)} {max(a, b)}"
+            return problem, {"prompt": prompt, "answer": str(value), "data_source": "arithmetic"}
+
+        return drawn(draw, count(config, split), split, config.seed, "arithmetic")
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    async def start(self) -> Conversation:
+        return self.task.prompt
+
+    async def step(self, reply: Message) -> Feedback:
+        want = number(answered(self.task))
+        if want is None:
+            raise ValueError(f"the answer {self.task.answer!r} is no number")
+        return Feedback(reward=float(number(reply.content) == want))
+
+    async def close(self) -> None:
+        pass

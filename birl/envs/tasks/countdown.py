@@ -1,0 +1,113 @@
+"""Make a target out of given numbers with + - * / and parentheses. One turn."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+
+from birl.envs.tasks.answer import final
+from birl.envs.tasks.expression import NoExpression, evaluate
+from birl.envs.tasks.rows import Row, at_least, check_keys, column, count, drawn, one_of
+from birl.types import Conversation, Feedback, Message, Task
+
+USES = ("exactly_once", "at_most_once")
+
+
+class Countdown:
+    """The reward is 1 where the expression has the target as its exact value and uses the numbers as asked, `partial`
+    where only the numbers are right, else 0. The score is 1 or 0."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        count: int = 3
+        """How many numbers are given."""
+        largest: int = 20
+        """Largest of them; the smallest is 1."""
+        target: int = 100
+        """Largest target."""
+        use: str = "exactly_once"
+        """How often each number is used: exactly_once | at_most_once."""
+        partial: float = 0.0
+        """Reward of an expression that uses the numbers as asked and misses the target."""
+        rows: int = 2000
+        """Training tasks."""
+        validation_rows: int = 100
+        """Held-out tasks. No numbers with their target are in both, in whatever order."""
+        seed: int = 0
+        """Seed of the tasks."""
+
+        def __post_init__(self) -> None:
+            check_keys(
+                "countdown",
+                count="" if 2 <= self.count <= 8 else f"is {self.count}, must be from 2 to 8",
+                largest=at_least(self.largest, 2),
+                target=at_least(self.target, 1),
+                use=one_of([self.use], USES),
+                partial="" if 0 <= self.partial < 1 else f"is {self.partial:g}, must be at least 0 and below 1",
+                rows=at_least(self.rows, 1),
+                validation_rows=at_least(self.validation_rows, 0),
+            )
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[Row]:
+        def draw(rng: random.Random) -> tuple[str, Row]:
+            while True:
+                numbers = [rng.randint(1, config.largest) for _ in range(config.count)]
+                value, gold = made(rng, numbers)
+                if value.denominator == 1 and 1 <= value <= config.target:
+                    break
+            target = int(value)
+            row = {"prompt": asked(numbers, target, config.use), "answer": gold, "numbers": numbers, "target": target}
+            return f"{sorted(numbers)} {target}", {**row, "data_source": "countdown"}
+
+        return drawn(draw, count(config, split), split, config.seed, "countdown")
+
+    @staticmethod
+    def gold(task: Task) -> list[str]:
+        return [f"<answer>{task.answer}</answer>"]
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task, self.config = task, config
+
+    async def start(self) -> Conversation:
+        return self.task.prompt
+
+    async def step(self, reply: Message) -> Feedback:
+        numbers, target = column(self.task, "numbers"), column(self.task, "target")
+        expression = final(reply.content).partition("=")[0]
+        try:
+            value, used = evaluate(expression)
+        except NoExpression:
+            return Feedback(reward=0.0, info={"countdown/valid": 0.0})
+        have, spent = Counter(map(Fraction, numbers)), Counter(used)
+        valid = spent == have if self.config.use == "exactly_once" else spent <= have
+        right = valid and value == target
+        return Feedback(
+            reward=1.0 if right else self.config.partial * valid,
+            score=float(right),
+            info={"countdown/valid": float(valid)},
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+def asked(numbers: list[int], target: int, use: str) -> str:
+    given = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+    how = "each exactly once" if use == "exactly_once" else "each at most once"
+    return (
+        f"Use the numbers {given}, {how}, with + - * / and parentheses to make {target}. "
+        "Write the expression as <answer>...</answer>."
+    )
+
+
+def made(rng: random.Random, numbers: list[int]) -> tuple[Fraction, str]:
+    """The value and the text of a random expression that uses each number once."""
+    parts = [(Fraction(n), str(n)) for n in numbers]
+    while len(parts) > 1:
+        (a, left), (b, right) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        signs = {"+": a + b, "-": a - b, "*": a * b} | ({"/": a / b} if b else {})
+        sign = rng.choice(list(signs))
+        parts.append((signs[sign], f"({left} {sign} {right})"))
+    value, text = parts[0]
+    return value, text[1:-1] if text.startswith("(") else text

@@ -1,0 +1,129 @@
+"""Find a number by asking: each guess is answered with higher or lower. Several turns, and the first alone is luck."""
+
+import random
+import re
+from dataclasses import dataclass, replace
+
+from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, held_out, said
+from birl.types import Conversation, Feedback, Message, Task
+
+GUESS = "\nGuess: "  # what a model without a chat template goes on from
+INTEGER = re.compile(r"\d{1,9}")
+
+
+class GuessNumber:
+    """The reward is 1 for the right guess, which ends the episode, and `-wasted` for a guess that the answers so far
+    rule out or that is no number, at its own turn. The score is 1 where the number was found, else 0."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        low: int = 1
+        """Smallest number."""
+        high: int = 16
+        """Largest number."""
+        turns: int = 5
+        """Guesses; enough of them to halve the range each time. At most env.max_turns count."""
+        wasted: float = 0.1
+        """Reward taken for a guess that cannot be right after what was said before, or that is no number."""
+        example: bool = True
+        """Show one game before. A small model then answers with a number and nothing else from the start."""
+        remind: bool = True
+        """Say with each answer which numbers are left."""
+        rows: int = 240
+        """Training tasks; in a small range numbers occur several times."""
+        validation_rows: int = 40
+        """Held-out tasks. No number is in both."""
+        seed: int = 0
+        """Seed of the tasks."""
+
+        def __post_init__(self) -> None:
+            size = self.high - self.low + 1
+            enough = 2**self.turns > size if 0 < self.turns < 64 else self.turns >= 64
+            check_keys(
+                "guess_number",
+                low="" if self.low >= 0 else f"is {self.low}, must be at least 0",
+                high="" if size >= 4 else f"is {self.high}, must be at least low + 3",
+                turns="" if enough else f"is {self.turns}, too few to find one of {size} numbers by halving",
+                wasted=at_least(self.wasted, 0),
+                rows=at_least(self.rows, 1),
+                validation_rows=at_least(self.validation_rows, 0),
+            )
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[Row]:
+        rng = random.Random(f"guess_number/{split}/{config.seed}")
+        numbers = range(config.low, config.high + 1)
+        if len(numbers) > 10_000:
+            chosen = [n for n in rng.sample(numbers, 10_000) if held_out(str(n)) == (split == "validation")]
+        else:
+            order = sorted(numbers, key=lambda n: random.Random(f"guess_number/{n}").random())
+            held = max(1, len(order) // 5)
+            chosen = order[:held] if split == "validation" else order[held:]
+        prompt = f"Guess my number from {config.low} to {config.high}."
+        secrets = []
+        while len(secrets) < count(config, split):
+            secrets += rng.sample(chosen, len(chosen))
+        return [
+            {"prompt": prompt, "answer": str(n), "data_source": "guess_number"} for n in secrets[: count(config, split)]
+        ]
+
+    def gold(self, task: Task) -> list[str]:
+        """Halve what is left."""
+        low, high, secret, guesses = self.config.low, self.config.high, int(answered(task)), []
+        while not guesses or guesses[-1] != secret:
+            guesses.append((low + high) // 2)
+            low, high = (guesses[-1] + 1, high) if secret > guesses[-1] else (low, guesses[-1] - 1)
+        return [str(n) for n in guesses]
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task, self.config = task, config
+        self.secret = int(answered(task))
+        self.low, self.high, self.turn = config.low, config.high, 0
+
+    async def start(self) -> Conversation:
+        prompt = self.task.prompt
+        if isinstance(prompt, str):
+            return f"{prompt}{GUESS}"
+        if not self.config.example:
+            return prompt
+        *before, asked = prompt
+        return (*before, *self._example(asked.content), replace(asked, content=f"Right. {asked.content}"))
+
+    def _example(self, asked: str) -> tuple[Message, ...]:
+        """A game that ends with its second guess, up to that."""
+        low, high = self.config.low, self.config.high
+        first = (low + high) // 2
+        told = self._said("Higher.", first + 1, high)
+        said = (("user", asked), ("assistant", str(first)), ("user", told), ("assistant", str((first + 1 + high) // 2)))
+        return tuple(Message(role=role, content=content) for role, content in said)
+
+    async def step(self, reply: Message) -> Feedback:
+        self.turn += 1
+        found = INTEGER.findall(reply.content)
+        guess = int(found[-1]) if found else None
+        if guess == self.secret:
+            return Feedback(reward=1.0, score=1.0, info={"guess_number/guesses": float(self.turn)})
+        wasted = guess is None or not self.low <= guess <= self.high
+        hint = self._hint(guess)
+        return Feedback(
+            messages=said(hint if not isinstance(self.task.prompt, str) else f"\n{hint}{GUESS}"),
+            reward=-self.config.wasted if wasted else 0.0,
+            score=0.0,
+            done=self.turn >= self.config.turns,
+        )
+
+    def _hint(self, guess: int | None) -> str:
+        if guess is None:
+            hint = "Say a number."
+        elif guess < self.secret:
+            hint, self.low = "Higher.", max(self.low, guess + 1)
+        else:
+            hint, self.high = "Lower.", min(self.high, guess - 1)
+        return self._said(hint, self.low, self.high)
+
+    def _said(self, hint: str, low: int, high: int) -> str:
+        left = f"Guess from {low} to {high}." if low < high else f"Guess {low}."
+        return f"{hint} {left}" if self.config.remind else hint
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,86 @@
+"""How often a letter occurs in a word. One turn."""
+
+import random
+from dataclasses import dataclass
+
+from birl.envs.tasks.answer import number
+from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, drawn
+from birl.types import Conversation, Feedback, Message, Task
+
+DICTIONARY = """
+address airport almond animal apple apricot arrow autumn avenue balloon bamboo banana barrel basket battery beetle
+bicycle blanket blossom blueberry bookkeeper bottle boulder bread bridge broccoli bubble bucket butter butterfly
+button cabbage cabinet camel camera candle carpenter carpet carrot castle caterpillar cellar cherry chimney chocolate
+cinnamon circle classroom coconut coffee collar committee compass cookie copper corner cotton cousin cricket crocodile
+cucumber curtain daffodil daughter desert dinner doctor dolphin donkey dragon drawer dresser drummer eagle eleven
+elephant elevator engine envelope evening eyebrow falcon feather festival finger firefly flamingo flannel flower
+forest fountain freckle furniture garage garden garlic giraffe glasses glove goggles gooseberry grammar grape
+grasshopper gravel grocery guitar hammer hammock harbor hazelnut hedgehog helmet hippopotamus holiday honey horizon
+horse hummingbird hurricane iceberg igloo island jacket jasmine jelly jewel journey jungle kangaroo kettle kingdom
+kitchen kitten ladder ladybug lantern lavender leather lemon lettuce library lightning lizard lobster lollipop lumber
+magnet mammoth mango marble market mattress meadow melon mermaid messenger midnight millennium mirror mississippi
+mitten monkey mosquito mountain mushroom mustard napkin necklace needle nettle noodle nutmeg oatmeal occasion octopus
+office onion orange orchard ostrich otter oyster paddle palace pancake papaya parrot parsley passage peanut pebble
+penguin peppermint piano pickle picnic pigeon pillow pineapple pistachio planet pocket possession potato pottery
+prairie pretzel pumpkin puppet puzzle pyramid quarrel quiver rabbit raccoon radish railroad rainbow raspberry ribbon
+river rocket rooster saddle sailor salad salmon sandal sandwich saxophone scarecrow scissors season seesaw shadow
+shallow shelter shepherd shoulder silver slipper snowball soccer spaghetti sparrow spinach spring squirrel staircase
+station strawberry success summer sunflower sweater syllable tambourine tangerine teapot tennessee terrace thimble
+thunder ticket tobacco tomato tomorrow tornado tractor treasure trumpet tulip tunnel turkey turnip turtle umbrella
+unicorn valley vanilla velvet village vinegar violin volcano waffle walnut walrus waterfall weather whistle whisper
+willow window winter wizard yellow yesterday zebra zipper zucchini
+"""
+WORDS = DICTIONARY.split()
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class LetterCounting:
+    """The reward is 1 where the last number of the answer, in digits or as a word, is the count, else 0."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        longest: int = 12
+        """Longest word [letters]."""
+        absent: float = 0.1
+        """Share of questions about a letter that the word does not have [0 to 1]."""
+        rows: int = 800
+        """Training tasks."""
+        validation_rows: int = 100
+        """Held-out tasks. No word is in both."""
+        seed: int = 0
+        """Seed of the tasks."""
+
+        def __post_init__(self) -> None:
+            check_keys(
+                "letter_counting",
+                longest=at_least(self.longest, 5),
+                absent="" if 0 <= self.absent <= 1 else f"is {self.absent:g}, must be from 0 to 1",
+                rows=at_least(self.rows, 1),
+                validation_rows=at_least(self.validation_rows, 0),
+            )
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[Row]:
+        words = [word for word in WORDS if len(word) <= config.longest]
+
+        def draw(rng: random.Random) -> tuple[str, Row]:
+            word = rng.choice(words)
+            others = sorted(set(LETTERS) - set(word))
+            letter = rng.choice(others if rng.random() < config.absent else sorted(set(word)))
+            prompt = f"How many times does the letter {letter} occur in the word {word}?"
+            row = {"prompt": prompt, "answer": str(word.count(letter)), "word": word, "letter": letter}
+            return word, {**row, "data_source": "letter_counting"}
+
+        return drawn(draw, count(config, split), split, config.seed, "letter_counting")
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    async def start(self) -> Conversation:
+        return self.task.prompt
+
+    async def step(self, reply: Message) -> Feedback:
+        return Feedback(reward=float(number(reply.content, words=True) == int(answered(self.task))))
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,132 @@
+"""Questions that need several look-ups, in the manner of Search-R1: `<search>query</search>` is answered with
+`<information>passages</information>`, `<answer>...</answer>` ends the episode. The index is BM25 (bm25s)."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from birl.envs.tasks.answer import normal
+from birl.envs.tasks.invented import passages, questions
+from birl.envs.tasks.rows import Row, answered, at_least, check_keys, held_out, said
+from birl.errors import BirlError
+from birl.types import Conversation, Feedback, Message, Task
+
+ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+HOW = (
+    "Answer the question. To look something up, write <search>words</search>; what was found comes between "
+    "<information> and </information>. When you know the answer, write <answer>answer</answer>."
+)
+AGAIN = "Write <search>words</search> to look something up, or <answer>answer</answer> to answer."
+LONGEST = 500  # characters of a query that are looked at
+
+
+class Index:
+    """Passages found by the words they share with a query, the likeliest first."""
+
+    def __init__(self, texts: Sequence[dict[str, str]]) -> None:
+        try:
+            self.bm25s: Any = import_module("bm25s")
+        except ImportError as error:
+            raise BirlError("env.kind=search needs bm25s: pip install 'birl[search]'") from error
+        self.passages = texts
+        self.index = self.bm25s.BM25()
+        self.index.index(self._words([f"{p['title']} {p['text']}" for p in texts]), show_progress=False)
+
+    def search(self, query: str, k: int) -> list[dict[str, str]]:
+        """At most k; none that shares no word with the query."""
+        words = self._words([query[:LONGEST]])
+        places, scores = self.index.retrieve(words, k=min(k, len(self.passages)), show_progress=False)
+        return [self.passages[i] for i, score in zip(places[0], scores[0], strict=True) if score > 0]
+
+    def _words(self, texts: list[str]) -> Any:
+        return self.bm25s.tokenize(texts, show_progress=False)
+
+
+class Search:
+    """The reward is 1 where the answer has the same words as the right one, capitals, articles and punctuation aside,
+    else 0. Of several tags in a reply the first counts: what follows was invented."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        corpus: str = ""
+        """JSON Lines file of passages, each with `title` and `text`. Empty: about 150 on an invented country, which
+        come with questions of their own; for another file data.train has the questions."""
+        passages: int = 3
+        """How many passages a search gives at most."""
+        turns: int = 6
+        """Replies; then the episode ends without an answer. At most env.max_turns count."""
+
+        def __post_init__(self) -> None:
+            check_keys("search", passages=at_least(self.passages, 1), turns=at_least(self.turns, 2))
+
+    @staticmethod
+    def tasks(config: Config, split: str) -> list[Row]:
+        if config.corpus:
+            return []
+        return [
+            {**row, "prompt": f"{HOW}\n\nQuestion: {row['prompt']}"}
+            for row in questions()
+            if held_out(row["prompt"]) == (split == "validation")
+        ]
+
+    @classmethod
+    def shared(cls, config: Config) -> Index:
+        return Index(read(Path(config.corpus)) if config.corpus else passages())
+
+    @staticmethod
+    def gold(task: Task) -> list[str]:
+        looked_up = task.columns.get("searches") or []
+        return [*(f"<search>{words}</search>" for words in looked_up), f"<answer>{task.answer}</answer>"]
+
+    def __init__(self, task: Task, config: Config, shared: Index) -> None:
+        self.task, self.config, self.index = task, config, shared
+        self.turn = self.searches = 0
+
+    async def start(self) -> Conversation:
+        return self.task.prompt
+
+    def step(self, reply: Message) -> Feedback:
+        self.turn += 1
+        found = ACTION.search(reply.content)
+        if found and found[1] == "answer":
+            right = normal(found[2]) == normal(answered(self.task))
+            return Feedback(reward=float(right), info={"search/searches": float(self.searches)})
+        if found:
+            self.searches += 1
+            hits = self.index.search(found[2], self.config.passages)
+            told = "\n".join(f"{p['title']}: {p['text']}" for p in hits) or "Nothing was found."
+            told = f"<information>\n{told}\n</information>"
+        else:
+            told = AGAIN
+        if isinstance(self.task.prompt, str):
+            told = f"\n{told}\n"
+        return Feedback(messages=said(told), done=self.turn >= self.config.turns)
+
+    async def close(self) -> None:
+        pass
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Passages of a JSON Lines file. Raises `BirlError` with the line."""
+    found: list[dict[str, str]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BirlError(f"env.corpus={path}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise BirlError(f"env.corpus={path}: line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("title", "text")):
+            raise BirlError(f"env.corpus={path}: line {number} needs a `title` and a `text`, both text")
+        found.append(row)
+    if not found:
+        raise BirlError(f"env.corpus={path}: has no passages")
+    return found
