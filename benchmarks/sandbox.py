@@ -4,8 +4,8 @@
 
 Each kind runs `print(sum(range(1000)))` one after another (latency, with one worker), then as many at once as there are
 workers (runs a second), in turns with the other kinds. A test of code (`tests/s`) is a call of a function, for which a
-second process is forked. `cpu ms` is the processor time of one run, of all processes that take part: unlike the others
-it says something on a busy machine too. `load` is the machine's before the round.
+second process is forked. `interpreter` is a bare `python -I -S` without any sandbox, for comparison. `cpu ms` is the
+processor time of one run, of all processes that take part. `load` is the machine's before the round.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> int:
 
 async def measured(kinds: list[str], workers: int, runs: int, rounds: int) -> dict[str, list[dict]]:
     """Of each kind, one entry for each round."""
-    found: dict[str, list[dict]] = {kind: [] for kind in kinds}
+    found: dict[str, list[dict]] = {kind: [] for kind in [*kinds, "interpreter"]}
     boxes = {}
     for kind in kinds:
         trial = await tried(kind)
@@ -65,6 +65,7 @@ async def measured(kinds: list[str], workers: int, runs: int, rounds: int) -> di
         boxes[kind] = LocalSandbox(kind, python=trial.python, workers=workers)
     try:
         for _ in range(rounds):
+            found["interpreter"].append(await bare(next(iter(boxes.values())).python, workers, runs))
             for kind, box in boxes.items():
                 found[kind].append({"load": os.getloadavg()[0], **await one_round(box, runs)})
     finally:
@@ -83,6 +84,25 @@ async def processor_time(kind: str, python: str, runs: int) -> float:
         for _ in range(runs):
             await box.run(PROGRAM, ["python", "main.py"], Limits())
     return (spent() - began) / runs * 1000
+
+
+async def bare(python: str, workers: int, runs: int) -> dict:
+    """The same program in new interpreters, with no boundary and no limit."""
+    latency = []
+
+    async def lane() -> None:
+        for _ in range(runs // workers):
+            began = time.perf_counter()
+            words = (python, "-I", "-S", "-c", PROGRAM["main.py"])
+            process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE, env={})
+            await process.communicate()
+            latency.append((time.perf_counter() - began) * 1000)
+
+    began, load, used = time.perf_counter(), os.getloadavg()[0], spent()
+    await asyncio.gather(*(lane() for _ in range(workers)))
+    rate = len(latency) / (time.perf_counter() - began)
+    cpu = (spent() - used) / len(latency) * 1000
+    return {"load": load, "runs_per_s": rate, "tests_per_s": 0.0, "latency_ms": latency, "cpu_ms": cpu}
 
 
 def spent() -> float:

@@ -86,34 +86,28 @@ def zygote(settings: Settings, control: int) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    ids = os.getuid(), os.getgid()
     while (request := receive(control)) is not None:
-        middle = os.fork()
-        if middle == 0:
-            _middle(request, settings, control)
-        _, status = os.waitpid(middle, 0)
-        if status:
-            detail = "the process that watches it was killed" if os.WIFSIGNALED(status) else "cannot fork"
-            send(control, {"ending": "killed", "detail": detail})
-
-
-def _middle(request: Request, settings: Settings, control: int) -> None:
-    """A namespace of processes begins with the next child: it is pid 1. Never returns."""
-    try:
-        confine.own_namespaces()
-        first = os.fork()
+        first = confine.fork_into_namespaces()
         if first == 0:
-            confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
-            confine.own_files(request["limits"]["file_mb"])
-            os.chdir("/tmp")
-            send(control, run(request, settings, control))
-            os._exit(0)
+            _first(request, settings, control, ids)
         _, status = os.waitpid(first, 0)
-        if os.WIFSIGNALED(status):
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(0)
+        if status:
+            send(control, {"ending": "killed", "detail": "the process that watches it was killed"})
+
+
+def _first(request: Request, settings: Settings, control: int, ids: tuple[int, int]) -> None:
+    """Pid 1 of a run. Never returns."""
+    try:
+        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
+        confine.map_user(*ids)
+        confine.own_files(request["limits"]["file_mb"])
+        os.chdir("/tmp")
+        reply = run(request, settings, control)
     except BaseException as error:
-        send(control, {"ending": "error", "detail": f"{type(error).__name__}: {error}"})
-        os._exit(0)
+        reply = {"ending": "error", "detail": f"{type(error).__name__}: {error}"}
+    send(control, reply)
+    os._exit(0)
 
 
 def folders(settings: Settings, control: int) -> None:

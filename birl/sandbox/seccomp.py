@@ -53,10 +53,8 @@ REFUSED = (
     *("iopl", "ioperm", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret"),
 )
 # Where no namespace ends everything that was started: nobody may leave the group, and nothing may outlive it.
-REFUSED_WITHOUT_NAMESPACES = (
-    *("setsid", "setpgid", "shmget", "semget", "msgget", "mq_open", "setpriority", "sched_setaffinity"),
-    "sched_setscheduler",
-)
+REFUSED_WITHOUT_NAMESPACES = (*("setsid", "setpgid", "setpriority", "sched_setaffinity", "sched_setscheduler"),)
+SHARED_MEMORY = ("shmget", "semget", "msgget", "mq_open")  # stays when its makers have ended
 # Landlock does not cover these; a program of the user's own id could do them to the user's files.
 OF_OWNERS = (
     *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "setxattr", "lsetxattr", "setxattrat"),
@@ -74,17 +72,24 @@ NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; of
 
 
 def assemble(
-    *, namespaces: bool, signals: bool = True, own_user: bool = True, counted: bool = True, machine: str = ""
+    *,
+    namespaces: bool,
+    ipc: bool = True,
+    signals: bool = True,
+    own_user: bool = True,
+    counted: bool = True,
+    machine: str = "",
 ) -> bytes:
-    """The filter as an array of struct sock_filter. `namespaces`: the run has its own, of processes above all.
-    `signals`: they, another user or Landlock keep signals inside. `own_user`: the program's user id owns nothing.
-    `counted`: a control group counts memory, that of files without a name too."""
+    """The filter as an array of struct sock_filter. `namespaces`: the run has its own, of processes above all. `ipc`:
+    one of IPC, too. `signals`: they, another user or Landlock keep signals inside. `own_user`: the program's user id
+    owns nothing. `counted`: a control group counts memory, that of files without a name too."""
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise BirlError(f"there is no seccomp filter for {machine}, only for {', '.join(MACHINES)}.")
     audit, table = MACHINES[machine]
     table = {**table, **EVERYWHERE}
     names = [*REFUSED, *(() if namespaces else REFUSED_WITHOUT_NAMESPACES), *(() if signals else SIGNALS)]
+    names += SHARED_MEMORY if not (namespaces and ipc) else ()
     names += [*(() if own_user else OF_OWNERS), *(() if counted else ("memfd_create",))]
     program = [
         _op(LOAD, ARCH), _op(EQUAL, audit, skip=1), _op(RETURN, KILL),  # 32-bit calls have other numbers

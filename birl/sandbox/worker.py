@@ -200,6 +200,7 @@ class Worker:
         alone = namespaces or bool(self.uid)
         program = seccomp.assemble(
             namespaces=namespaces,
+            ipc=self.kind == "bubblewrap",
             signals=alone or landlock >= SIGNALS_STAY_INSIDE,
             own_user=alone,
             counted=self.group is not None,

@@ -66,6 +66,7 @@ def test_threads_and_children_pass_but_namespaces_do_not(machine: str) -> None:
 def test_what_namespaces_would_contain(machine: str) -> None:
     for name in ("setsid", "shmget"):
         assert (ask(machine, name), ask(machine, name, namespaces=False)) == (ALLOW, EPERM)
+    assert ask(machine, "shmget", ipc=False) == EPERM
     assert ask(machine, "prlimit64", 0, namespaces=False) == ALLOW
     assert ask(machine, "prlimit64", 77, namespaces=False) == EPERM
     assert ask(machine, "ioctl", 1, 0x5412, namespaces=False) == EPERM
