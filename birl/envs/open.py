@@ -27,7 +27,10 @@ from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
 #: name -> where it is
-BUILT_IN: dict[str, str] = {}
+BUILT_IN: dict[str, str] = {
+    "miniwob": "birl.envs.browser.env:MiniWob",
+    "webarena": "birl.envs.browser.env:WebArena",
+}
 
 
 @dataclass(slots=True, kw_only=True)
