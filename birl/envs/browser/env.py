@@ -15,7 +15,8 @@ from birl.envs.browser.pool import Page, Pool
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+SHELL = "/usr/lib/chromium/chromium-headless-shell"  # Debian's, without the script around it
+BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 DESCRIPTIONS = ("examples", "signatures", "full", "none")
 VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
 FENCE = re.compile(r"```[\w-]*\n?(.*?)```", re.DOTALL)

@@ -12,12 +12,17 @@ from typing import Any
 
 import pytest
 
-from birl.envs.browser.pool import Lost, Pool
+from birl.envs.browser.pool import Pool
+from birl.envs.browser.process import Lost, Worker
 from birl.envs.open import World
 from tests.envs.browser.browsers import made, needs_browser, processes, said, with_world
 
 TASKS = {"tasks": "[click-test]"}
 pytestmark = needs_browser
+
+
+def workers(pool: Pool) -> list[Worker]:
+    return [b.worker for b in pool.browsers if b.worker is not None and b.worker.alive]
 
 
 def chromium(pool: Pool) -> list[int]:
@@ -26,9 +31,8 @@ def chromium(pool: Pool) -> list[int]:
     for pid in processes():
         with suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"--user-data-dir" in line and b"--type=" not in line and any(
-                b.folder and b.folder.encode() in line for b in pool.browsers
-            ):
+            ours = any(w.folder.encode() in line for w in workers(pool))
+            if ours and b"--user-data-dir" in line and b"--type=" not in line and not line.startswith(b"/bin/sh"):
                 found.append(pid)
     return found
 
@@ -70,20 +74,20 @@ def test_chaos() -> None:
         for way in ("browser", "worker", "freeze"):
             await asyncio.sleep(1.5)
             pool = world.shared
-            victims = chromium(pool) if way == "browser" else [b.process.pid for b in pool.browsers if b.alive]
+            victims = chromium(pool) if way == "browser" else [w.process.pid for w in workers(pool)]
             if victims:
                 os.kill(draw.choice(victims), signal.SIGSTOP if way == "freeze" else signal.SIGKILL)
 
     async def use(world: World) -> Counter[str]:
-        folders = {b.folder for b in world.shared.browsers}
+        folders = {w.folder for w in workers(world.shared)}
         hurting = asyncio.create_task(hurt(world))
         found = Counter(await asyncio.gather(*(one(world, i) for i in range(40))))
         await hurting
         assert await play(world, 99) == 1.0  # all is well again
         assert not any(b.open for b in world.shared.browsers) and not world.shared.waiting
-        folders |= {b.folder for b in world.shared.browsers if b.folder}
+        folders |= {w.folder for w in workers(world.shared)}
         await world.close()
-        assert not [f for f in folders if f and Path(f).exists()]
+        assert not [f for f in folders if Path(f).exists()]
         return found
 
     found = run(use, contexts="4", call_timeout="3")
@@ -96,7 +100,7 @@ def test_a_browser_is_replaced_when_it_is_worn_or_late() -> None:
         pids = []
         for seed in range(4):
             assert await play(world, seed) == 1.0
-            pids.append(world.shared.browsers[0].process.pid)
+            pids.append(workers(world.shared)[0].process.pid)
         assert pids[0] == pids[1] != pids[2] == pids[3]
         env = made(world, "click-test")
         await env.start()
@@ -138,7 +142,7 @@ def test_workers_end_when_nobody_is_there_any_more() -> None:
     """As after `kill -9` of the run: the other end of stdin is gone."""
 
     async def use(world: World) -> None:
-        browser = world.shared.browsers[0]
+        browser = workers(world.shared)[0]
         env = made(world, "click-test")
         await env.start()
         browser.process.stdin.close()
