@@ -17,6 +17,13 @@ LOGIN = """<form method=post action=/customer/account/loginPost/>
 <button>Sign In</button></form>"""
 
 
+class Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that is closed resets its connections."""
+
+
 class Site(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Any
@@ -51,10 +58,9 @@ class Site(BaseHTTPRequestHandler):
 @contextmanager
 def serving() -> Iterator[tuple[Any, Any]]:
     """The shop and its neighbour; `asked` of each lists the requests that reached it."""
-    servers: list[Any] = [ThreadingHTTPServer(("127.0.0.1", 0), Site) for _ in range(2)]
+    servers: list[Any] = [Quiet(("127.0.0.1", 0), Site) for _ in range(2)]
     for server in servers:
         server.asked, server.neighbour = [], servers[1].server_port
-        server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield servers[0], servers[1]

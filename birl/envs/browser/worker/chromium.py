@@ -31,9 +31,9 @@ class Shared:
 
     def __init__(self, playwright: Any, executable: str, hosts: list[str]) -> None:
         self.selectors, self.chromium, self.hosts = playwright.selectors, self, frozenset(hosts)
-        names = {host.rpartition(":")[0] or host for host in hosts}
-        # Host rules hold for WebSockets and for the addresses of prefetches too, which routes do not see.
-        rules = ", ".join(["MAP * ~NOTFOUND", *(f"EXCLUDE {name}" for name in sorted(names))])
+        # Routes do not see WebSockets and what the browser fetches in advance; these rules hold for every connection.
+        places = [f"{h}{port}" for h in sorted(hosts) for port in ([""] if ":" in h else [":80", ":443"])]
+        rules = ", ".join([*(f"MAP {place} {place}" for place in places), "MAP * ~NOTFOUND"])
         self.browser = playwright.chromium.launch(
             executable_path=executable,
             args=[*FLAGS, f"--host-resolver-rules={rules}"],

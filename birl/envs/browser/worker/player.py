@@ -7,7 +7,7 @@ from typing import Any
 import browsergym.core
 import chromium
 from actions import Actions, Invalid
-from benchmarks import BENCHMARKS
+from suites import SUITES
 from playing import Playing
 from playwright.sync_api import sync_playwright
 
@@ -17,12 +17,12 @@ class Player:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.benchmark = BENCHMARKS[settings["benchmark"]](settings)
-        hosts = [*self.benchmark.hosts, *settings["hosts"]]
-        self.actions = Actions(settings["actions"] or self.benchmark.actions, hosts if self.benchmark.navigates else ())
-        known = self.benchmark.tasks()
+        self.suite = SUITES[settings["benchmark"]](settings)
+        hosts = [*self.suite.hosts, *settings["hosts"]]
+        self.actions = Actions(settings["actions"] or self.suite.actions, hosts if self.suite.navigates else ())
+        known = self.suite.tasks()
         if unknown := [name for name in settings["tasks"] if name not in known]:
-            raise LookupError(self.benchmark.unknown(unknown[0], known))
+            raise LookupError(self.suite.unknown(unknown[0], known))
         self.hello = {"tasks": settings["tasks"] or known, "actions": self.actions.describe(settings["describe"])}
         self.playwright = sync_playwright().start()
         self.shared = chromium.Shared(self.playwright, settings["browser"], hosts)
@@ -49,7 +49,7 @@ class Player:
         raise ValueError(f"cannot {do}")
 
     def _open(self, episode: int, task: str, seed: int, pictures: str = "") -> dict[str, Any]:
-        kind, arguments = self.benchmark.task(task)
+        kind, arguments = self.suite.task(task)
         folder = Path(pictures) if pictures else None
         self.playing[episode] = made = Playing(kind, arguments, self.actions, self.settings, folder)
         try:

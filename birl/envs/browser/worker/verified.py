@@ -50,10 +50,18 @@ class Task(AbstractBrowserTask):
         said = last["message"]
         if last["role"] == "infeasible":
             said = json.dumps({"task_type": "RETRIEVE", "status": "UNKNOWN_ERROR", "error_details": said})
+        self._drop_blocked()
         found = self.judge.evaluate_task(task_id=self.task.task_id, agent_response=said, network_trace=self.record)
         if found.status.value == "error":
             raise RuntimeError(f"WebArena-Verified could not judge: {found.error_msg}")
         return float(found.score)
+
+    def _drop_blocked(self) -> None:
+        """Requests that never left the browser are no evidence: they would count as the last thing that was asked."""
+        record = json.loads(self.record.read_text())
+        log = record["log"]
+        log["entries"] = [entry for entry in log["entries"] if entry["response"]["status"] > 0]
+        self.record.write_text(json.dumps(record))
 
     def teardown(self) -> None:
         self.record.unlink(missing_ok=True)

@@ -116,4 +116,4 @@ def _offline_tokenizer() -> None:
     os.environ["NLTK_DATA"] = str(folder)
 
 
-BENCHMARKS: dict[str, Any] = {"miniwob": MiniWob, "webarena": WebArena, "webarena_verified": Verified}
+SUITES: dict[str, Any] = {"miniwob": MiniWob, "webarena": WebArena, "webarena_verified": Verified}
