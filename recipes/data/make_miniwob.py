@@ -1,6 +1,6 @@
 """Scripted MiniWoB++ episodes as chats for `birl sft`: python recipes/data/make_miniwob.py 12 > episodes.jsonl
 
-The script reads what a model would read, and answers by rules. Only episodes that the task's evaluator rewarded are kept.
+The script reads what a model would read, and answers by rules. Only what the task's evaluator rewarded is kept.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Web tasks: the model sees a page as an accessibility tree and says what to do next; the task's own evaluator rewards.
 
-    env=miniwob      MiniWoB++, small pages that come with the environment
-    env=webarena     WebArena and WebArena-Verified, on sites of your own
+env=miniwob      MiniWoB++, small pages that come with the environment
+env=webarena     WebArena and WebArena-Verified, on sites of your own
 """
 
 import re
@@ -159,9 +159,7 @@ class Web:
             return None
         first = Message(role="user", content=self._first(LEFT_OUT))
         hidden = Message(role="user", content=told(LEFT_OUT))
-        return tuple(
-            first if i == 0 else hidden if i % 2 == 0 and i // 2 < old else m for i, m in enumerate(self.said)
-        )
+        return tuple(first if i == 0 else hidden if i % 2 == 0 and i // 2 < old else m for i, m in enumerate(self.said))
 
     async def close(self) -> None:
         page, self.page = self.page, None

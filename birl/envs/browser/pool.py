@@ -20,7 +20,7 @@ from birl.waits import waiting
 
 
 class Browser:
-    """A place for one worker after the other. `open`: the episodes that it holds; `opened`: how many this worker had."""
+    """A place for one worker after the other. `open`: the episodes that it holds; `opened`: how many the worker had."""
 
     def __init__(self, python: str, settings: dict[str, Any]) -> None:
         self.python, self.settings = python, settings

@@ -83,7 +83,7 @@ class Worker:
             self.tasks.append(asyncio.create_task(self._read()))
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*self.tasks, self.process.wait()), 1.0)
+            await asyncio.wait_for(asyncio.gather(self.process.wait(), *self.tasks), 1.0)
         if (self.process.returncode or 0) < 0:
             raise Lost("the browser's process was killed while it started")
         raise BirlError(_problem(self.python, self.hello.get("problem") or " ".join(self.said)))

@@ -36,7 +36,9 @@ class Site(BaseHTTPRequestHandler):
             f"<iframe src='http://127.0.0.1:{self.server.neighbour}/frame'></iframe>"
             f"<script>new WebSocket('ws://127.0.0.1:{self.server.neighbour}/socket')</script>"
         )
-        self._say(LOGIN if self.path.startswith("/customer/account/login") else f"<h1>{html.escape(self.path)}</h1>{shop}")
+        self._say(
+            LOGIN if self.path.startswith("/customer/account/login") else f"<h1>{html.escape(self.path)}</h1>{shop}"
+        )
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()

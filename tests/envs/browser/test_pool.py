@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_many_episodes_wait_in_order_and_hold_up_nobody() -> None:
             if beats == 5:
                 cancelled.cancel()
         assert all(e.exception() is None for e in episodes) and 99 not in ended
-        assert ended[:2] != [11, 10] and sum(a > b for a, b in zip(ended, ended[1:], strict=False)) <= 4
+        assert ended[:2] != [11, 10] and sum(a > b for a, b in pairwise(ended)) <= 4
         assert beats > 50
 
     run(use, workers="1", contexts="2")

@@ -46,7 +46,10 @@ def test_webarenas_evaluators_reward(shop: Any) -> None:
         assert (there.reward, there.done) == (1.0, True)
         await env.close()
 
-        for answer, reward in (("Joseph Brzezinski, Catso, Dibbins, Anglebert Dinkherhump, Michelle Davis", 1.0), ("Anna", 0.0)):
+        for answer, reward in (
+            ("Joseph Brzezinski, Catso, Dibbins, Anglebert Dinkherhump, Michelle Davis", 1.0),
+            ("Anna", 0.0),
+        ):
             env = made(world, "21")  # string_match
             await env.start()
             told = await said(env, f"send_msg_to_user('{answer}')")
@@ -138,5 +141,5 @@ def test_sites_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(world: World) -> None:
         raise AssertionError("it opened")
 
-    with pytest.raises(BirlError, match="WA_SHOPPING, WA_SHOPPING_ADMIN, .*WA_HOMEPAGE must hold the addresses"):
+    with pytest.raises(BirlError, match=r"WA_SHOPPING, WA_SHOPPING_ADMIN, .*WA_HOMEPAGE must hold the addresses"):
         played(use)

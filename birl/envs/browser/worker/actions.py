@@ -49,7 +49,8 @@ class Actions:
     def parse(self, text: str) -> tuple[str, list[Any], dict[str, Any]]:
         """(name, arguments, named arguments) of the one action in `text`. Raises `Invalid`."""
         try:
-            calls = sum((match.as_list() for match in highlevel_action_parser.search_string(text[:LONGEST])), [])
+            matches = highlevel_action_parser.search_string(text[:LONGEST])
+            calls = [call for match in matches for call in match.as_list()]
         except Exception as error:  # text of any kind comes here, and the parser has many ways to refuse it
             raise Invalid(f"{type(error).__name__}: {error}") from error
         if len(calls) != 1:

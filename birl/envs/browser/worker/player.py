@@ -7,9 +7,9 @@ from typing import Any
 import browsergym.core
 import chromium
 from actions import Actions, Invalid
-from suites import SUITES
 from playing import Playing
 from playwright.sync_api import sync_playwright
+from suites import SUITES
 
 
 class Player:

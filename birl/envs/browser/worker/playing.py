@@ -79,7 +79,8 @@ class Playing(gym_env.BrowserEnv):
             self.last_action_error = f"{type(error).__name__}: {error}"
         page, reward, done, _, _ = self.post_step(info)
         if done and hasattr(self.task, "evaluate"):
-            self.context.close()  # writes what evaluate reads
+            context: Any = self.context
+            context.close()  # writes what evaluate reads
             self.context = None
             reward = self.task.evaluate(self.chat.messages)
         return {"page": page, "reward": float(reward), "done": bool(done), "error": self.last_action_error[:500]}
@@ -108,7 +109,7 @@ class Playing(gym_env.BrowserEnv):
             tree, extra_properties=extra, with_clickable=True, ignored_roles=ROLES, ignored_properties=self.hidden
         )
         if self.tabs:
-            pages = self.context.pages
+            pages = self.page.context.pages
             text = "".join(f"Tab {i}{' (this one)' * (p == self.page)}: {p.url}\n" for i, p in enumerate(pages)) + text
         return cut(text, self.most)
 

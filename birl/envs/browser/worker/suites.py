@@ -22,7 +22,7 @@ class MiniWob:
     def __init__(self, settings: dict[str, Any]) -> None:
         import miniwob
 
-        port = chromium.serve(Path(miniwob.__file__).parent / "html")
+        port = chromium.serve(Path(str(miniwob.__file__)).parent / "html")
         self.hosts = [f"127.0.0.1:{port}"]
         os.environ["MINIWOB_URL"] = f"http://127.0.0.1:{port}/miniwob/"
         from browsergym.miniwob import ALL_MINIWOB_TASKS
