@@ -6,6 +6,7 @@ from typing import Any
 
 import browsergym.core
 import chromium
+import stacks
 from actions import Actions, Invalid
 from playing import Playing
 from playwright.sync_api import sync_playwright
@@ -24,6 +25,7 @@ class Player:
         if unknown := [name for name in settings["tasks"] if name not in known]:
             raise LookupError(self.suite.unknown(unknown[0], known))
         self.hello = {"tasks": settings["tasks"] or known, "actions": self.actions.describe(settings["describe"])}
+        stacks.install()
         self.playwright = sync_playwright().start()
         self.shared = chromium.Shared(self.playwright, settings["browser"], hosts)
         browsergym.core._set_global_playwright(self.shared)

@@ -62,6 +62,7 @@ class Playing(gym_env.BrowserEnv):
         # Where nothing can be opened by its address, addresses hold nothing but this process's port.
         self.hidden = IGNORED_AXTREE_PROPERTIES if self.tabs else (*IGNORED_AXTREE_PROPERTIES, "url")
         self.ended, self.shown = False, 0
+        self.views: dict[Any, View] = {}
 
     def begin(self, seed: int) -> dict[str, Any]:
         page, _ = self.reset(seed=seed)
@@ -118,8 +119,9 @@ class Playing(gym_env.BrowserEnv):
         for left in reversed(range(TRIES)):
             try:
                 observation._pre_extract(self.page, tags_to_mark=self.tags_to_mark, lenient=left == 0)
-                dom = observation.extract_dom_snapshot(self.page)
-                tree = observation.extract_merged_axtree(self.page)
+                view = self._view()
+                dom = observation.extract_dom_snapshot(view)
+                tree = observation.extract_merged_axtree(view)
                 break
             except (Error, observation.MarkingError) as error:
                 if not left or not any(reason in str(error) for reason in PASSING):
@@ -130,10 +132,29 @@ class Playing(gym_env.BrowserEnv):
         observation._post_extract(self.page)
         return tree, extra
 
+    def _view(self) -> "View":
+        if self.page not in self.views:
+            self.views[self.page] = View(self.context.new_cdp_session(self.page))
+        return self.views[self.page]
+
     def _picture(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(observation.extract_screenshot(self.page)).save(folder / f"{self.shown:03d}.png")
         self.shown += 1
+
+
+class View:
+    """What the extracting functions need of a page: a session of Chromium's protocol. They make and end four for each
+    look at it; this one stays."""
+
+    def __init__(self, session: Any) -> None:
+        self.context, self.send = self, session.send
+
+    def new_cdp_session(self, _: Any) -> "View":
+        return self
+
+    def detach(self) -> None:
+        pass
 
 
 def name_clickable(tree: Any, extra: Any) -> None:
