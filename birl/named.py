@@ -11,6 +11,13 @@ from typing import Any
 
 from birl.errors import BirlError
 
+TEMPLATES = ("hermes",)  # chat templates of the package
+
+
+def template_file(name: str) -> Path:
+    """Of `model.chat_template`: a template of the package by name, or a file."""
+    return Path(__file__).parent / "text" / "templates" / f"{name}.jinja" if name in TEMPLATES else Path(name)
+
 
 def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     """What `name` stands for; it is the value of `key`. Raises `BirlError`."""

@@ -16,6 +16,7 @@ from birl.config.rules_engine import asynchronous_problems, engine_problems
 from birl.config.rules_stages import stage_problems
 from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
 from birl.config.words import command, did_you_mean, said, value_of, without_effect
+from birl.named import TEMPLATES, template_file
 
 REWARDS = ("math", "format", "length", "model")
 RESUME = ("auto", "never")
@@ -84,8 +85,11 @@ def _files(model: Model) -> list[str]:
         found.append("model.path is empty: name a folder, a .gguf file, a hub id, or smollm2.")
     if model.path.endswith(".gguf") and not Path(model.path).is_file():
         found.append(f"model.path={model.path}: there is no such file.")
-    if model.chat_template and not Path(model.chat_template).is_file():
-        found.append(f"model.chat_template={model.chat_template}: there is no such file; it must be a Jinja template.")
+    if model.chat_template and not template_file(model.chat_template).is_file():
+        found.append(
+            f"model.chat_template={model.chat_template}: there is no such file; it must be a Jinja template, or one of "
+            f"{', '.join(TEMPLATES)}."
+        )
     return found
 
 

@@ -146,7 +146,7 @@ def _read_file(name: str) -> list[Setting]:
     return [Setting(key=key, value=value, source=f"{name}: {key}: {written(value)}") for key, value in flat]
 
 
-def _flatten_mapping(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str | list[Any]]]:
+def _flatten_mapping(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, dict) and value:
             yield from _flatten_mapping(value, f"{prefix}{key}.")

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("bfloat16", "float32"),
     "model.device": ("auto", "cpu", "cuda"),
+    "model.tool_format": (
+        *("auto", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony", "function_gemma"),
+    ),
     "algorithm.baseline": ("group", "leave_one_out", "batch", "optimal", "greedy", "none"),
     "algorithm.scale_rewards": ("none", "group", "batch", "rewards", "mean"),
     "algorithm.denominator": ("token", "sequence", "group", "constant"),

@@ -37,6 +37,13 @@ def proximal(config: RL) -> str:
     return "recompute" if config.rollout.max_staleness > 0 else "behaviour"
 
 
+def remembers(config: RL) -> bool:
+    """Is the proximal policy computed before the first update? Where there is one update only, it is the learner in
+    that update, whose log-probs are there anyway."""
+    updates = config.algorithm.updates_per_batch * config.algorithm.passes
+    return proximal(config) == "recompute" and updates > 1
+
+
 def corrects(config: RL) -> bool:
     """Is there an importance weight of the proximal policy against the one that sampled?"""
     return proximal(config) != "behaviour" and config.algorithm.correction != "none"

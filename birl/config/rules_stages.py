@@ -9,6 +9,9 @@ def stage_problems(config: Stage) -> list[str]:
     if config.validation.every and not (config.data.validation or config.data.validation_split):
         reason = "there is no held-out data; set data.validation or data.validation_split"
         found += without_effect(config, "validation.every", reason)
+    found += without_effect(
+        config, "model.tool_format", "the rows have no tools; `birl rl`, `eval` and `serve` read it"
+    )
     if isinstance(config, SFT):
         found += _texts(config)
     if isinstance(config, DPO):

@@ -18,7 +18,11 @@ class Model:
     device: str = "auto"
     """Where generation and training compute: auto (cuda where PyTorch sees a GPU) | cpu | cuda."""
     chat_template: str = ""
-    """Jinja file that replaces the tokenizer's chat template. Empty: the tokenizer's own."""
+    """Chat template instead of the tokenizer's: a Jinja file, or hermes, which is ChatML with tools and thinking.
+    Empty: the tokenizer's own."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: auto (told from the chat template) | hermes | qwen_coder | llama | mistral |
+    deepseek | harmony | function_gemma."""
     max_length: int = 0
     """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit."""
 

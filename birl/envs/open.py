@@ -51,18 +51,19 @@ class World:
             await called(close)
 
 
-def check_world(config: schema.Env) -> None:
-    """Raises `BirlError` where `env.kind` names nothing, or one of its keys is wrong."""
+def check_world(config: schema.Env, given: Any = None) -> None:
+    """Raises `BirlError` where `env.kind` names nothing, or one of its keys is wrong. A class or function that is
+    `given` takes the place of the name."""
     if config.kind != "single_turn":
-        _named(config)
+        _named(config, given)
 
 
-async def open_world(config: schema.Env, text: Callable[[Conversation], str]) -> World:
+async def open_world(config: schema.Env, text: Callable[[Conversation], str], given: Any = None) -> World:
     """Import and check what `env.kind` names, and make what its episodes share. `text` renders a prompt. Raises
     `BirlError`."""
     if config.kind == "single_turn":
         return World(kind=config.kind, open=SingleTurn, turns=False)
-    named, settings = _named(config)
+    named, settings = _named(config, given)
     if not isinstance(named, type):
         return _function(config, named, vars(settings), text)
     made: Any = named
@@ -83,9 +84,9 @@ class Empty:
     """No keys."""
 
 
-def _named(config: schema.Env) -> tuple[Any, Any]:
+def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
     """What `env.kind` names, and its own keys."""
-    named: Any = load("env.kind", BUILT_IN.get(config.kind, config.kind), {"single_turn": None, **BUILT_IN})
+    named: Any = given or load("env.kind", BUILT_IN.get(config.kind, config.kind), {"single_turn": None, **BUILT_IN})
     if not inspect.isclass(named):
         own = [p for p in inspect.signature(named).parameters.values() if p.kind is p.KEYWORD_ONLY]
         return named, read_section(_section(config, own), config.options, "env.")

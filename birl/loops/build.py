@@ -15,7 +15,7 @@ from torch import nn
 
 from birl.config import schema
 from birl.config.load import flatten, run_folder
-from birl.config.rules_algorithm import CRITIC, proximal
+from birl.config.rules_algorithm import CRITIC, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -52,6 +52,7 @@ class Given:
     """What a Python program hands over instead of naming it: see `birl.Trainer`."""
 
     rewards: Sequence[Callable[..., Any] | str] = ()
+    env: Any = None  # a class or function, as env.kind names one
     train: Any = None  # rows: a datasets.Dataset or a list of dicts
     validation: Any = None
 
@@ -150,14 +151,14 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
     """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
     run = Path(run_folder(config, choices))
     resume_from = find_checkpoint(config, run)
-    check_world(config.env)
+    check_world(config.env, given.env)
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
         starting = await started(rewards, opened)
         policy = await loop.run_in_executor(compute, load_policy, config.model, compute)
         context = min(config.model.max_length or policy.context, policy.context)
-        world = await open_world(config.env, policy.chat.text)
+        world = await open_world(config.env, policy.chat.text, given.env)
         opened.push_async_callback(world.close)
         train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
         report_data(train, validation)
@@ -277,7 +278,7 @@ def models(
         reference=reference,
         critic=says,
         teacher=teacher,
-        learner=learner if proximal(config) == "recompute" else None,
+        learner=learner if remembers(config) else None,
         weights=rewards.weights if rewards is not None else (),
     )
     return learner, objective, credit, critic

@@ -89,8 +89,8 @@ async def _converse(target: str, settings: dict, compute: Executor) -> None:
                 print(f"That makes {len(ids)} tokens; the context has {policy.context}. Ask less, or start anew.")
                 continue
             completion = await engine.generate(ids, params)
-            messages.append(policy.chat.parse(completion.tokens))
-            print(messages[-1].content)
+            messages.append(policy.chat.parse(completion.tokens, prompt=ids))
+            print(policy.chat.said(completion.tokens))
     finally:
         await engine.close()
 

@@ -1,7 +1,7 @@
 """The policy's loss on the micro-batches of one optimizer step: what must be known of all of them before the first
 gradient, and the loss itself.
 
-    look    micro-batches -> for each what the ratio starts from, a factor for each token, the reference
+    look    micro-batches -> for each a factor for each token, and the reference
     loss    one micro-batch and what is known of it -> a number, and figures
 """
 
@@ -19,7 +19,7 @@ from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
 from birl.config import schema
-from birl.config.rules_algorithm import corrects, proximal
+from birl.config.rules_algorithm import corrects, proximal, remembers
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss
@@ -31,10 +31,9 @@ ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Of one micro-batch, [N] each. `old_logp` None: it is interpolated inside the loss. `factor` None: 1."""
+    """Of one micro-batch, [N] each. `factor` None: 1."""
 
     ref_logp: Tensor | None = None
-    old_logp: Tensor | None = None
     factor: Tensor | None = None
     held: Tensor | None = None
 
@@ -53,24 +52,19 @@ class Objective:
         keys, reference = self.config.algorithm, self.reference
         refs = [None if reference is None or not self.needs_reference() else reference.forward(b) for b in batches]
         if not self.needs_look():
-            interpolated = proximal(self.config) == "interpolate"
-            starts = [None if interpolated else b.proximal for b in batches]
-            return [Known(ref_logp=r, old_logp=s) for r, s in zip(refs, starts, strict=True)]
+            return [Known(ref_logp=r) for r in refs]
         sizes = [len(b.source) for b in batches]
         fresh = [self.learner.look(b) for b in batches]
         logp, entropy = (torch.cat([f[i] for f in fresh]).cpu() for i in (0, 1))
-        behaviour, start, advantages, sample = (
-            torch.cat([getattr(b, name).cpu() for b in batches])
-            for name in ("logprobs", "proximal", "advantages", "sample")
+        behaviour, advantages, sample = (
+            torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")
         )
         order = sample.argsort(stable=True)  # ties and draws must not depend on how the samples were packed
-        logp, entropy, behaviour, start, advantages, sample = (
-            x[order] for x in (logp, entropy, behaviour, start, advantages, sample)
+        logp, entropy, behaviour, advantages, sample = (
+            x[order] for x in (logp, entropy, behaviour, advantages, sample)
         )
         moved = logp - behaviour
         factor = torch.ones_like(logp)
-        if corrects(self.config) and proximal(self.config) == "recompute":
-            factor *= self.correction(start - behaviour, sample)
         if keys.second_moment > 0:
             factor *= corrections.second_moment_mask(moved, advantages, keys.second_moment)
         if keys.reject != "none":
@@ -86,13 +80,12 @@ class Objective:
                 factor *= ~selection.clip_cov(cov, share=keys.entropy_share, generator=generator, **limits)
             case "kl_cov":
                 held = selection.kl_cov(selection.covariance(logp, advantages), share=keys.entropy_share)
-        start = None if proximal(self.config) == "interpolate" else start
 
         def pieces(x: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * len(batches) if x is None else torch.empty_like(x).scatter_(0, order, x).split(sizes)
 
-        columns = zip(refs, pieces(start), pieces(factor), pieces(held), strict=True)
-        return [Known(ref_logp=r, old_logp=o, factor=f, held=h) for r, o, f, h in columns]
+        columns = zip(refs, pieces(factor), pieces(held), strict=True)
+        return [Known(ref_logp=r, factor=f, held=h) for r, f, h in columns]
 
     def loss(self, known: Known, kl_coef: float, value_weight: float) -> Loss:
         return partial(self._loss, known=known, kl_coef=kl_coef, value_weight=value_weight)
@@ -102,14 +95,10 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys = self.config.algorithm
         on = {n: None if t is None else t.to(logp.device) for n, t in (("f", known.factor), ("h", known.held))}
-        factor, old_logp = on["f"], known.old_logp
-        if old_logp is None:
-            now = max(self.learner.version, int(batch.versions.max())) if len(batch.versions) else 0
-            old_logp = corrections.proximal(batch.logprobs, logp.detach(), batch.versions, now)
-            if corrects(self.config):
-                weight = self.correction(old_logp - batch.logprobs, batch.sample)
-                factor = weight if factor is None else factor * weight
-        old_logp = old_logp.to(logp.device)
+        factor, old_logp = on["f"], self.start(logp.detach(), batch)
+        if corrects(self.config):
+            weight = self.correction(old_logp - batch.logprobs, batch.sample)
+            factor = weight if factor is None else factor * weight
         tensors = {"entropy": entropy, "group": batch.group, "turn": batch.turn, "versions": batch.versions}
         tensors["ref_logp"] = known.ref_logp  # pyright: ignore[reportArgumentType]
         loss, figures = policy_loss(
@@ -137,6 +126,17 @@ class Objective:
             loss = loss + self.config.critic.coef * value_weight * each.sum()
             figures |= critic_figures(batch.said, batch.returns, each, clipped)
         return loss, figures
+
+    def start(self, logp: Tensor, batch: Batch) -> Tensor:
+        """What the importance ratio starts from: algorithm.proximal [N]."""
+        match proximal(self.config):
+            case "recompute" if not remembers(self.config):
+                return logp
+            case "interpolate":
+                now = max(self.learner.version, int(batch.versions.max())) if len(batch.versions) else 0
+                return corrections.proximal(batch.logprobs, logp, batch.versions, now)
+            case _:
+                return batch.proximal
 
     def checked(self, function: Callable[..., Any], logp: Tensor, *rest: Tensor) -> Surrogate:
         """What a surrogate gives; of one's own function a tensor of losses is enough."""
@@ -169,8 +169,7 @@ class Objective:
 
     def needs_look(self) -> bool:
         keys = self.config.algorithm
-        masks = keys.second_moment > 0 or keys.reject != "none" or keys.entropy_control != "none"
-        return masks or (proximal(self.config) == "recompute" and corrects(self.config))
+        return keys.second_moment > 0 or keys.reject != "none" or keys.entropy_control != "none"
 
 
 def critic_figures(said: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:

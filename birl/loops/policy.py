@@ -81,7 +81,7 @@ class Reader:
 def load_reader(config: schema.Model) -> Reader:
     """A model's tokenizer and limits, without its weights."""
     folder = resolve(config.path, weights=False)
-    chat = Chat(load_tokenizer(folder, config.chat_template))
+    chat = Chat(load_tokenizer(folder, config.chat_template), config.tool_format)
     model = skeleton(folder)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)  # pyright: ignore
@@ -99,7 +99,7 @@ def load_policy(config: schema.Model, compute: Executor) -> Policy:
             "export last FOLDER`, then model.path=FOLDER."
         )
     tokenizer = load_tokenizer(folder, config.chat_template)
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, config.tool_format)
     if config.chat_template and PROBE[0].content not in chat.decode(chat.render(PROBE[:1])):
         raise BirlError(
             f"model.chat_template={config.chat_template}: what the user says does not come up in its output."

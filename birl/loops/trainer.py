@@ -45,12 +45,13 @@ class Trainer:
         print(summary["before"]["metrics"], summary["after"]["metrics"])
 
     model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a
-    list of them; each takes (completions, prompts, **columns) and returns one number for each completion. train_dataset
-    and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or `messages`,
-    `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1 means
-    num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo | sapo |
-    gspo: surrogate, clips and denominator of the preset of that name. epsilon, epsilon_high: clip range, instead of
-    that; epsilon alone is both sides. scale_rewards: group | batch | none. output_dir: the run folder. overrides:
+    list of them; each takes (completions, prompts, **columns) and returns one number for each completion (math, unless
+    there is an env). env: an environment or agent, as a class, a function or a name (docs/environments.md).
+    train_dataset and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or
+    `messages`, `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1
+    means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo |
+    sapo | gspo: surrogate, clips and denominator of the preset of that name. epsilon, epsilon_high: clip range, instead
+    of that; epsilon alone is both sides. scale_rewards: group | batch | none. output_dir: the run folder. overrides:
     further keys, such as {"optimizer.schedule": "cosine"}.
 
     Raises `BirlError` at once for a wrong value.
@@ -59,10 +60,11 @@ class Trainer:
     def __init__(
         self,
         model: str = "smollm2",
-        reward_funcs: Reward | Sequence[Reward] = "math",
+        reward_funcs: Reward | Sequence[Reward] | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         *,
+        env: str | Callable[..., Any] = "single_turn",
         reward_weights: Sequence[float] = (),
         num_generations: int = 8,
         batch_size: int = 8,
@@ -93,9 +95,14 @@ class Trainer:
             raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
         if scale_rewards not in SCALES:
             raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
+        if reward_funcs is None:
+            reward_funcs = "math" if env == "single_turn" else []
         rewards = _listed(reward_funcs)
+        if not rewards and env == "single_turn":
+            raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
         keys: dict[str, Any] = {
             "model.path": model,
+            "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
             "reward.functions": _names(rewards),
             "reward.weights": list(reward_weights),
             "rollout.group_size": num_generations,
@@ -118,7 +125,12 @@ class Trainer:
         keys = {k: v for k, v in keys.items() if v != docs[k].default}
         keys |= _clips(epsilon, epsilon_high) | (overrides or {})
         self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
-        self._given = Given(rewards=rewards, train=_rows(train_dataset), validation=_rows(eval_dataset))
+        self._given = Given(
+            rewards=rewards,
+            env=None if isinstance(env, str) else env,
+            train=_rows(train_dataset),
+            validation=_rows(eval_dataset),
+        )
 
     @property
     def run(self) -> Path:

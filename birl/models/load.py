@@ -24,6 +24,7 @@ from birl.errors import BirlError
 from birl.models import attention
 from birl.models.gguf import bundled, converted
 from birl.models.heads import add_score_head
+from birl.named import template_file
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -180,7 +181,8 @@ def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None
 
 
 def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; `chat_template` names a Jinja file that replaces its own."""
+    """The tokenizer of a model folder; `chat_template` names what replaces its own: a Jinja file, or a
+    template of the package."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise BirlError(
             f"{folder} has no tokenizer: expected tokenizer.json (and tokenizer_config.json) beside the weights."
@@ -192,7 +194,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
         raise BirlError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
     if chat_template:
         try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = template_file(chat_template).read_text(encoding="utf-8")
         except OSError as error:
             raise BirlError(f"model.chat_template={chat_template}: {error.strerror}.") from error
         except UnicodeDecodeError as error:

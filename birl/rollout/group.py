@@ -109,4 +109,5 @@ async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
 
 
 def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
-    return chat.parse(trajectory.turns[-1].completion.tokens)
+    """All that the model said last, its thinking included: reward functions may judge that too."""
+    return Message(role="assistant", content=chat.said(trajectory.turns[-1].completion.tokens))

@@ -23,10 +23,16 @@ class Translator(Protocol):
 
     def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]: ...
     def extend(
-        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...], tools: Tools = ()
+        self,
+        ids: tuple[int, ...],
+        reply_tokens: tuple[int, ...],
+        messages: tuple[Message, ...],
+        tools: Tools = (),
+        history: tuple[Message, ...] | None = None,
     ) -> tuple[int, ...]: ...
     def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]: ...
-    def parse(self, tokens: Sequence[int], tools: Tools = ()) -> Message: ...
+    def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message: ...
+    def said(self, tokens: Sequence[int]) -> str: ...
 
 
 class Gateway(Protocol):
@@ -50,9 +56,10 @@ class TooLong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A conversation that ended with an answer, and its ids."""
+    """A conversation that ended with an answer, and its ids. `talk`: its messages as they were, thinking included."""
 
     said: tuple[Any, ...] | str
+    talk: Conversation
     owner: tuple[str, str]
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -125,7 +132,7 @@ class Session:
         if number >= self.limits.turns:
             raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
         owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
-        prompt = self.prompt(said, tools, owner)
+        prompt, talk = self.prompt(said, tools, owner)
         room = self.limits.tokens - len(prompt)
         if room < 1:
             raise TooLong(f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens}")
@@ -135,25 +142,44 @@ class Session:
         turn = self._turns[number] = Turn(prompt=prompt, completion=completion, agent=agent)
         if completion.stop is Stop.ABORT:
             raise Aborted
-        reply = self.chat.parse(completion.tokens, tools)
+        reply = self.reply(said, prompt, completion.tokens, tools)
         self.known.append(
-            Known(said=plain(following(said, reply)), owner=owner, prompt=prompt, answer=completion.tokens)
+            Known(
+                said=plain(following(said, reply)),
+                talk=following(talk, reply),
+                owner=owner,
+                prompt=prompt,
+                answer=completion.tokens,
+            )
         )
         return reply, turn
 
-    def prompt(self, said: Conversation, tools: Tools, owner: tuple[str, str]) -> tuple[int, ...]:
-        """Ids of what is said: what is known of it as it was, and the rest of it."""
+    def reply(self, said: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools) -> Message:
+        """A text goes on with all that the model said, so nothing of that is set apart."""
+        found = self.chat.parse(answer, tools, prompt)
+        if isinstance(said, str):
+            return Message(role="assistant", content=self.chat.said(answer), tool_calls=found.tool_calls)
+        return found
+
+    def longest(self, said: Conversation, owner: tuple[str, str]) -> Known | None:
+        """What is known of the beginning of what is said."""
         own = plain(said)
         fitting = [k for k in self.known if k.owner == owner and type(k.said) is type(own) and begins(own, k.said)]
-        if not fitting:
-            return self.chat.render(said, tools)
-        best = max(fitting, key=lambda k: len(k.said))
-        if isinstance(said, str):
-            return self.chat.append(best.prompt, best.answer, said[len(best.said) :])
+        return max(fitting, key=lambda k: len(k.said), default=None)
+
+    def prompt(self, said: Conversation, tools: Tools, owner: tuple[str, str]) -> tuple[tuple[int, ...], Conversation]:
+        """Ids of what is said, what is known of it as it was, and the rest of it; and the conversation that they are
+        of: clients drop what the model thought, which the ids still have."""
+        best = self.longest(said, owner)
+        if best is None:
+            return self.chat.render(said, tools), said
+        if isinstance(said, str) or isinstance(best.talk, str):
+            return self.chat.append(best.prompt, best.answer, said[len(best.said) :]), said  # pyright: ignore
+        new = said[len(best.said) :]
         try:
-            return self.chat.extend(best.prompt, best.answer, said[len(best.said) :], tools)
+            return self.chat.extend(best.prompt, best.answer, new, tools, best.talk[:-1]), (*best.talk, *new)
         except HistoryRewritten:
-            return self.chat.render(said, tools)
+            return self.chat.render(said, tools), said
 
     def credit(self, reward: float) -> None:
         """What the environment gave for the newest answer."""

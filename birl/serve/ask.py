@@ -51,7 +51,7 @@ class Ask:
     usage: bool
     logprobs: bool
     token_ids: bool
-    tools: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def chat(data: Mapping[str, Any], service: Service) -> Ask:
@@ -79,7 +79,7 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     key = "max_tokens" if limit is None else "max_completion_tokens"
     return common(
         data, service, chat=True, prompts=(ids,), key=key, default=None, logprobs=typed(data, "logprobs", bool, False),
-        tools=bool(tools),
+        tools=tuple(tools),
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def common(
     key: str,
     default: int | None,
     logprobs: bool,
-    tools: bool = False,
+    tools: tuple[Mapping[str, Any], ...] = (),
 ) -> Ask:
     """`key` names the limit of an answer; without it and a `default`, what the context leaves."""
     for ids in prompts:
@@ -206,7 +206,8 @@ def message(given: Any, place: int) -> dict[str, Any]:
         found["tool_calls"] = [call(one, f"{where}.tool_calls.{i}") for i, one in enumerate(calls)]
     elif given.get("content") is None:
         raise invalid(f"{where}.content", "is missing")
-    return found | {key: given[key] for key in ("name", "tool_call_id") if isinstance(given.get(key), str)}
+    kept = ("name", "tool_call_id", "reasoning_content")
+    return found | {key: given[key] for key in kept if isinstance(given.get(key), str)}
 
 
 def content(given: Any, where: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.serve.ask import Ask
 from birl.serve.service import Service
-from birl.text import tools
+from birl.text.thinking import Growing, Parts
 from birl.text.visible import INCOMPLETE, Visible
 from birl.types import Completion, Stop, ToolCall
 
@@ -24,7 +24,15 @@ class Pieces:
     def visible(self) -> Visible:
         asked, engine = self.asked, self.service.engine
         hidden = engine.end_ids | frozenset(asked.params.stop_ids)
-        return Visible(engine.tokenizer, hidden, asked.params.stop, tools.OPENING if asked.tools else "")
+        fences = self.service.chat.fences(bool(asked.tools)) if asked.chat else ()
+        return Visible(engine.tokenizer, hidden, asked.params.stop, fences)
+
+    def thoughts(self, index: int) -> Growing:
+        """Sets thinking apart while an answer grows."""
+        return Growing(self.service.chat.tags if self.asked.chat else None, self.opened(index))
+
+    def opened(self, index: int) -> bool:
+        return self.asked.chat and self.service.chat.thinks(self.prompt(index))
 
     def head(self, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.asked.chat else "text_completion"
@@ -38,11 +46,13 @@ class Pieces:
         """A finished one."""
         shown = self.visible()
         shown.feed(completion.tokens)
-        content, calls = self.said(shown.whole())
+        said = self.said(index, shown.whole())
+        content, calls = said.content, said.calls
         found: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
         found["logprobs"] = self.logprobs(completion.tokens, completion.logprobs, 0) if self.asked.logprobs else None
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant", "content": content if content.strip() or not calls else None}
+            own |= {"reasoning_content": said.thinking} if said.thinking else {}
             found["message"] = own | ({"tool_calls": self.calls(calls, False)} if calls else {})
         else:
             found["text"] = content
@@ -59,6 +69,7 @@ class Pieces:
         versions: Sequence[int] = (),
         offset: int = 0,
         calls: Sequence[ToolCall] = (),
+        thinking: str = "",
         reason: str | None = None,
         first: bool = False,
     ) -> dict[str, Any]:
@@ -68,6 +79,7 @@ class Pieces:
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant"} if first else {}
             own |= {"content": text} if text or first else {}
+            own |= {"reasoning_content": thinking} if thinking else {}
             found["delta"] = own | ({"tool_calls": self.calls(calls, True)} if calls else {})
         else:
             found["text"] = text
@@ -81,8 +93,10 @@ class Pieces:
         extra |= {"usage": None} if self.asked.usage else {}
         return self.head(chunk=True) | {"choices": [found]} | extra
 
-    def said(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-        return tools.parse(text) if self.asked.tools else (text, ())
+    def said(self, index: int, text: str) -> Parts:
+        if not self.asked.chat:
+            return Parts(content=text)
+        return self.service.chat.parts(text, self.asked.tools, self.opened(index))
 
     def prompt(self, index: int) -> tuple[int, ...]:
         return self.asked.prompts[index // self.asked.n]
@@ -96,7 +110,7 @@ class Pieces:
     def calls(self, calls: Sequence[ToolCall], numbered: bool) -> list[dict[str, Any]]:
         return [
             ({"index": i} if numbered else {})
-            | {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            | {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function"}
             | {"function": {"name": call.name, "arguments": call.arguments}}
             for i, call in enumerate(calls)
         ]

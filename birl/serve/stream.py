@@ -126,6 +126,7 @@ class Growing:
     def __init__(self, pieces: Pieces, index: int) -> None:
         self.pieces, self.index = pieces, index
         self.shown: Visible = pieces.visible()
+        self.thoughts = pieces.thoughts(index)
         self.fresh = True  # nothing was sent yet
         self.offset = 0
 
@@ -135,22 +136,26 @@ class Growing:
 
     def more(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> dict | None:
         """None where there is nothing to say yet."""
-        text, asked = self.shown.feed(tokens), self.pieces.asked
-        if not text and not asked.token_ids and not asked.logprobs:
+        thinking, text = self.thoughts.feed(self.shown.feed(tokens))
+        asked = self.pieces.asked
+        if not thinking and not text and not asked.token_ids and not asked.logprobs:
             return None
         chunk = self.pieces.delta(
-            self.index, text, tokens=tokens, logprobs=logprobs, versions=versions, offset=self.offset, first=self.fresh
-        )
+            self.index, text, tokens=tokens, logprobs=logprobs, versions=versions, offset=self.offset,
+            thinking=thinking, first=self.fresh,
+        )  # fmt: skip
         self.offset += sum(len(self.pieces.service.chat.decode([t])) for t in tokens) if asked.logprobs else 0
         self.fresh = False
         return chunk
 
     def end(self, completion: Completion) -> list[dict]:
         """What was held back, the tool calls, and why it ended."""
-        sent = self.shown.sent
-        content, calls = self.pieces.said(self.shown.whole())
-        chunks = [self.pieces.delta(self.index, content[sent:])] if content[sent:] else []
-        if calls:
-            chunks.append(self.pieces.delta(self.index, "", calls=calls))
-        reason = self.pieces.reason(completion.stop, calls)
+        said = self.pieces.said(self.index, self.shown.whole())
+        thinking, content = (
+            (s or "")[len(t) :] for s, t in zip((said.thinking, said.content), self.thoughts.told, strict=True)
+        )
+        chunks = [self.pieces.delta(self.index, content, thinking=thinking)] if thinking or content else []
+        if said.calls:
+            chunks.append(self.pieces.delta(self.index, "", calls=said.calls))
+        reason = self.pieces.reason(completion.stop, said.calls)
         return [*chunks, self.pieces.delta(self.index, "", reason=reason, first=self.fresh and not chunks)]

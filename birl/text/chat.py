@@ -10,6 +10,8 @@ Text becomes ids once. A reply is never encoded again from its text, as encode(d
 the template puts behind a reply is taken from the template itself, by comparing renderings of a made-up conversation.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,24 +19,39 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from birl.errors import BirlError, HistoryRewritten
-from birl.text import tools as formats
+from birl.text import formats
+from birl.text import tools as templates
+from birl.text.formats import FORMATS, MARK, Dict, Format
+from birl.text.thinking import Parts, tags_of
 from birl.types import Conversation, Message
 
-PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content="birl-probe-reply"))
+PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content=MARK))
 Tools = Sequence[Mapping[str, Any]]
 REWRITES = (
     "The chat template rewrites earlier messages when new ones come, so a conversation cannot be extended token by "
     "token. Use another template (model.chat_template=FILE.jinja) or an environment with one turn."
 )
+TAIL = 16  # tokens of a prompt that are looked at to see whether it began to think
 
 
 class Chat:
     """A tokenizer and its chat template. `end_ids` holds the tokens that end an answer; a model may name more of them
-    than the tokenizer's."""
+    than the tokenizer's. `tool_format` is one of `birl.text.formats.FORMATS`, or auto: told from the template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str = "auto") -> None:
+        self.tokenizer, self.tool_format = tokenizer, tool_format
         self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))
+        self.checked: set[Any] = set()  # shapes of conversations that the template renders whole
+
+    @cached_property
+    def format(self) -> Format | None:
+        """How the model calls tools; None where that is not known."""
+        return templates.detect(self) if self.tool_format == "auto" else FORMATS[self.tool_format]
+
+    @cached_property
+    def tags(self) -> tuple[str, str] | None:
+        """What stands around the model's thinking, where its template sets that apart."""
+        return tags_of(templates.template_of(self))
 
     @property
     def has_template(self) -> bool:
@@ -52,7 +69,7 @@ class Chat:
         with the tokens that the tokenizer itself puts in front, unless the text holds them already. Raises `BirlError`
         where the template would leave out `tools` (JSON schemas, as OpenAI has them)."""
         if not isinstance(prompt, str):
-            return formats.render(self, [formats.as_dict(m) for m in prompt], tools)
+            return templates.render(self, [templates.as_dict(m) for m in prompt], tools)
         ids, front = self.encode(prompt), self._front
         return ids if ids[: len(front)] == front else (*front, *ids)
 
@@ -61,17 +78,26 @@ class Chat:
         return prompt if isinstance(prompt, str) else self._text(prompt, answer=True)
 
     def extend(
-        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], messages: tuple[Message, ...], tools: Tools = ()
+        self,
+        ids: tuple[int, ...],
+        reply_tokens: tuple[int, ...],
+        messages: tuple[Message, ...],
+        tools: Tools = (),
+        history: tuple[Message, ...] | None = None,
     ) -> tuple[int, ...]:
-        """Ids of the next prompt. A reply that did not end itself (a stop string, say) is ended as the template
-        would. Raises `HistoryRewritten` where the template changes what was there before."""
+        """Ids of the next prompt: `ids` (of `history`, a made-up question where it is not given), the reply, and
+        `messages`. A reply that did not end itself (a stop string, say) is ended as the template would. Raises
+        `HistoryRewritten` where the template changes what was there before, or what the model has said."""
         if not self.has_template:
             return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
-        glue = self.encode(self._after_reply(messages, tools))
-        if reply_tokens and reply_tokens[-1] in self.end_ids and reply_tokens[-1] in glue:
-            end = glue.index(reply_tokens[-1])
-            if not self.decode(glue[:end]).strip():  # some templates put a space before the end token
-                glue = glue[end + 1 :]
+        glue = self.encode(self._after_reply(ids, reply_tokens, messages, tools, history or PROBE[:1]))
+        if not reply_tokens or reply_tokens[-1] not in self.end_ids:
+            return (*ids, *reply_tokens, *glue)
+        end = next((n for n, token in enumerate(glue) if token in self._ends), None)
+        if end is not None and not self.decode(glue[:end]).strip():  # some templates put a space before the end token
+            if glue[end] != reply_tokens[-1]:
+                raise HistoryRewritten(REWRITES)
+            glue = glue[end + 1 :]
         return (*ids, *reply_tokens, *glue)
 
     def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]:
@@ -116,14 +142,32 @@ class Chat:
             done = closed
         return tuple(ids), tuple(mask)
 
-    def parse(self, tokens: Sequence[int], tools: Tools = ()) -> Message:
-        """What the model said, without the end token; calls are looked for where there are `tools`."""
+    def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
+        """What the model said, without the end token; calls are looked for where there are `tools`. `prompt`: what it
+        saw, which may have begun its thinking; without it, what the template always puts there."""
+        return self.parts(self.said(tokens), tools, self.thinks(prompt)).message()
+
+    def parts(self, text: str, tools: Tools = (), opened: bool = False) -> Parts:
+        """What a reply's text says. `opened`: it begins within the model's thinking."""
+        return formats.parts(text, self.format if tools or self._channels else None, self.tags, tools, opened)
+
+    def fences(self, tools: bool) -> tuple[str, ...]:
+        """Where something may begin that is not shown while it grows: a call, or what stands on channels."""
+        return self.format.openings if self.format is not None and (tools or self._channels) else ()
+
+    def said(self, tokens: Sequence[int]) -> str:
+        """The text of a reply, all of it but the token that ends it."""
         tokens = list(tokens)
         while tokens and tokens[-1] in self.end_ids:
             tokens.pop()
-        text = self.decode(tokens)
-        content, calls = formats.parse(text) if tools else (text, ())
-        return Message(role="assistant", content=content, tool_calls=calls)
+        return self.decode(tokens)
+
+    def thinks(self, prompt: Sequence[int] | None = None) -> bool:
+        """Does the model's answer to this prompt begin within its thinking?"""
+        if self.tags is None:
+            return False
+        end = self._opening if prompt is None else self.decode(prompt[-TAIL:])
+        return end.rstrip().endswith(self.tags[0])
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -134,16 +178,58 @@ class Chat:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _text(self, messages: Sequence[Message], answer: bool) -> str:
-        return formats.text(self, [formats.as_dict(m) for m in messages], answer=answer)
+        return templates.text(self, [templates.as_dict(m) for m in messages], answer=answer)
 
-    def _after_reply(self, messages: tuple[Message, ...], tools: Tools) -> str:
-        """What stands between the end of a reply's own text and the next answer, new messages included."""
-        made = [formats.as_dict(m) for m in (*PROBE, *messages)]
-        whole = formats.text(self, made, tools)
-        before = self._before_glue if not tools else self._before(tools)
-        if not whole.startswith(before):
+    def _after_reply(
+        self,
+        ids: tuple[int, ...],
+        reply_tokens: tuple[int, ...],
+        messages: tuple[Message, ...],
+        tools: Tools,
+        history: tuple[Message, ...],
+    ) -> str:
+        """What stands between the end of a reply's own text and the next answer, new messages included: what the
+        template puts behind a mark in the reply's place. Checks that the template only appends, and says again what the
+        model said."""
+        opened = self.thinks(ids)
+        reply = self.parts(self.said(reply_tokens), tools, opened)
+        before, after = ([templates.as_dict(m) for m in talk] for talk in (history, messages))
+        own = templates.as_dict(reply.message())
+        start = templates.text(self, before, tools)
+        whole = templates.text(self, [*before, own, *after], tools)
+        marked = templates.text(self, [*before, _marked(own), *after], tools)
+        if not (whole.startswith(start) and marked.startswith(start)):
             raise HistoryRewritten(REWRITES)
-        return whole[len(before) :]
+        glue = self._behind_mark(marked[len(start) :], bool(reply.calls))
+        if glue is None or not whole.endswith(glue):
+            raise HistoryRewritten(REWRITES)
+        if not _same(self.parts(whole[len(start) : len(whole) - len(glue)], tools, opened), reply):
+            raise HistoryRewritten(REWRITES)
+        templates.check(self, [*before, own, *after], tools)
+        return glue
+
+    def _behind_mark(self, text: str, called: bool) -> str | None:
+        cut = text.find(MARK)
+        if cut < 0 or not called:
+            return None if cut < 0 else text[cut + len(MARK) :]
+        assert self.format is not None  # else there are no calls
+        closing = re.compile(self.format.closing).search(text, cut + len(MARK))
+        return text[closing.end() :] if closing else None
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """Tokens with which the template may end a reply."""
+        added = self.tokenizer.get_added_vocab()  # pyright: ignore
+        return self.end_ids | {added[t] for t in (self.format.ends if self.format else ()) if t in added}
+
+    @cached_property
+    def _channels(self) -> bool:
+        return self.format is not None and self.format.channels
+
+    @cached_property
+    def _opening(self) -> str:
+        """How the template begins an answer."""
+        return self._text(PROBE[:1], answer=True) if self.has_template else ""
 
     @cached_property
     def _front(self) -> tuple[int, ...]:
@@ -152,19 +238,25 @@ class Chat:
         bare, ids = self.encode(probe), tuple(self.tokenizer(probe).input_ids)
         return next((ids[:n] for n in range(len(ids)) if ids[n : n + len(bare)] == bare), ())
 
-    @cached_property
-    def _before_glue(self) -> str:
-        return self._before(())
 
-    def _before(self, tools: Tools) -> str:
-        """The rendering of the probe up to the end of the reply's content; checks that the template only appends."""
-        made = [formats.as_dict(m) for m in (*PROBE, PROBE[0])]
-        alone, longer = formats.text(self, made[:2], tools, answer=False), formats.text(self, made, tools)
-        cut = alone.find(PROBE[1].content)
-        before = alone[: cut + len(PROBE[1].content)]
-        if cut < 0 or not longer.startswith(before):
-            raise HistoryRewritten(REWRITES)
-        return before
+def _marked(own: Dict) -> Dict:
+    """The reply with a mark at the end of what it says."""
+    if not own.get("tool_calls"):
+        return {**own, "content": MARK}
+    *calls, last = own["tool_calls"]
+    return {**own, "tool_calls": [*calls, {**last, **templates.call(MARK, last["function"]["name"])}]}
+
+
+def _same(one: Parts, other: Parts) -> bool:
+    """Do both say the same? Blanks around it, and in JSON, do not count: the model's own tokens stay."""
+    return (
+        (one.thinking is None) == (other.thinking is None)
+        and one.closed == other.closed
+        and (one.thinking or "").strip() == (other.thinking or "").strip()
+        and one.content.strip() == other.content.strip()
+        and [(c.name, json.loads(c.arguments)) for c in one.calls]
+        == [(c.name, json.loads(c.arguments)) for c in other.calls]
+    )
 
 
 class StopChecker:

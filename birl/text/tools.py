@@ -1,109 +1,201 @@
-"""Conversations with tools: rendered by the model's own chat template, and calls read back from what it says, in the
-format of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Conversations rendered by the model's own chat template, and what a template leaves out."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from birl.errors import BirlError
+from birl.text.formats import FORMATS, MARK, Dict, Format, parts
+from birl.text.thinking import tags_of
 from birl.types import Message, ToolCall
 
 if TYPE_CHECKING:
     from birl.text.chat import Chat
 
-OPENING = "<tool_call>"
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-TEMPLATE = "Take a model that was trained with tools, or another template (model.chat_template=FILE.jinja)."
+Tools = Sequence[Mapping[str, Any]]
+TEMPLATE = "Take a model that was trained with tools, or another template (model.chat_template=hermes, or FILE.jinja)."
+LAST = re.compile(r"\s*<[^<>\s]+>\s*\Z")
+NAME = "birl_probe"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"birl": {"type": "string", "description": "A text."}},
+            "required": ["birl"],
+        },
+    },
+}
 
 
-def as_dict(message: Message) -> dict[str, Any]:
+def call(mark: str, name: str = NAME) -> Dict:
+    return {"type": "function", "function": {"name": name, "arguments": {"birl": mark}}}
+
+
+def as_dict(message: Message) -> Dict:
     """A message as chat templates know it."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    found: Dict = {"role": message.role, "content": message.content}
     if message.thinking:
         found["reasoning_content"] = message.thinking
     if message.tool_calls:
         found["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
-            | ({"id": c.id} if c.id else {})
+            {"type": "function", "function": {"name": c.name, "arguments": _object(c)}} | ({"id": c.id} if c.id else {})
             for c in message.tool_calls
         ]
     return found | {key: v for key in ("name", "tool_call_id") if (v := getattr(message, key))}
 
 
-def render(
-    chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[int, ...]:
+def _object(call: ToolCall) -> Dict:
+    try:
+        found = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise BirlError(
+            f"A call of {call.name} has arguments that are no JSON text of an object: {call.arguments[:80]}"
+        )
+    return found
+
+
+def render(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> tuple[int, ...]:
     """Ids of a prompt, up to where the assistant's answer starts. `messages` are dicts as chat templates know them: an
     assistant's `tool_calls` have their arguments as a mapping. Raises `BirlError` where the template would leave out
-    the tools, a call, or what a tool said."""
+    the tools, a call, or what a user, a tool or the system said."""
     made = text(chat, messages, tools)
-    if tools and made == text(chat, messages, ()):
-        raise BirlError(f"The model's chat template leaves out tools, so the model would not see them. {TEMPLATE}")
-    for place, message in enumerate(messages):
-        if message.get("tool_calls"):
-            bare = {key: value for key, value in message.items() if key != "tool_calls"}
-            if made == text(chat, [*messages[:place], bare, *messages[place + 1 :]], tools):
-                raise BirlError(
-                    f"The model's chat template leaves out tool_calls (messages.{place}), so the model would not "
-                    f"see them. {TEMPLATE}"
-                )
-        if message["role"] == "tool" and message["content"] and str(message["content"]).strip() not in made:
-            raise BirlError(
-                f"The model's chat template leaves out messages of role tool (messages.{place}), so the model would "
-                f"not see what they say. {TEMPLATE}"
-            )
+    check(chat, messages, tools)
     return chat.encode(made)
 
 
-def text(
-    chat: "Chat",
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    answer: bool = True,
-) -> str:
+def text(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (), answer: bool = True) -> str:
     """What the template makes of messages, up to where an `answer` begins."""
     if not chat.has_template:
         raise BirlError(
             "The tokenizer has no chat template, so messages cannot be made into a prompt. Name one with "
             "model.chat_template=FILE.jinja, or use text prompts (of a server: /v1/completions)."
         )
+    called = any(m.get("tool_calls") or m["role"] == "tool" for m in messages)
     try:
-        made = chat.tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            add_generation_prompt=answer,
-            tokenize=False,
-        )
+        return apply(chat, messages, tools, answer, chat.format if called else None)
     except Exception as error:  # Jinja raises whatever the template wants
         roles = ", ".join(str(m["role"]) for m in messages)
-        raise BirlError(f"The chat template refuses a conversation of {roles}: {error}") from error
+        raise BirlError(
+            f"The chat template refuses a conversation of {roles}: {error}"
+            + (f" {TEMPLATE}" if tools or called else "")
+        ) from error
+
+
+def apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, answer: bool, form: Format | None) -> str:
+    made = chat.tokenizer.apply_chat_template(
+        form.fit(messages) if form else [dict(m) for m in messages],
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=answer,
+        tokenize=False,
+    )
     return str(made)
 
 
-def parse(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """What is said beside the calls, and the calls. What is no call in that format stays text."""
-    calls: list[ToolCall] = []
-    rest, done = "", 0
-    for found in CALL.finditer(text):
-        call = read(found[1])
-        if call is not None:
-            calls.append(call)
-            rest += text[done : found.start()]
-            done = found.end()
-    rest += text[done:]
-    return (rest.rstrip() if calls else rest), tuple(calls)
+def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:
+    """Raises `BirlError` where the template leaves out what it must not. Whether it does depends on who spoke, not on
+    what was said, so each shape of a conversation is looked at once, with made-up words."""
+    shape = tuple(
+        (
+            m["role"],
+            bool(m.get("content")),
+            "name" in m,
+            tuple(c["function"]["name"] for c in m.get("tool_calls") or ()),
+        )
+        for m in messages
+    )
+    key = (shape, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
+    if key in chat.checked:
+        return
+    probe = [_probe(m, place) for place, m in enumerate(messages)]
+    made = text(chat, probe, tools)
+    if tools and made == text(chat, probe, ()):
+        raise BirlError(f"The model's chat template leaves out tools, so the model would not see them. {TEMPLATE}")
+    if (tools or any(m.get("tool_calls") for m in messages)) and chat.format is None:
+        raise BirlError(
+            next(_left_out(probe, made), "")
+            or "It is not known how this model's chat template writes tool calls, so they could not be read. Name the "
+            f"format, model.tool_format={' | '.join(sorted(FORMATS))}, or another template "
+            "(model.chat_template=hermes, or FILE.jinja)."
+        )
+    for found in _left_out(probe, made):
+        raise BirlError(found)
+    if len(chat.checked) > 4096:
+        chat.checked.clear()
+    chat.checked.add(key)
 
 
-def read(text: str) -> ToolCall | None:
-    """None where the text is no call."""
+def _probe(message: Mapping[str, Any], place: int) -> Dict:
+    found = {k: v for k, v in message.items() if k != "reasoning_content"}
+    found["content"] = f"birl-probe-{place}." if message.get("content") or message["role"] == "tool" else ""
+    if message.get("tool_calls"):
+        found["tool_calls"] = [
+            {**one, **call(f"birl-probe-{place}-{i}.", one["function"]["name"])}
+            for i, one in enumerate(message["tool_calls"])
+        ]
+    return found
+
+
+def _left_out(probe: Sequence[Mapping[str, Any]], made: str) -> Iterator[str]:
+    """What is wrong, in words."""
+    made = made.lower()  # a template may change the case
+    for place, message in enumerate(probe):
+        role = message["role"]
+        if any(one["function"]["arguments"]["birl"] not in made for one in message.get("tool_calls") or ()):
+            yield (
+                f"The model's chat template leaves out tool_calls (messages.{place}), so the model would not see them. "
+                f"{TEMPLATE}"
+            )
+        if role != "assistant" and message["content"] not in made:
+            yield (
+                f"The model's chat template leaves out messages of role {role} (messages.{place}), so the model would "
+                f"not see what they say. {TEMPLATE if role == 'tool' else 'Use another template or other roles.'}"
+            )
+
+
+def detect(chat: "Chat") -> Format | None:
+    """The format in which the chat template writes a call: the one that reads it back. None where there is none."""
+    template = template_of(chat)
+    for form in FORMATS.values():
+        if all(mark in template for mark in form.marks) and _reads_back(chat, form):
+            return form
+    return None
+
+
+def template_of(chat: "Chat") -> str:
+    """The source of the chat template; of several, all."""
+    found = chat.tokenizer.chat_template
+    return "\n".join(found.values()) if isinstance(found, dict) else str(found or "")
+
+
+def _reads_back(chat: "Chat", form: Format) -> bool:
+    asked = [{"role": "user", "content": "birl-probe-question"}]
+    said = {"role": "assistant", "content": "", "tool_calls": [call(MARK)]}
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
-        return None
-    arguments = data.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(name=data["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+        before, made = (
+            apply(chat, asked, [TOOL], True, form), apply(chat, [*asked, said], [TOOL], False, form)
+        )  # fmt: skip
+    except Exception:  # Jinja raises whatever the template wants
+        return False
+    starts = {sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, made, strict=False)))}
+    begin = made.find("birl-probe-question") + len("birl-probe-question")
+    starts |= {at for opening in form.openings if (at := made.find(opening, begin)) >= 0}
+    for reply in (ended for start in starts for ended in _endings(made[start:])):
+        found = parts(reply, form, tags_of(template_of(chat)), [TOOL]).calls
+        if [(c.name, json.loads(c.arguments)) for c in found] == [(NAME, {"birl": MARK})]:
+            return True
+    return False
+
+
+def _endings(text: str) -> Iterator[str]:
+    """The text, then without the last thing in angle brackets, which may be an end token, and so on."""
+    yield text
+    while last := LAST.search(text):
+        text = text[: last.start()]
+        yield text

@@ -12,14 +12,18 @@ class Visible:
     """Text of one answer. Tokens come by `feed`, which gives what is certain of the text so far; `whole` is all of it
     once no more tokens come. What `feed` gave is always a beginning of `whole`.
 
-    Unlike the tokens, the text has neither the stop string nor the token (one of `hidden`) that ended the answer. With
-    `fence`, nothing is given away from where that string begins, nor spaces before it.
+    Unlike the tokens, the text has neither the stop string nor the token (one of `hidden`) that ended the answer.
+    Nothing is given away from where one of `fences` begins, nor spaces before it.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int], stop: Sequence[str], fence: str = ""
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        hidden: frozenset[int],
+        stop: Sequence[str],
+        fences: Sequence[str] = (),
     ) -> None:
-        self.tokenizer, self.hidden, self.stop, self.fence = tokenizer, hidden, tuple(stop), fence
+        self.tokenizer, self.hidden, self.stop, self.fences = tokenizer, hidden, tuple(stop), tuple(fences)
         self.tokens: list[int] = []
         self.text = ""  # of the tokens before `read`
         self.sent = 0  # characters of it that were given away
@@ -62,10 +66,10 @@ class Visible:
         """What no later token can take back, as far as it was not given away."""
         end = self._first(self.text)
         if end is None:
-            end = len(self.text) - unfinished(self.text, (*self.stop, *filter(None, [self.fence])))
-        if self.fence:
-            fenced = self.text.find(self.fence)
-            end = len(self.text[: min(end, fenced) if fenced >= 0 else end].rstrip())
+            end = len(self.text) - unfinished(self.text, (*self.stop, *self.fences))
+        if self.fences:
+            end = min([end, *(at for fence in self.fences if (at := self.text.find(fence)) >= 0)])
+            end = len(self.text[:end].rstrip())
         given = self.text[self.sent : end]
         self.sent = max(self.sent, end)
         return given

@@ -176,6 +176,12 @@ def answers(s: Seen) -> list[str]:
     return texts(s.groups, s)
 
 
+def reads_calls(s: Seen) -> bool:
+    """Does it take Llama's calls for calls?"""
+    chat, tool = s.parts.rollout.chat, {"type": "function", "function": {"name": "add"}}
+    return bool(chat.parse(chat.encode('{"name": "add", "parameters": {}}'), [tool]).tool_calls)
+
+
 def first_prompt(s: Seen) -> str:
     return s.parts.rollout.chat.decode(s.groups[0].trajectories[0].turns[0].prompt)
 
@@ -239,6 +245,7 @@ MODEL = {
     if not torch.cuda.is_available()
     else Case("cpu", lambda s: s.parts.policy.model.device.type, "cpu"),
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
+    "model.tool_format": Case("llama", reads_calls, True),
 }
 SERVERS = {
     "engine.count": "2",

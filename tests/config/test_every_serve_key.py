@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, Callable[[Service], Any]]] = {
     "model.path": ("other", lambda s: s.engine.weights.digests()),
     "model.dtype": ("bfloat16", lambda s: (s.dtype, s.engine.runner.model.dtype)),
     "model.chat_template": ("shout.jinja", prompt),
+    "model.tool_format": ("llama", lambda s: s.chat.fences(tools=True)),
     "model.max_length": ("100", lambda s: s.engine.context),
     "engine.max_batch": ("3", lambda s: s.engine.scheduler.max_batch),
     "engine.draft_rows": ("0", lambda s: s.engine.scheduler.drafts.rows),

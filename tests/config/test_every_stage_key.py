@@ -93,6 +93,9 @@ CASES = {
     if not torch.cuda.is_available()
     else Case("cpu", refused=""),
     "model.chat_template": Case("shout.jinja"),
+    "model.tool_format": Case(
+        "llama", refused=r"model\.tool_format=llama: has no effect because the rows have no tools"
+    ),
     "model.max_length": Case("100", lambda s: "dropped" in s.printed, True, "data.train=long.jsonl"),
     "data.train": Case("b.jsonl"),
     "data.weights": Case("[0,1]", under="data.train=[a.jsonl,b.jsonl]"),

@@ -1,6 +1,7 @@
 """The loop with a tiny model: it learns, and everything it writes can be trusted."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from birl.config import schema
 from birl.config.help import presets
 from birl.config.load import load
+from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
 from birl.learner import checkpoint
-from birl.loops import build, rl
+from birl.learner.learner import Learner
+from birl.loops import build, objective, rl
 
 OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
 
@@ -230,3 +233,29 @@ def test_a_surrogate_of_ones_own(tiny: Path, tmp_path: Path, kind: str) -> None:
         run(tiny, tmp_path / "mine", *words)
         run(tiny, tmp_path / "own", "algorithm.surrogate=importance", "steps=1")
         assert log(tmp_path / "mine")[0]["grad_norm"] == log(tmp_path / "own")[0]["grad_norm"]
+
+
+def test_one_update_needs_no_second_look_at_the_proximal_policy(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a batch has one update, the learner's log-probs in it are those before it: nothing is computed twice."""
+    sampled, forward, looks = EmbeddedEngine.generate, Learner.forward, []
+
+    async def older(self: EmbeddedEngine, *args: Any) -> Any:
+        """As if older weights had sampled."""
+        found = await sampled(self, *args)
+        return replace(found, logprobs=tuple(x - 0.3 * (i % 3) for i, x in enumerate(found.logprobs)))
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", older)
+    monkeypatch.setattr(Learner, "forward", lambda self, batch: looks.append(1) or forward(self, batch))
+    words = ("algorithm=decoupled", "learner.max_logprob_gap=2", "steps=3")
+    run(tiny, tmp_path / "once", *words)
+    assert not looks
+    for place in (build, objective):
+        monkeypatch.setattr(place, "remembers", lambda config: True)
+    run(tiny, tmp_path / "twice", *words)
+    assert looks
+    for once, twice in zip(log(tmp_path / "once"), log(tmp_path / "twice"), strict=True):
+        for figure in ("loss", "grad_norm", "factor", "ratio/mean"):
+            assert once.get(figure) == pytest.approx(twice.get(figure), rel=1e-5), figure
+        assert once["ratio/mean"] == pytest.approx(1)

@@ -5,6 +5,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from birl import BirlError, Trainer
 from birl.config.load import load
 from birl.config.schema import RL
 from birl.loops.trainer import LOSS_TYPES
+from birl.types import Feedback, Message, Task
 
 ROWS = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2), "level": i} for i in range(4)]
 SMALL = {"engine.kv_cache_gb": 0.01, "threads": 1, "model.dtype": "float32", "checkpoint.every": 0}
@@ -271,7 +273,7 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
         ({"num_generations": 1}, r"rollout\.group_size=1: the mean of one reward is that reward"),
         ({"learning_rate": "fast"}, r"optimizer\.lr takes a number"),
         ({"reward_weights": [1.0, 2.0]}, r"2 weights for 1 functions"),
-        ({"reward_funcs": []}, r"reward\.functions is empty"),
+        ({"reward_funcs": []}, r"reward_funcs is empty"),
         ({"reward_funcs": 3}, r"reward_funcs=3: give a function"),
         ({"reward_funcs": [letters, None]}, r"reward_funcs=.*None\]: give a function"),
         ({"reward_funcs": "maths"}, r"Did you mean math\?"),
@@ -326,3 +328,34 @@ def test_it_trains_in_a_notebook(make: Make) -> None:
         return make().train()
 
     assert asyncio.run(cell())["finished"]
+
+
+class Echo:
+    """Rewards vowels, twice."""
+
+    @dataclass
+    class Config:
+        turns: int = 1
+
+    def __init__(self, task: Task, config: Config) -> None:
+        self.task, self.left = task, config.turns
+
+    async def start(self) -> Any:
+        return self.task.prompt
+
+    async def step(self, reply: Message) -> Feedback:
+        self.left -= 1
+        more = (Message(role="user", content="more"),)
+        return Feedback(messages=more, reward=float(sum(map(reply.content.count, "aeiou"))), done=self.left == 0)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_an_environment_is_given_as_a_class(make: Make) -> None:
+    stop = {"rollout.stop": "[a,e,i,o,u,n,t]", "env.turns": 2}
+    summary = make(reward_funcs=None, env=Echo, max_tokens=60, overrides=stop).train()
+    found = rollouts(summary["run"])
+    assert {len(r["turns"]) for r in found if r["outcome"] == "ok"} == {2} and not any(r["parts"] for r in found)
+    with pytest.raises(BirlError, match="Did you mean turns"):
+        make(reward_funcs=None, env=Echo, output_dir="other", overrides={"env.turn": 2}).train()

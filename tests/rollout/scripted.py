@@ -29,7 +29,7 @@ class Scripted:
         self.params.append(params)
         await asyncio.sleep(self.delay)
         text = self.answers(self.chat.decode(prompt_ids)) if callable(self.answers) else self.answers[number]
-        tokens = (*self.chat.encode(text), END)
+        tokens = (*self.chat.encode(text), min(self.chat.end_ids))
         cut = tokens[: params.max_tokens]
         stop = Stop.STOP if len(cut) == len(tokens) else Stop.LENGTH
         return Completion(tokens=cut, logprobs=(-0.5,) * len(cut), versions=(3,) * len(cut), stop=stop)

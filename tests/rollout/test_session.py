@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from birl.rollout.assemble import samples
 from birl.rollout.session import Limits, TooLong, following
 from birl.text.chat import Chat
-from birl.types import Message, Outcome, Trajectory, Turn
+from birl.types import Message, Outcome, ToolCall, Trajectory, Turn
 from tests.rollout.scripted import CHAT, Scripted, session
+from tests.text.families import TOOLS, reply
+from tests.text.families import chat as family
 from tests.text.test_chat import with_template
 
 # Earlier questions are repeated in capitals.
@@ -116,6 +119,42 @@ def test_a_template_that_rewrites_history_starts_a_new_sample() -> None:
         await talk.ask((*first, reply, user("Go on")))
         assert engine.prompts[1] == chat.render((*first, reply, user("Go on")))
         assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 2
+
+    asyncio.run(play())
+
+
+def test_thoughts_that_clients_drop_are_known_until_the_template_drops_them() -> None:
+    """Qwen 3 keeps thoughts while tools answer, and drops all of them with the next question."""
+
+    async def play() -> None:
+        chat = family("qwen3")
+        call = ToolCall(name="add", arguments='{"a": 3}')
+        said = Message(role="assistant", content="", thinking="3 + 4", tool_calls=(call,))
+        engine = Scripted([reply("qwen3", said).removesuffix("<|im_end|>"), "It is 7.", "Yes."], chat)
+        talk = session(engine, tokens=200)
+        asked: tuple[Message, ...] = (user("What is 3 + 4?"),)
+        answer = await talk.ask(asked, tools=TOOLS)
+        assert answer == said
+        client = replace(answer, thinking="")  # as OpenAI's client gives it back
+        asked = (*asked, client, Message(role="tool", content="7"))
+        answer = await talk.ask(asked, tools=TOOLS)
+        assert "3 + 4\n</think>" in chat.decode(engine.prompts[1])
+        asked = (*asked, answer, user("Sure?"))
+        await talk.ask(asked, tools=TOOLS)
+        assert engine.prompts[2] == chat.render(asked, TOOLS) and "</think>" not in chat.decode(engine.prompts[2])
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 2
+
+    asyncio.run(play())
+
+
+def test_a_text_goes_on_with_the_thoughts_in_it() -> None:
+    async def play() -> None:
+        engine = Scripted(["<think>\n3 + 4\n</think>\n\n7", "yes"], family("qwen3"))
+        talk = session(engine, tokens=100)
+        answer = await talk.ask("What is 3 + 4? ")
+        assert answer == Message(role="assistant", content="<think>\n3 + 4\n</think>\n\n7")
+        await talk.ask(following("What is 3 + 4? ", answer) + "<|im_end|> Sure?")  # type: ignore[operator]
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
 
     asyncio.run(play())
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from birl.errors import BirlError
+from birl.errors import BirlError, HistoryRewritten
 from birl.models.load import load_tokenizer
 from birl.text.chat import Chat, StopChecker
 from birl.types import Message
@@ -35,7 +35,7 @@ BARE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% en
 # As Qwen3 does with thoughts: only the last answer keeps them.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% if m.reasoning_content and loop.last %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -141,18 +141,40 @@ def test_templates_without_end_tokens_keep_the_one_that_was_sampled() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        FORGETFUL,
         CHATML.replace("{% for message in messages %}", "{{ messages|length }}{% for message in messages %}"),
         "{% for m in messages[-1:] %}{{ m['content'] }}{% endfor %}",
         "{{ messages[0]['content'] }}",
     ],
-    ids=["drops_thoughts", "counts_messages", "keeps_the_last", "ignores_replies"],
+    ids=["counts_messages", "keeps_the_last", "ignores_replies"],
 )
 def test_a_template_that_rewrites_history_is_refused_for_more_than_one_turn(template: str) -> None:
     chat = with_template(template)
     prompt = chat.render((user("Hi"),))  # one turn is fine
     with pytest.raises(BirlError, match=r"rewrites earlier messages.*model\.chat_template"):
         chat.extend(prompt, (*CHAT.encode("7"), END), (user("Why?"),))
+
+
+def test_a_template_that_drops_thoughts_rewrites_those_conversations_that_have_some() -> None:
+    chat = with_template(FORGETFUL)
+    prompt = chat.render((user("Hi"),))
+    for thought in ("3 + 4", ""):  # an empty block is dropped too
+        with pytest.raises(HistoryRewritten):
+            chat.extend(prompt, (*CHAT.encode(f"<think>\n{thought}\n</think>\n\n7"), END), (user("Why?"),))
+    reply = (*CHAT.encode("7"), END)
+    whole = chat.render((user("Hi"), user("7", "assistant"), user("Why?")))
+    assert chat.extend(prompt, reply, (user("Why?"),)) == whole
+
+
+def test_a_template_that_changes_only_what_was_said_before_the_reply() -> None:
+    """Letters of the same number: what counts is what they are."""
+    loud = CHATML.replace(
+        "message['content']", "(message['content'] if loop.revindex < 3 else message['content']|upper)"
+    )
+    chat = with_template(loud)
+    prompt = chat.render((user("Hi"),))
+    with pytest.raises(HistoryRewritten):
+        chat.extend(prompt, (*CHAT.encode("7"), END), (user("Why?"),))
+    assert chat.extend(prompt, (*CHAT.encode("7"), END), ())  # nothing came before that changes
 
 
 def test_a_template_that_rewrites_history_for_some_roles_only_is_refused_for_those() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from birl.errors import BirlError
 from birl.text.chat import Chat
-from birl.text.tools import parse, render
-from birl.types import Message, ToolCall
+from birl.text.tools import render
+from birl.types import Message
 from tests.tiny import CHATML, tiny_tokenizer
 
 # As Qwen2.5's, shorter.
@@ -56,24 +56,3 @@ def test_tools_and_calls_are_in_the_prompt() -> None:
 def test_what_a_template_leaves_out_is_refused(template, messages, tools, said) -> None:
     with pytest.raises(BirlError, match=said):
         render(chat(template), messages, tools)
-
-
-def test_calls_are_read() -> None:
-    text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "é": [2]}}\n</tool_call>\n'
-    text += '<tool_call>{"name": "b"}</tool_call>'
-    assert parse(text) == (
-        "I add.",
-        (ToolCall(name="add", arguments='{"a": 1, "é": [2]}'), ToolCall(name="b", arguments="{}")),
-    )
-
-
-@pytest.mark.parametrize(
-    "inside", ["{", '{"name": 3}', '{"name": ""}', "[]", '{"name": "a", "arguments": "x"}', "__import__('os')"]
-)
-def test_what_is_no_call_stays_text(inside: str) -> None:
-    text = f"I <tool_call>{inside}</tool_call> "
-    assert parse(text) == (text, ())
-
-
-def test_deep_nesting_is_no_call() -> None:
-    assert parse(f"<tool_call>{'[' * 100_000}</tool_call>")[1] == ()

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from birl.text.thinking import TAGS, Growing, split
 from birl.text.visible import Visible, unfinished
 from tests.tiny import tiny_tokenizer
 
@@ -10,8 +11,8 @@ TOKENIZER = tiny_tokenizer()
 END = frozenset({2})
 
 
-def visible(stop: tuple[str, ...] = (), fence: str = "") -> Visible:
-    return Visible(TOKENIZER, END, stop, fence)
+def visible(stop: tuple[str, ...] = (), *fences: str) -> Visible:
+    return Visible(TOKENIZER, END, stop, fences)
 
 
 def ids(text: str) -> list[int]:
@@ -42,7 +43,7 @@ def test_nothing_of_a_stop_string_is_shown() -> None:
 
 
 def test_what_is_fenced_waits() -> None:
-    shown = visible(fence="<tool_call>")
+    shown = visible((), "<python_tag>", "<tool_call>")
     parts = [shown.feed([token]) for token in ids('I look. \n<tool_call>{"name": 1}')]
     assert "".join(parts) == "I look." and shown.whole().endswith('<tool_call>{"name": 1}')
 
@@ -56,7 +57,7 @@ def test_what_is_fenced_waits() -> None:
 )
 def test_what_was_shown_is_never_taken_back(tokens: list[int], stop: list[str], sizes: list[int], fence: str) -> None:
     """Any tokens, incomplete characters and end tokens among them, in pieces of any size."""
-    shown, once, said, place = visible(tuple(stop), fence), visible(tuple(stop)), "", 0
+    shown, once, said, place = visible(tuple(stop), *filter(None, [fence])), visible(tuple(stop)), "", 0
     for size in sizes:
         said += shown.feed(tokens[place : place + size])
         assert shown.whole().startswith(said) and len(said) == shown.sent
@@ -76,3 +77,24 @@ def test_unfinished() -> None:
     assert (
         unfinished("abc", ("cde", "bcx")) == 2 and unfinished("abc", ("abc", "x")) == 0 and unfinished("", ("a",)) == 0
     )
+
+
+PIECES = st.sampled_from(["<think>", "</think>", "<thi", "</", "nk>", "\n", " ", "a", "<", "[THINK]", "[/THINK]"])
+
+
+@settings(deadline=None, max_examples=200)
+@given(pieces=st.lists(PIECES, max_size=12), opened=st.booleans(), tags=st.sampled_from([None, *TAGS]))
+def test_growing_thoughts_are_the_beginning_of_what_they_become(pieces: list[str], opened: bool, tags) -> None:
+    growing, told = Growing(tags, opened), ["", ""]
+    whole = "".join(pieces)
+    thinking, content, _ = split(whole, tags, opened)
+    for piece in pieces:
+        told = [before + new for before, new in zip(told, growing.feed(piece), strict=True)]
+        assert (thinking or "").startswith(told[0]) and content.startswith(told[1]) and told == growing.told
+
+
+def test_thoughts_are_told_as_they_come() -> None:
+    growing = Growing(TAGS[0], opened=True)
+    assert [growing.feed(piece) for piece in ("\n3", " + 4\n", "</thi", "nk>\n\n", "7")] == [
+        *(("3", ""), (" + 4", ""), ("", ""), ("", ""), ("", "7")),
+    ]

@@ -1,0 +1,247 @@
+"""Tool calls in the text of a reply, one reader for each format: text and the declared tools -> what is said beside the
+calls, and the calls. What is no valid call stays text."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from birl.types import ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+Read = tuple[str, tuple[ToolCall, ...]]
+#: calls that begin at a place of the text, and where they end; None where none do
+At = Callable[[str, int], tuple[list[ToolCall], int] | None]
+
+SPACE = re.compile(r"\s*")
+CODER = re.compile(r"<tool_call>\s*<function=([^<>\s]+)>\s*")
+CODER_END = re.compile(r"\s*</function>\s*</tool_call>")
+PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))\s*", re.DOTALL)
+MISTRAL_NAME = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]+)(?:\[CALL_ID\]([^\s\[\]{}]+))?\[ARGS\]")
+DEEPSEEK_CALL = re.compile(
+    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>([^\s<]+)\s*```json\s*|([^\s<]+)<｜tool▁sep｜>\s*)"
+)
+DEEPSEEK_END = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>")
+DEEPSEEK_LAST = re.compile(r"\s*<｜tool▁calls▁end｜>")
+GEMMA_CALL = re.compile(r"<start_function_call>\s*call:([^\s{}:<>]+)\{")
+GEMMA_KEY = re.compile(r"\s*([^\s:{}\[\],<>]+):")
+GEMMA_ATOM = re.compile(r"[^,{}\[\]<>]+")
+ESCAPE = "<escape>"
+
+
+def hermes(text: str, tools: Tools) -> Read:
+    """<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>"""
+
+    def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
+        data, end = value(text, place + len("<tool_call>"))
+        end = past(text, end)
+        call = named(data)
+        return ([call], end + len("</tool_call>")) if call and text.startswith("</tool_call>", end) else None
+
+    return beside(text, "<tool_call>", at)
+
+
+def qwen_coder(text: str, tools: Tools) -> Read:
+    """<tool_call><function=add><parameter=a>3</parameter></function></tool_call>: a value is text where the tool's
+    schema says string, or says nothing; else JSON."""
+    kinds = {name: of.get("properties", {}) for name, of in schemas(tools).items()}
+
+    def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
+        if not (opened := CODER.match(text, place)):
+            return None
+        found: dict[str, Any] = {}
+        end = opened.end()
+        while parameter := PARAMETER.match(text, end):
+            found[parameter[1]] = typed(parameter[2], kinds.get(opened[1], {}).get(parameter[1], {}))
+            end = parameter.end()
+        closed = CODER_END.match(text, end)
+        call = made(opened[1], found)
+        return ([call], closed.end()) if call and closed else None
+
+    return beside(text, "<tool_call>", at)
+
+
+def llama(text: str, tools: Tools) -> Read:
+    """{"name": "add", "parameters": {"a": 3}}, several with ; between. Such JSON is a call behind <|python_tag|>, and
+    where it is the whole reply and names a declared tool."""
+    said, tag, rest = text.partition("<|python_tag|>")
+    calls = list(_objects(rest if tag else text))
+    if not calls or None in calls:
+        return text, ()
+    known = {c.name for c in calls if c} <= set(schemas(tools))
+    return (said.rstrip() if tag else "", tuple(c for c in calls if c)) if tag or known else (text, ())
+
+
+def _objects(text: str) -> Iterator[ToolCall | None]:
+    """Each call of a text of nothing else; None for what is none."""
+    place = past(text, 0)
+    while place < len(text):
+        data, end = value(text, place)
+        key = next((k for k in ("parameters", "arguments") if isinstance(data, dict) and set(data) == {"name", k}), "")
+        call = named(data, key) if key else None
+        yield call
+        place = past(text, end)
+        if call is None or (place < len(text) and text[place] != ";"):
+            yield None
+            return
+        place = past(text, place + 1)
+
+
+def mistral(text: str, tools: Tools) -> Read:
+    """[TOOL_CALLS][{"name": "add", "arguments": {"a": 3}, "id": "abcdefghi"}], or [TOOL_CALLS]add[ARGS]{"a": 3}"""
+
+    def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
+        if newer := MISTRAL_NAME.match(text, place):
+            data, end = value(text, newer.end())
+            call = made(newer[1], data, newer[2] or "")
+            return ([call], end) if call else None
+        data, end = value(text, place + len("[TOOL_CALLS]"))
+        calls = [named(one) for one in data] if isinstance(data, list) else []
+        return ([c for c in calls if c], end) if calls and None not in calls else None
+
+    return beside(text, "[TOOL_CALLS]", at)
+
+
+def deepseek(text: str, tools: Tools) -> Read:
+    """DeepSeek V3 and R1 (function, separator, name, JSON in a fence) and V3.1 (name, separator, JSON)."""
+
+    def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
+        end, calls = place + len("<｜tool▁calls▁begin｜>"), []
+        while opened := DEEPSEEK_CALL.match(text, end):
+            data, end = value(text, opened.end())
+            call, closed = made(opened[1] or opened[2], data), DEEPSEEK_END.match(text, end)
+            if not call or not closed:
+                return None
+            calls.append(call)
+            end = closed.end()
+        last = DEEPSEEK_LAST.match(text, end)
+        return (calls, last.end()) if calls and last else None
+
+    return beside(text, "<｜tool▁calls▁begin｜>", at)
+
+
+def function_gemma(text: str, tools: Tools) -> Read:
+    """<start_function_call>call:add{a:3,unit:<escape>m<escape>}<end_function_call>"""
+
+    def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
+        if not (opened := GEMMA_CALL.match(text, place)):
+            return None
+        try:
+            found, end = _fields(text, opened.end())
+            call = made(opened[1], found)
+        except (ValueError, RecursionError):
+            return None
+        return (
+            ([call], end + len("<end_function_call>")) if call and text.startswith("<end_function_call>", end) else None
+        )
+
+    return beside(text, "<start_function_call>", at)
+
+
+def _fields(text: str, place: int) -> tuple[dict[str, Any], int]:
+    """What is between braces, from behind the first of them. Raises `ValueError`."""
+    found: dict[str, Any] = {}
+    while not text.startswith("}", place):
+        if not (key := GEMMA_KEY.match(text, place)):
+            raise ValueError("no key")
+        found[key[1]], place = _gemma_value(text, key.end())
+        place = _comma(text, place, "}")
+    return found, place + 1
+
+
+def _gemma_value(text: str, place: int) -> tuple[Any, int]:
+    if text.startswith(ESCAPE, place):
+        end = text.index(ESCAPE, place + len(ESCAPE))
+        return text[place + len(ESCAPE) : end], end + len(ESCAPE)
+    if text.startswith("{", place):
+        return _fields(text, place + 1)
+    if text.startswith("[", place):
+        found, place = [], place + 1
+        while not text.startswith("]", place):
+            one, place = _gemma_value(text, place)
+            found.append(one)
+            place = _comma(text, place, "]")
+        return found, place + 1
+    if not (atom := GEMMA_ATOM.match(text, place)):
+        raise ValueError("no value")
+    return json.loads(atom[0], parse_constant=_refuse), atom.end()
+
+
+def _comma(text: str, place: int, last: str) -> int:
+    """Behind the comma, or at the end."""
+    if text.startswith(",", place):
+        return place + 1
+    if text.startswith(last, place):
+        return place
+    raise ValueError("no comma")
+
+
+def beside(text: str, opening: str, at: At) -> Read:
+    """`at` is tried wherever `opening` stands."""
+    calls: list[ToolCall] = []
+    rest, done, place = "", 0, text.find(opening)
+    while place >= 0:
+        if found := at(text, place):
+            calls += found[0]
+            rest += text[done:place]
+            done = found[1]
+        place = text.find(opening, max(done, place + 1))
+    rest += text[done:]
+    return (rest.rstrip() if calls else rest), tuple(calls)
+
+
+def value(text: str, place: int) -> tuple[Any, int]:
+    """The JSON value that begins there, blanks aside, and where it ends; None where there is none."""
+    try:
+        return JSON.raw_decode(text, past(text, place))
+    except (ValueError, RecursionError):
+        return None, place
+
+
+def named(data: Any, arguments: str = "arguments") -> ToolCall | None:
+    """A call from an object with a name and arguments."""
+    if not isinstance(data, dict):
+        return None
+    given = data.get("id", "")
+    return made(data.get("name"), data.get(arguments, {}), given if isinstance(given, str) else "")
+
+
+def made(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
+    """None where it cannot be a call, or could not be said again: half a surrogate pair is no text."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text + id).encode()
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(name=name, arguments=text, id=id)
+
+
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """A parameter as its schema wants it; text where that cannot be."""
+    if schema.get("type", "string") == "string" and "anyOf" not in schema:
+        return text
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def schemas(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """The parameters of each tool, by name."""
+    found = [tool.get("function", tool) for tool in tools]
+    return {f["name"]: f.get("parameters") or {} for f in found if isinstance(f, Mapping) and "name" in f}
+
+
+def past(text: str, place: int) -> int:
+    """Behind the blanks there."""
+    match = SPACE.match(text, place)
+    return match.end() if match else place
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+JSON = json.JSONDecoder(parse_constant=_refuse)

@@ -1,0 +1,150 @@
+"""The formats in which models call tools: how each is told from a chat template, read, and written again."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from birl.text import calls, harmony
+from birl.text.calls import Read, Tools
+from birl.text.thinking import Parts, split
+
+Dict = dict[str, Any]
+MARK = "birl-probe-reply"  # stands for what a model said
+
+
+def unchanged(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
+    return [dict(m) for m in messages]
+
+
+def text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
+    """DeepSeek's templates want arguments as JSON text."""
+    found = unchanged(messages)
+    for message in found:
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ]
+    return found
+
+
+def nine_characters(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
+    """Mistral's templates want an id of nine letters and digits for each call, and the same in its answer. A missing
+    one is counted, and answers go to the calls in their order; another is shortened, always in the same way."""
+    found, open_ids, n = unchanged(messages), list[str](), 0
+    for message in found:
+        if message.get("tool_calls"):
+            open_ids = []
+            message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
+            for call in message["tool_calls"]:
+                n += 1
+                call["id"] = _nine(call["id"]) if call.get("id") else f"{n:09d}"
+                open_ids.append(call["id"])
+        elif message["role"] == "tool":
+            own = _nine(message["tool_call_id"]) if message.get("tool_call_id") else ""
+            own = own if own in open_ids or not open_ids else open_ids[0]
+            message["tool_call_id"] = own or f"{0:09d}"
+            open_ids = [i for i in open_ids if i != own]
+    return found
+
+
+def one_voice(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
+    """GPT-OSS's template takes either thinking or content beside a call."""
+    found = unchanged(messages)
+    for message in found:
+        if message.get("tool_calls") and message.get("content") and message.get("reasoning_content"):
+            message["reasoning_content"] += "\n\n" + message["content"]
+            message["content"] = ""
+        if message.get("reasoning_content"):
+            message["thinking"] = message["reasoning_content"]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """`marks`: what a chat template of this format holds, `openings`: where a call may begin, `closing`: pattern of
+    what is behind the last argument of the last call, `ends`: tokens that the template puts where the model says
+    another one, `fit`: messages as such templates want them."""
+
+    read: Callable[[str, Tools], Read]
+    marks: tuple[str, ...]
+    openings: tuple[str, ...]
+    closing: str
+    ends: tuple[str, ...] = ()
+    fit: Callable[[Sequence[Mapping[str, Any]]], list[Dict]] = unchanged
+    channels: bool = False
+
+
+def _harmony(text: str, tools: Tools) -> Read:
+    found = harmony.parts(text, tools)
+    return found.content, found.calls
+
+
+FORMATS: dict[str, Format] = {
+    "harmony": Format(
+        read=_harmony,
+        marks=("<|channel|>", "<|message|>"),
+        openings=("<|channel|>", "<|start|>", " to=", "to="),
+        closing=r'"\s*\}',
+        ends=("<|end|>",),
+        fit=one_voice,
+        channels=True,
+    ),
+    "deepseek": Format(
+        read=calls.deepseek,
+        marks=("<｜tool▁calls▁begin｜>",),
+        openings=("<｜tool▁calls▁begin｜>",),
+        closing="<｜tool▁calls▁end｜>",
+        fit=text_arguments,
+    ),
+    "mistral": Format(
+        read=calls.mistral,
+        marks=("[TOOL_CALLS]",),
+        openings=("[TOOL_CALLS]",),
+        closing=r'"\s*\}(?:[^\[\]{}]*\}\s*\]|)',
+        fit=nine_characters,
+    ),
+    "function_gemma": Format(
+        read=calls.function_gemma,
+        marks=("<start_function_call>",),
+        openings=("<start_function_call>",),
+        closing="<end_function_call>",
+    ),
+    "qwen_coder": Format(
+        read=calls.qwen_coder,
+        marks=("<tool_call>", "<function="),
+        openings=("<tool_call>",),
+        closing="</tool_call>",
+    ),
+    "hermes": Format(
+        read=calls.hermes,
+        marks=("<tool_call>",),
+        openings=("<tool_call>",),
+        closing="</tool_call>",
+    ),
+    "llama": Format(
+        read=calls.llama,
+        marks=('"parameters"',),
+        openings=("{", "<|python_tag|>"),
+        closing=r'"\s*\}\s*\}',
+    ),
+}
+
+
+def parts(text: str, form: Format | None, tags: tuple[str, str] | None, tools: Tools, opened: bool = False) -> Parts:
+    """A reply's text, without the token that ended it."""
+    if form is not None and form.channels:
+        return harmony.parts(text, tools)
+    thinking, rest, closed = split(text, tags, opened)
+    said, found = form.read(rest, tools) if form is not None and tools else (rest, ())
+    return Parts(thinking=thinking, content=said, calls=found, closed=closed)
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _nine(id: str) -> str:
+    return id if len(id) == 9 and id.isascii() and id.isalnum() else hashlib.sha256(id.encode()).hexdigest()[:9]

@@ -1,0 +1,37 @@
+"""The JSON schema of a tool from a Python function: its type hints, and the `Args:` of its docstring."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from birl.errors import BirlError
+
+ARGS = "Write its docstring as: what it does, an empty line, `Args:`, and `    name: what it is` for each argument."
+
+
+def tool(function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema that `tools` of an environment and of OpenAI's API want. Raises `BirlError` for a function that does
+    not say what it takes.
+
+    Example: tool(add)["function"]["parameters"]["required"] == ["a", "b"]
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inspect.signature(function).parameters.values()):
+        raise BirlError(f"The tool {name} takes *args or **kwargs, which have no schema. Name each argument.")
+    try:
+        found = get_json_schema(function)
+    except DocstringParsingException as error:
+        raise BirlError(f"The tool {name}: {_line(error)} {ARGS}") from error
+    except TypeHintParsingException as error:
+        raise BirlError(f"The tool {name}: {_line(error)}") from error
+    except (NameError, TypeError, ValueError) as error:  # hints that name nothing, (choices: ...) that are no JSON
+        raise BirlError(f"The tool {name}: its type hints or choices cannot be read: {_line(error)}") from error
+    found["function"].pop("return", None)  # templates print it, and models were not trained with it
+    return found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(part) for part in error.args).split("\n")[0]
