@@ -17,8 +17,10 @@ import torch
 from birl.cli import main
 from birl.config import schema
 from birl.config.help import documentation, presets, written
-from birl.config.load import load
+from birl.config.load import SHORTHANDS, load
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+from birl.envs.open import BUILT_IN
+from birl.named import load as load_named
 from birl.simulation import scenario
 
 ROOT = Path(__file__).parents[1]
@@ -231,7 +233,7 @@ def problem(span: str) -> bool:
     """Whether this is a key, preset, file, test or function that does not exist."""
     key, equals, value = span.partition("=")
     section, dot, rest = key.partition(".")
-    keys = KEYS | {"reward", "model", "algorithm"}
+    keys = KEYS | {"reward", "model", "algorithm"} | set(SHORTHANDS) | own_keys()
     if equals and key in presets(RL) and re.fullmatch(r"[a-z_0-9]+", value) and not Path(value).exists():
         return value not in presets(RL)[key]
     if (
@@ -249,6 +251,13 @@ def problem(span: str) -> bool:
     if re.fullmatch(r"[A-Za-z_]\w*\(\)|_Run\.\w+|[A-Z]\w+\.[a-z_]\w*", span):
         return span.removesuffix("()").rpartition(".")[2] not in defined()
     return False
+
+
+@cache
+def own_keys() -> set[str]:
+    """Keys of the environments that birl brings."""
+    classes = [load_named("env.kind", place, {}) for place in BUILT_IN.values()]
+    return {f"env.{key}" for c in classes if hasattr(c, "Config") for key in documentation(c.Config)}  # pyright: ignore
 
 
 @cache
