@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from birl.cli import main
-from tests.envs.browser.browsers import needs_browser, processes
+from tests.envs.browser.browsers import needs_browser, nothing_left
 
 SMALL = (
     "env=miniwob",
@@ -22,13 +22,12 @@ SMALL = (
 def test_a_run_plays_real_pages(tiny: Path, tmp_path: Path) -> None:
     words = ("rollout.prompts=2", "rollout.group_size=2", "rollout.max_tokens=8", "steps=1", "validation.every=1")
     quiet = ("track.console=off", "track.tensorboard=false", "track.report=false")
-    before = set(processes())
-    assert main(["rl", *SMALL, *words, *quiet, f"model.path={tiny}", f"run={tmp_path}/run"]) == 0
+    with nothing_left():
+        assert main(["rl", *SMALL, *words, *quiet, f"model.path={tiny}", f"run={tmp_path}/run"]) == 0
     episodes = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert len(episodes) == 4 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["reward/invalid_actions"] > 0
-    assert not set(processes()) - before
 
 
 @needs_browser

@@ -1,8 +1,10 @@
 """Real browsers for tests."""
 
 import os
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,28 @@ async def said(env: Any, text: str) -> Feedback:
     return await env.step(Message(role="assistant", content=text))
 
 
-def processes(marker: str = "birl-browser-") -> list[int]:
-    """Those that a worker started, by its folder in their environment, which children inherit."""
+@contextmanager
+def nothing_left() -> Iterator[Path]:
+    """A folder for what workers write; afterwards it is empty, and none of the processes that had it is left."""
+    before, folder = tempfile.tempdir, Path(tempfile.mkdtemp(prefix="bb-"))
+    tempfile.tempdir = str(folder)
+    try:
+        yield folder
+    finally:
+        tempfile.tempdir = before
+    end = time.monotonic() + 5
+    while (left := processes(folder)) and time.monotonic() < end:
+        time.sleep(0.1)  # a killed process is seen until its parent has taken note
+    assert not left, left
+    folder.rmdir()  # says so where it is not empty
+
+
+def processes(folder: Path) -> list[int]:
+    """Those that workers started, by their folder in the environment, which children inherit."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                if f"TMPDIR=/tmp/{marker}".encode() in (entry / "environ").read_bytes():
+                if f"TMPDIR={folder}".encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return found

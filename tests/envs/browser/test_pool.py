@@ -16,7 +16,7 @@ import pytest
 from birl.envs.browser.pool import Pool
 from birl.envs.browser.process import Lost, Worker
 from birl.envs.open import World
-from tests.envs.browser.browsers import made, needs_browser, processes, said, with_world
+from tests.envs.browser.browsers import made, needs_browser, nothing_left, processes, said, with_world
 
 TASKS = {"tasks": "[click-test]"}
 pytestmark = needs_browser
@@ -29,23 +29,17 @@ def workers(pool: Pool) -> list[Worker]:
 def chromium(pool: Pool) -> list[int]:
     """The main process of each browser."""
     found = []
-    for pid in processes():
+    for pid in {pid for w in workers(pool) for pid in processes(Path(w.folder))}:
         with suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            ours = any(w.folder.encode() in line for w in workers(pool))
-            if ours and b"--user-data-dir" in line and b"--type=" not in line and not line.startswith(b"/bin/sh"):
+            if b"--user-data-dir" in line and b"--type=" not in line and not line.startswith(b"/bin/sh"):
                 found.append(pid)
     return found
 
 
 def run(use: Any, **options: Any) -> Any:
-    before = set(processes())
-    found = asyncio.run(asyncio.wait_for(with_world("miniwob", {**TASKS, **options}, use), 60))
-    end = time.monotonic() + 5
-    while (left := set(processes()) - before) and time.monotonic() < end:
-        time.sleep(0.1)  # a killed process is seen until its parent has taken note
-    assert not left, left
-    return found
+    with nothing_left():
+        return asyncio.run(asyncio.wait_for(with_world("miniwob", {**TASKS, **options}, use), 60))
 
 
 async def play(world: World, seed: int = 0) -> float:
@@ -80,18 +74,14 @@ def test_chaos() -> None:
                 os.kill(draw.choice(victims), signal.SIGSTOP if way == "freeze" else signal.SIGKILL)
 
     async def use(world: World) -> Counter[str]:
-        folders = {w.folder for w in workers(world.shared)}
         hurting = asyncio.create_task(hurt(world))
         found = Counter(await asyncio.gather(*(one(world, i) for i in range(40))))
         await hurting
         assert await play(world, 99) == 1.0  # all is well again
         assert not any(b.open for b in world.shared.browsers) and not world.shared.waiting
-        folders |= {w.folder for w in workers(world.shared)}
-        await world.close()
-        assert not [f for f in folders if Path(f).exists()]
         return found
 
-    found = run(use, contexts="4", call_timeout="3")
+    found = run(use, contexts="4", call_timeout="4")
     assert set(found) <= {"right", "Lost", "RuntimeError", "given up"}, found
     assert found["right"] >= 10 and found["Lost"] >= 1 and found["given up"] >= 1, found
 
@@ -107,13 +97,13 @@ def test_a_browser_is_replaced_when_it_is_worn_or_late() -> None:
         await env.start()
         os.kill(chromium(world.shared)[0], signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(Lost, match=r"step took longer than env\.call_timeout=2 s"):
+        with pytest.raises(Lost, match=r"step took longer than env\.call_timeout=4 s"):
             await said(env, "click('13')")
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 8
         await env.close()
         assert await play(world) == 1.0
 
-    run(use, workers="1", restart_every="2", call_timeout="2")
+    run(use, workers="1", restart_every="2", call_timeout="4")
 
 
 def test_many_episodes_wait_in_order_and_hold_up_nobody() -> None:
