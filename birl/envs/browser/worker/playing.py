@@ -134,7 +134,7 @@ class Playing(gym_env.BrowserEnv):
 
     def _view(self) -> "View":
         if self.page not in self.views:
-            self.views[self.page] = View(self.context.new_cdp_session(self.page))
+            self.views[self.page] = View(self.page.context.new_cdp_session(self.page))
         return self.views[self.page]
 
     def _picture(self, folder: Path) -> None:
