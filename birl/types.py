@@ -240,11 +240,13 @@ class Env(Protocol):
 class Model(Protocol):
     """What an agent talks to. `ask` continues the conversation that it knows the beginning of, token by token, or
     begins a new one; `agent` names the speaker. `base_url` is the same for a client of OpenAI's or Anthropic's API, in
-    this process or another."""
+    this process or another; `reward` is what such a client has sent to base_url/reward."""
 
     async def ask(self, said: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), agent: str = "") -> Message: ...
     @property
     def base_url(self) -> str: ...
+    @property
+    def reward(self) -> "float | Mapping[str, float] | None": ...
 
 
 class Agent(Protocol):

@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +21,6 @@ from birl.config.help import documentation, presets, written
 from birl.config.load import SHORTHANDS, load
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 from birl.envs.open import BUILT_IN
-from birl.named import load as load_named
 from birl.simulation import scenario
 from tests.envs.browser.browsers import missing
 
@@ -31,6 +31,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve)
 KEYS = {key for kind in SCHEMAS for key in documentation(kind)}
+for module, name in (where.split(":") for where in BUILT_IN.values()):  # the keys of tasks that come along
+    KEYS |= {f"env.{key}" for key in documentation(getattr(import_module(module), name).Config)}
 SCENARIO = {f"{name}.{key}" for name in scenario.SECTIONS for key in vars(getattr(scenario.Scenario(), name))}
 SECTIONS = tuple(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
 FOLDERS = ("birl", "tests", "docs", "recipes", "examples", "benchmarks")
@@ -44,6 +46,7 @@ ROWS = [
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
 OTHER_ROWS = {  # by file name
     "chats.jsonl": [{"messages": [*TALK, {"role": "tool", "content": "7"}, TALK[1]]}] * 4,
+    "code.jsonl": [{"prompt": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}] * 4,
     "books.jsonl": [{"text": "The sum of two numbers."}] * 4,
 }
 
@@ -141,6 +144,7 @@ def test_commands_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(demo, tmp_path / "runs" / "demo")
     for name, text in scripts.items():
         Path(name).write_text(text)
@@ -236,7 +240,7 @@ def problem(span: str) -> bool:
     """Whether this is a key, preset, file, test or function that does not exist."""
     key, equals, value = span.partition("=")
     section, dot, rest = key.partition(".")
-    keys = KEYS | {"reward", "model", "algorithm"} | set(SHORTHANDS) | own_keys()
+    keys = KEYS | {"reward", "model", "algorithm"} | set(SHORTHANDS)
     if equals and key in presets(RL) and re.fullmatch(r"[a-z_0-9]+", value) and not Path(value).exists():
         return value not in presets(RL)[key]
     if (
@@ -254,13 +258,6 @@ def problem(span: str) -> bool:
     if re.fullmatch(r"[A-Za-z_]\w*\(\)|_Run\.\w+|[A-Z]\w+\.[a-z_]\w*", span):
         return span.removesuffix("()").rpartition(".")[2] not in defined()
     return False
-
-
-@cache
-def own_keys() -> set[str]:
-    """Keys of the environments that birl brings."""
-    classes = [load_named("env.kind", place, {}) for place in BUILT_IN.values()]
-    return {f"env.{key}" for c in classes if hasattr(c, "Config") for key in documentation(c.Config)}  # pyright: ignore
 
 
 @cache

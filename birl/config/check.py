@@ -13,12 +13,13 @@ from birl.config.help import documentation, written
 from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import algorithm_problems
 from birl.config.rules_engine import asynchronous_problems, engine_problems
+from birl.config.rules_sandbox import sandbox_problems
 from birl.config.rules_stages import stage_problems
 from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
 from birl.config.words import command, did_you_mean, said, value_of, without_effect
 from birl.named import TEMPLATES, template_file
 
-REWARDS = ("math", "format", "length", "model")
+REWARDS = ("math", "code", "format", "length", "model")
 RESUME = ("auto", "never")
 
 
@@ -130,6 +131,7 @@ def _rewards(config: RL | Eval) -> list[str]:
         found.append("reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).")
     if "length" not in functions:
         found += without_effect(config, "reward.length_target", "reward.functions does not name length; add it")
+    found += sandbox_problems(config)
     try:
         re.compile(reward.format_pattern)
     except re.error as error:
@@ -148,9 +150,15 @@ def _environment(config: RL | Eval) -> list[str]:
         found.append(f"env.kind={env.kind}: expected my_file.py:NAME or package.module:NAME.")
     elif place.endswith(".py") and not Path(place).is_file():
         found.append(f"env.kind={env.kind}: there is no file {place} in {Path.cwd()}.")
+    if env.sampling == "agent" and isinstance(config, RL):
+        found.append(
+            "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, top_p, top_k and "
+            "min_p, so answers must be drawn with them. Leave env.sampling=run; `birl eval` can use agent."
+        )
     if env.kind == "single_turn":
         reason = "env.kind=single_turn answers nothing; name an environment"
         found += without_effect(config, "env.max_turns", reason)
+        found += without_effect(config, "env.sampling", reason)
         if env.options:
             found.append(f"env.{next(iter(env.options))}: there is no such key, and {reason}.")
     return found

@@ -288,6 +288,10 @@ class Env:
     """Calls of the model per episode; then it is cut, and its outcome is `truncated`."""
     timeout: float = 600.0
     """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
+    sampling: str = "run"
+    """How answers to an agent's OpenAI or Anthropic client are drawn: run (as rollout or validation says, whatever the
+    client asks for) | agent (with the client's own temperature, top_p, top_k and min_p; `birl eval` only, as training
+    needs the log-probs of what the run itself would draw)."""
 
 
 @dataclass(kw_only=True)
@@ -313,9 +317,9 @@ class Validation:
 @dataclass(kw_only=True)
 class Reward:
     functions: list[str] = field(default_factory=list)
-    """Reward functions: math | format | length | model (a reward model, reward.model), or my_file.py:my_function, or
-    package.module:function. They judge the last answer, and add to what the environment gave. Empty: math for
-    env.kind=single_turn, else the environment alone."""
+    """Reward functions: math | code (unit tests) | format | length | model (a reward model, reward.model), or
+    my_file.py:my_function, or package.module:function. They judge the last answer, and add to what the environment
+    gave. Empty: math for env.kind=single_turn, else the environment alone."""
     weights: list[float] = field(default_factory=list)
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""
@@ -330,6 +334,26 @@ class Reward:
     http://host:port/pooling."""
     length_target: int = 256
     """`length` gives 1 up to this many characters and falls to 0 at twice as many."""
+    code_partial: bool = True
+    """`code` gives the share of the tests that passed. False: 1 where all passed, else 0."""
+
+
+@dataclass(kw_only=True)
+class Sandbox:
+    """Where programs of the model run: what the reward function `code` reads."""
+
+    kind: str = "auto"
+    """zygote (bubblewrap around a Python that forks for every run) | bubblewrap (anew for every run) | landlock (no
+    namespaces) | modal (in Modal's cloud) | process (no boundary: only for programs that you trust) | auto (the first
+    of zygote, bubblewrap and landlock that a trial run shows to work)."""
+    workers: int = 0
+    """Programs that run at once, in each reward worker. 0: the cores, shared among reward.workers."""
+    seconds: float = 4.0
+    """Longest a test may take [s]; then it has not passed."""
+    total_seconds: float = 10.0
+    """Longest all tests of an answer may take [s]; those that are not begun by then have not passed."""
+    memory_mb: int = 512
+    """Memory of all processes of a test together [MiB]."""
 
 
 @dataclass(kw_only=True)
@@ -557,6 +581,7 @@ class RL:
     rollout: Rollout = field(default_factory=Rollout)
     validation: Validation = field(default_factory=Validation)
     reward: Reward = field(default_factory=Reward)
+    sandbox: Sandbox = field(default_factory=Sandbox)
     engine: Engine = field(default_factory=Engine)
     weights: Weights = field(default_factory=Weights)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -649,6 +674,7 @@ class Eval:
     env: Env = field(default_factory=Env)
     validation: Validation = field(default_factory=Validation)
     reward: Reward = field(default_factory=Reward)
+    sandbox: Sandbox = field(default_factory=Sandbox)
     engine: Engine = field(default_factory=Engine)
     output: str = ""
     """JSON file for the results and all answers. Empty: only printed."""

@@ -9,53 +9,106 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-THREADS = 64  # plain functions of environments that run at once
+IDLE = 10.0  # seconds that a thread waits for more work
 
 
 class Threads:
-    """At most `most` daemon threads, started as they are needed. Unlike `ThreadPoolExecutor`'s, one that hangs does not
-    keep the program from ending."""
+    """At most `most` daemon threads at work, started as they are needed. Unlike `ThreadPoolExecutor`'s, one that hangs
+    does not keep the program from ending, nor, once nobody waits for it any more, others from working."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, name: str) -> None:
+        self.most, self.name = most, name
         self.waiting: deque[tuple[Future, Callable[[], Any]]] = deque()
         self.changed = threading.Condition()
         self.idle = self.started = 0
+        self.working: set[Future] = set()
+        self.left: set[Future] = set()  # at work, and nobody waits for it
 
     def run(self, work: Callable[[], Any]) -> Future:
         future: Future = Future()
         with self.changed:
             self.waiting.append((future, work))
-            if self.idle >= len(self.waiting) or self.started == self.most:
-                self.changed.notify()
-            else:
-                self.started += 1
-                threading.Thread(target=self._serve, daemon=True, name=f"birl-env-{self.started}").start()
+            self._staff()
         return future
 
+    def leave(self, future: Future) -> None:
+        """Nobody waits for it any more: if it is at work, another thread may take its place."""
+        with self.changed:
+            if future in self.working:
+                self.left.add(future)
+                self._staff()
+
+    def _staff(self) -> None:
+        if self.idle >= len(self.waiting) or self.started - len(self.left) >= self.most:
+            self.changed.notify()
+        elif self.waiting:
+            self.started += 1
+            threading.Thread(target=self._serve, daemon=True, name=self.name).start()
+
     def _serve(self) -> None:
-        while True:
+        while (taken := self._take()) is not None:
+            future, work = taken
+            if future.set_running_or_notify_cancel():
+                finish(future, work)
             with self.changed:
-                self.idle += 1
-                while not self.waiting:
-                    self.changed.wait()
-                self.idle -= 1
-                future, work = self.waiting.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del future, work
+                self.working.discard(future)
+                left = future in self.left
+                self.left.discard(future)
+                if left and self.started > self.most:  # another one came in its place
+                    self.started -= 1
+                    return
+            del taken, future, work
+
+    def _take(self) -> tuple[Future, Callable[[], Any]] | None:
+        """None: there was nothing to do for a while."""
+        with self.changed:
+            self.idle += 1
+            found = self.changed.wait_for(lambda: self.waiting, IDLE)
+            self.idle -= 1
+            if not found:
+                self.started -= 1
+                return None
+            future, work = self.waiting.popleft()
+            self.working.add(future)
+            return future, work
 
 
-_threads = Threads(THREADS)
+def finish(future: Future, work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+        # asyncio cannot hand on the first, and would end the whole program with the others
+        problem = RuntimeError(f"{type(error).__name__}: {error}")
+        future.set_exception(problem.with_traceback(error.__traceback__))
+    except BaseException as error:
+        future.set_exception(error)
 
 
-async def called(function: Callable[..., Any], *args: Any) -> Any:
+#: Steps are short, and hold Python's lock while they compute: many at once would keep it from the event loop.
+STEPS = Threads(64, "birl-env")
+#: An agent has its thread for a whole episode, and mostly waits for the model.
+AGENTS = Threads(1024, "birl-agent")
+#: Closing does not wait behind what hangs.
+CLOSING = Threads(32, "birl-close")
+
+
+async def called(function: Callable[..., Any], *args: Any, threads: Threads = STEPS) -> Any:
     """The result of a plain or an async function. Cancelling leaves a thread that runs already to itself."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    found = await asyncio.wrap_future(_threads.run(lambda: function(*args)))
-    return await found if inspect.isawaitable(found) else found
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        future = threads.run(lambda: function(*args))
+        try:
+            found = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            threads.leave(future)
+            raise
+        return await found if inspect.isawaitable(found) else found
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # It cancelled itself: nobody asked this episode to end.
+        raise RuntimeError("it was cancelled from within") from error

@@ -1,6 +1,6 @@
 """An agent that is one function, sync or async. It is called with what it names:
 
-    task       the row of the task: its columns, `prompt` (text or messages) and `answer`
+    task       the row of the task: its columns, `prompt` as text and as `messages`, and `answer`
     model      `await model.ask(messages)`: the model without a client (for async functions)
     base_url   the address of this episode's OpenAI and Anthropic API, for any client
     api_key    what such a client wants as a key
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from birl.envs.calls import called
-from birl.types import Model, Task
+from birl.envs.calls import AGENTS, called
+from birl.types import Message, Model, Task
 
 OFFERED = ("task", "model", "base_url", "api_key")
 KEY = "birl"  # clients insist on one; the address itself is the secret
@@ -27,7 +27,7 @@ class FunctionAgent:
 
     async def run(self, model: Model) -> float | Mapping[str, float]:
         given = {name: self._given(name, model) for name in self.names}
-        return await called(partial(self.function, **given, **self.options))
+        return await called(partial(self.function, **given, **self.options), threads=AGENTS)
 
     def _given(self, name: str, model: Model) -> Any:
         match name:
@@ -46,6 +46,11 @@ class FunctionAgent:
 
 def row(task: Task) -> dict[str, Any]:
     """A task as plain data."""
-    prompt = task.prompt
-    plain = prompt if isinstance(prompt, str) else [{"role": m.role, "content": m.content} for m in prompt]
-    return {**task.columns, "prompt": plain, "answer": task.answer}
+    said = (Message(role="user", content=task.prompt),) if isinstance(task.prompt, str) else task.prompt
+    messages = [{"role": m.role, "content": m.content} for m in said]
+    return {**task.columns, "prompt": prompt(task), "messages": messages, "answer": task.answer}
+
+
+def prompt(task: Task) -> str:
+    """As text; several messages stand one below the other."""
+    return task.prompt if isinstance(task.prompt, str) else "\n\n".join(m.content for m in task.prompt)

@@ -30,6 +30,7 @@ from birl.types import Agent, Conversation, Env, Task
 BUILT_IN: dict[str, str] = {
     "miniwob": "birl.envs.browser.env:MiniWob",
     "webarena": "birl.envs.browser.env:WebArena",
+    "program": "birl.envs.program:Program",
 }
 
 

@@ -1,6 +1,7 @@
 """Configuration -> objects. The only place that turns names into things; everything below takes values."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from torch import nn
 from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.rules_algorithm import CRITIC, remembers
+from birl.config.rules_sandbox import at_once
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -168,7 +170,7 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         if config.engine.kind != "embedded" and not dry_run:
             servers = await open_servers(config.engine, wanted(config, policy, context, asked, run))
             opened.push_async_callback(servers.close)
-        gateway = Gateway(policy.chat) if world.agent else None
+        gateway = Gateway(policy.chat, config.env.sampling) if world.agent else None
         if gateway is not None:
             await gateway.start()
             opened.push_async_callback(gateway.close)
@@ -181,6 +183,8 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         parts = await loop.run_in_executor(compute, ready)
         if servers is None:
             opened.push_async_callback(parts.engine.close)
+        gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
+        opened.callback(gc.unfreeze)
         parts.opened = opened.pop_all()
         return parts
 
@@ -353,6 +357,8 @@ def make_rewards(
             "format_pattern": keys.format_pattern,
             "length_target": keys.length_target,
             "address": keys.model,
+            "code_partial": keys.code_partial,
+            "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },
     )
 

@@ -71,7 +71,9 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         else:
             engine, found = await served(config, model, context, asked)
         opened.push_async_callback(engine.close)
-        gateway = Gateway(model.chat) if world.agent else None
+        if config.env.sampling == "agent" and not world.agent:
+            raise BirlError(f"env.sampling=agent: env.kind={world.kind} has no client that could ask for anything.")
+        gateway = Gateway(model.chat, config.env.sampling) if world.agent else None
         if gateway is not None:
             await gateway.start()
             opened.push_async_callback(gateway.close)

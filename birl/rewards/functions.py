@@ -25,6 +25,7 @@ from birl.types import Outcome
 
 BUILTINS = {
     "math": "birl.rewards.math:math",
+    "code": "birl.rewards.code:code",
     "format": "birl.rewards.text:format",
     "length": "birl.rewards.text:length",
     "endpoint": "birl.rewards.endpoint:endpoint",
@@ -33,6 +34,8 @@ OPTIONS = {
     "format_pattern": ("format", "pattern"),
     "length_target": ("length", "target"),
     "address": ("endpoint", "address"),
+    "code_partial": ("code", "partial"),
+    "sandbox": ("code", "sandbox"),
 }
 
 Answers = list[float | str]

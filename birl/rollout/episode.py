@@ -8,12 +8,12 @@ import traceback
 from collections.abc import Mapping
 from math import isfinite, nan
 
-from birl.envs.calls import called
+from birl.envs.calls import AGENTS, CLOSING, called
 from birl.rollout.session import Aborted, EngineFailed, Session, TooLong, following
 from birl.types import Agent, Conversation, Env, Outcome, Stop, Trajectory
 from birl.waits import waiting
 
-CLOSING = 30.0  # seconds an environment may take to close
+PATIENCE = 30.0  # seconds an environment may take to close
 
 
 class Played:
@@ -30,6 +30,9 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case."""
     played, limits = Played(), session.limits
     try:
+        if hasattr(env, "admit"):  # its place among those that run at once; the clock starts behind it
+            with waiting(session.name, "its place", "other episodes"):
+                await env.admit()  # pyright: ignore[reportAttributeAccessIssue]
         async with asyncio.timeout(limits.timeout):
             if hasattr(env, "run"):
                 await _run(env, session, played)  # pyright: ignore[reportArgumentType]
@@ -90,7 +93,8 @@ async def _play(env: Env, session: Session, played: Played) -> None:
 
 async def _run(agent: Agent, session: Session, played: Played) -> None:
     try:
-        found = await _in(agent.run, session, "an agent", session)
+        with waiting(session.name, "an agent", "environment", session.limits.timeout):
+            found = await called(agent.run, session, threads=AGENTS)
     except Exception:
         if not isinstance(session.failure, TooLong) or session.reward is None:
             raise
@@ -122,12 +126,22 @@ async def _in(method, session: Session, what: str, *args):
 
 
 async def _close(env: Env | Agent, name: str) -> str:
-    """What went wrong. A cancelled episode closes its environment too."""
+    """What went wrong. A cancelled episode closes its environment too, also when it is cancelled meanwhile."""
+    closing = asyncio.ensure_future(asyncio.wait_for(called(env.close, threads=CLOSING), PATIENCE))
+    cancelled: asyncio.CancelledError | None = None
+    with waiting(name, "closing", "environment", PATIENCE):
+        while not closing.done():
+            try:
+                await asyncio.wait({closing})
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is not None:
+        closing.exception()  # looked at
+        raise cancelled
     try:
-        with waiting(name, "closing", "environment", CLOSING):
-            await asyncio.wait_for(called(env.close), CLOSING)
+        closing.result()
     except TimeoutError:
-        return f"the environment did not close within {CLOSING:g} s"
+        return f"the environment did not close within {PATIENCE:g} s"
     except Exception as error:
         return describe(error)
     return ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from birl.errors import HistoryRewritten
+from birl.errors import Aborted, EngineFailed, HistoryRewritten, TooLong
 from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, Turn
 from birl.waits import waiting
 
@@ -42,27 +42,23 @@ class Gateway(Protocol):
     def leave(self, session: "Session") -> None: ...
 
 
-class EngineFailed(Exception):
-    """Wraps what an engine raised, to tell it from what an environment raised."""
-
-
-class Aborted(Exception):
-    """The engine was told to end the answer."""
-
-
-class TooLong(Exception):
-    """No room is left for an answer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A conversation that ended with an answer, and its ids. `talk`: its messages as they were, thinking included."""
+    """A conversation that ended with an answer, and the ids of both. `talk`: its messages as they were, thinking
+    included."""
 
     said: tuple[Any, ...] | str
     talk: Conversation
     owner: tuple[str, str]
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    turn: Turn
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.turn.prompt
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        return self.turn.completion.tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,9 +90,10 @@ class Session:
         self.seed_of_turn, self.id, self.name, self.gateway = seed_of_turn, id, name, gateway
         self.asked = 0
         self.known: list[Known] = []
-        self.reward: float | None = None  # where it came over HTTP
-        self.failure: Exception | None = None  # the first that ends the episode, whatever the agent makes of it
+        self.reward: float | dict[str, float] | None = None  # where it came over HTTP
+        self.failure: Exception | None = None  # the worst that happened, whatever the agent makes of it
         self._turns: dict[int, Turn] = {}
+        self._open = 0  # questions without an answer yet
         self._url = ""
 
     @property
@@ -118,10 +115,15 @@ class Session:
     async def answer(
         self, said: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
     ) -> tuple[Message, Turn]:
-        """As `ask`, with parameters of its own; also what was recorded."""
+        """As `ask`, with parameters of its own; also what was recorded. Of stop strings that are not the run's the
+        reply is told without them, as APIs do; the recorded tokens have them."""
         try:
             return await self._answer(said, params, tools, agent)
-        except (EngineFailed, Aborted, TooLong) as error:
+        except (EngineFailed, Aborted) as error:
+            if not isinstance(self.failure, EngineFailed | Aborted):
+                self.failure = error
+            raise
+        except TooLong as error:
             self.failure = self.failure or error
             raise
 
@@ -129,28 +131,27 @@ class Session:
         self, said: Conversation, params: SamplingParams, tools: Tools, agent: str
     ) -> tuple[Message, Turn]:
         number, self.asked = self.asked, self.asked + 1
-        if number >= self.limits.turns:
+        if len(self._turns) + self._open >= self.limits.turns:
             raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
         owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
         prompt, talk = self.prompt(said, tools, owner)
         room = self.limits.tokens - len(prompt)
         if room < 1:
             raise TooLong(f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens}")
+        own_stop = tuple(s for s in params.stop if s not in self.params.stop)
         params = replace(params, seed=self.seed_of_turn(number), max_tokens=min(params.max_tokens, room))
-        with waiting(self.name, f"turn {number}", "engine", self.limits.timeout):
-            completion = await self._generate(prompt, params)
+        self._open += 1
+        try:
+            with waiting(self.name, f"turn {number}", "engine", self.limits.timeout):
+                completion = await self._generate(prompt, params)
+        finally:
+            self._open -= 1
         turn = self._turns[number] = Turn(prompt=prompt, completion=completion, agent=agent)
         if completion.stop is Stop.ABORT:
             raise Aborted
-        reply = self.reply(said, prompt, completion.tokens, tools)
+        reply = before_stop(self.reply(said, prompt, completion.tokens, tools), own_stop)
         self.known.append(
-            Known(
-                said=plain(following(said, reply)),
-                talk=following(talk, reply),
-                owner=owner,
-                prompt=prompt,
-                answer=completion.tokens,
-            )
+            Known(said=plain(following(said, reply)), talk=following(talk, reply), owner=owner, turn=turn)
         )
         return reply, turn
 
@@ -181,6 +182,16 @@ class Session:
         except HistoryRewritten:
             return self.chat.render(said, tools), said
 
+    def forget(self, turn: Turn) -> None:
+        """Whoever asked for this answer never had it."""
+        self._turns = {number: t for number, t in self._turns.items() if t is not turn}
+        self.known = [k for k in self.known if k.turn is not turn]
+
+    def rewarded(self, reward: float, agent: str = "") -> None:
+        """What an agent sends as its reward, for all of the episode or for one of its agents. The last one counts."""
+        others = self.reward if isinstance(self.reward, dict) else {}
+        self.reward = {**others, agent: reward} if agent else reward
+
     def credit(self, reward: float) -> None:
         """What the environment gave for the newest answer."""
         number = max(self._turns)
@@ -205,6 +216,12 @@ def following(said: Conversation, reply: Message, messages: tuple[Message, ...] 
     if isinstance(said, str):
         return said + reply.content + "".join(m.content for m in messages)
     return (*said, reply, *messages)
+
+
+def before_stop(reply: Message, stop: Sequence[str]) -> Message:
+    """The reply up to the first of these strings."""
+    cut = min((at for s in stop if (at := reply.content.find(s)) >= 0), default=None)
+    return reply if cut is None else replace(reply, content=reply.content[:cut])
 
 
 def plain(said: Conversation) -> tuple[Any, ...] | str:

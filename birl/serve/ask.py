@@ -7,8 +7,8 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.serve.limits import Refused, outside, problem
+from birl.serve.messages import check_tool, invalid, message, typed
 from birl.serve.service import Service
-from birl.text import tools as templates
 from birl.types import SamplingParams
 
 CHOICES = 128  # most answers to one prompt
@@ -65,12 +65,12 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     if choice == "auto" and not tools:
         raise invalid("tool_choice", "is auto, and there are no tools")
     tools = [] if choice == "none" else tools
-    messages = [message(m, i) for i, m in enumerate(typed(data, "messages", list, None))]
+    messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
     if not messages:
         raise invalid("messages", "is empty")
-    check_size(sum(len(m["content"]) for m in messages), "messages", service)
+    check_size(sum(len(m.content) for m in messages), "messages", service)
     try:
-        ids = templates.render(service.chat, messages, tools)
+        ids = service.chat.render(messages, tools)
     except BirlError as error:
         raise Refused(400, str(error), param="tools" if tools else "messages") from error
     limit = data.get("max_completion_tokens")
@@ -191,61 +191,6 @@ def check_size(characters: int, key: str, service: Service) -> None:
         )  # fmt: skip
 
 
-def message(given: Any, place: int) -> dict[str, Any]:
-    """One message as a chat template knows it."""
-    where = f"messages.{place}"
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise invalid(where, "must be an object with a role and a content")
-    if given.get("function_call") is not None or given.get("audio") is not None:
-        raise invalid(where, "has function_call or audio, which cannot be taken; tool_calls can")
-    found: dict[str, Any] = {"role": given["role"], "content": content(given.get("content"), where)}
-    calls = given.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise invalid(f"{where}.tool_calls", "must be a list")
-        found["tool_calls"] = [call(one, f"{where}.tool_calls.{i}") for i, one in enumerate(calls)]
-    elif given.get("content") is None:
-        raise invalid(f"{where}.content", "is missing")
-    kept = ("name", "tool_call_id", "reasoning_content")
-    return found | {key: given[key] for key in kept if isinstance(given.get(key), str)}
-
-
-def content(given: Any, where: str) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    if not isinstance(given, list):
-        raise invalid(f"{where}.content", "must be text or a list of parts")
-    for part in given:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise invalid(f"{where}.content", f"has a part of type {kind!r}; the model reads text only"[:200])
-    return "".join(part["text"] for part in given)
-
-
-def call(given: Any, where: str) -> dict[str, Any]:
-    """A call that an assistant made before. Templates want its arguments as a mapping, OpenAI sends them as text."""
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(where, "must have a function with a name and arguments")
-    arguments = function.get("arguments") or "{}"
-    try:
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
-        raise invalid(f"{where}.function.arguments", "must be JSON text of an object")
-    found = {"type": "function", "function": {"name": function["name"], "arguments": read}}
-    return ({"id": given["id"]} if isinstance(given.get("id"), str) else {}) | found
-
-
-def check_tool(tool: Any, place: int) -> None:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid(f"tools.{place}", 'must be {"type": "function", "function": {"name": ...}}')
-    if function.get("strict"):
-        raise invalid(f"tools.{place}.function.strict", "cannot be kept: answers are not forced into a schema")
-
-
 def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> None:
     """Refuse another model than ours, and every parameter that would change the answer and is not among `keys`."""
     model = data.get("model")
@@ -254,6 +199,10 @@ def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> N
             404, f"There is no model {model!r}; this server has {service.name!r}."[:300], "not_found_error",
             param="model", code="model_not_found",
         )  # fmt: skip
+    check_keys(data, keys)
+
+
+def check_keys(data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     for key, value in data.items():
         if key in keys or key in HARMLESS or value is None:
             continue
@@ -262,21 +211,3 @@ def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> N
         if value not in NEUTRAL[key]:
             only = " | ".join(json.dumps(v) for v in NEUTRAL[key])
             raise invalid(key, f"is not supported, except as {only}")
-
-
-def typed(data: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    """The value of `key`; null counts as absent. Raises `Refused` for another type."""
-    value = data.get(key)
-    if value is None:
-        if default is None and kind is list:
-            raise invalid(key, "is missing")
-        return default
-    good = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if not good or (isinstance(value, bool) and kind is not bool):
-        words = {bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
-        raise invalid(key, f"must be {words[kind]}, got {json.dumps(value)[:80]}")
-    return float(value) if kind is float else value
-
-
-def invalid(key: str, what: str) -> Refused:
-    return Refused(400, f"{key}: {what}.", param=key)

@@ -4,40 +4,53 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from birl.serve.ask import Ask
-from birl.serve.service import Service
+from birl.text.chat import Chat
 from birl.text.thinking import Growing, Parts
 from birl.text.visible import INCOMPLETE, Visible
 from birl.types import Completion, Stop, ToolCall
 
 
+class Speaker(Protocol):
+    """Whose answers they are. `end_ids`: tokens that end an answer, and are no text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def chat(self) -> Chat: ...
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+
+
 class Pieces:
     """Those of one request."""
 
-    def __init__(self, service: Service, asked: Ask) -> None:
-        self.service, self.asked = service, asked
+    def __init__(self, speaker: Speaker, asked: Ask) -> None:
+        self.speaker, self.asked = speaker, asked
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 
     def visible(self) -> Visible:
-        asked, engine = self.asked, self.service.engine
-        hidden = engine.end_ids | frozenset(asked.params.stop_ids)
-        fences = self.service.chat.fences(bool(asked.tools)) if asked.chat else ()
-        return Visible(engine.tokenizer, hidden, asked.params.stop, fences)
+        asked, speaker = self.asked, self.speaker
+        hidden = speaker.end_ids | frozenset(asked.params.stop_ids)
+        fences = speaker.chat.fences(bool(asked.tools)) if asked.chat else ()
+        return Visible(speaker.chat.tokenizer, hidden, asked.params.stop, fences)
 
     def thoughts(self, index: int) -> Growing:
         """Sets thinking apart while an answer grows."""
-        return Growing(self.service.chat.tags if self.asked.chat else None, self.opened(index))
+        return Growing(self.speaker.chat.tags if self.asked.chat else None, self.opened(index))
 
     def opened(self, index: int) -> bool:
-        return self.asked.chat and self.service.chat.thinks(self.prompt(index))
+        return self.asked.chat and self.speaker.chat.thinks(self.prompt(index))
 
     def head(self, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.asked.chat else "text_completion"
-        found: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
-        found["system_fingerprint"] = f"birl-version-{self.service.engine.version}"
+        found: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.speaker.name}
+        found["system_fingerprint"] = f"birl-version-{self.speaker.version}"
         if self.asked.chat and self.asked.token_ids and not chunk:
             found["prompt_token_ids"] = self.asked.prompts[0]
         return found
@@ -47,12 +60,17 @@ class Pieces:
         shown = self.visible()
         shown.feed(completion.tokens)
         said = self.said(index, shown.whole())
-        content, calls = said.content, said.calls
+        return self.spoken(index, completion, said.content, said.calls, said.thinking or "")
+
+    def spoken(
+        self, index: int, completion: Completion, content: str, calls: Sequence[ToolCall], thinking: str = ""
+    ) -> dict[str, Any]:
+        """A finished one of which it is known what it says."""
         found: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
         found["logprobs"] = self.logprobs(completion.tokens, completion.logprobs, 0) if self.asked.logprobs else None
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant", "content": content if content.strip() or not calls else None}
-            own |= {"reasoning_content": said.thinking} if said.thinking else {}
+            own |= {"reasoning_content": thinking} if thinking else {}
             found["message"] = own | ({"tool_calls": self.calls(calls, False)} if calls else {})
         else:
             found["text"] = content
@@ -96,7 +114,7 @@ class Pieces:
     def said(self, index: int, text: str) -> Parts:
         if not self.asked.chat:
             return Parts(content=text)
-        return self.service.chat.parts(text, self.asked.tools, self.opened(index))
+        return self.speaker.chat.parts(text, self.asked.tools, self.opened(index))
 
     def prompt(self, index: int) -> tuple[int, ...]:
         return self.asked.prompts[index // self.asked.n]
@@ -110,14 +128,14 @@ class Pieces:
     def calls(self, calls: Sequence[ToolCall], numbered: bool) -> list[dict[str, Any]]:
         return [
             ({"index": i} if numbered else {})
-            | {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function"}
+            | {"id": call.id or call_id(), "type": "function"}
             | {"function": {"name": call.name, "arguments": call.arguments}}
             for i, call in enumerate(calls)
         ]
 
     def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
         """Of every sampled token, also of one that does not show in the text."""
-        texts = [self.service.chat.decode([token]) for token in tokens]
+        texts = [self.speaker.chat.decode([token]) for token in tokens]
         if self.asked.chat:
             rows = [
                 {"token": text, "logprob": lp, "bytes": octets(text), "top_logprobs": []}
@@ -130,6 +148,11 @@ class Pieces:
     def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
         prompt, made = sum(map(len, self.asked.prompts)), sum(len(c.tokens) for c in completions)
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def call_id() -> str:
+    """Of a call whose format has none. Mistral's template takes exactly nine letters or digits."""
+    return secrets.token_hex(5)[:9]
 
 
 def octets(text: str) -> list[int] | None:

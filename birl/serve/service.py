@@ -54,6 +54,14 @@ class Service:
     _progress: tuple[float, ...] = ()
     _moved: float = field(default_factory=time.monotonic)
 
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self.engine.end_ids
+
     def seeded(self, params: SamplingParams, n: int = 1) -> list[SamplingParams]:
         """For n answers to one prompt: the first has the seed itself, the others one derived from it."""
         self.asked += 1

@@ -144,7 +144,7 @@ class Growing:
             self.index, text, tokens=tokens, logprobs=logprobs, versions=versions, offset=self.offset,
             thinking=thinking, first=self.fresh,
         )  # fmt: skip
-        self.offset += sum(len(self.pieces.service.chat.decode([t])) for t in tokens) if asked.logprobs else 0
+        self.offset += sum(len(self.pieces.speaker.chat.decode([t])) for t in tokens) if asked.logprobs else 0
         self.fresh = False
         return chunk
 

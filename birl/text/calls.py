@@ -51,7 +51,7 @@ def qwen_coder(text: str, tools: Tools) -> Read:
             return None
         found: dict[str, Any] = {}
         end = opened.end()
-        while parameter := PARAMETER.match(text, end):
+        while text.find("</parameter>", end) >= 0 and (parameter := PARAMETER.match(text, end)):  # else a long search
             found[parameter[1]] = typed(parameter[2], kinds.get(opened[1], {}).get(parameter[1], {}))
             end = parameter.end()
         closed = CODER_END.match(text, end)

@@ -77,6 +77,12 @@ class Thrice:
         reward = float(sum(map(ord, reply.content)) % 7)
         return Feedback(messages=(Message(role="user", content="on"),), reward=reward, done=self.turn == 3)
     async def close(self): pass
+
+def hot(base_url):
+    import json, urllib.request
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 40.0}
+    urllib.request.urlopen(base_url + "/chat/completions", json.dumps(asked).encode()).read()
+    return 1.0
 """
 
 
@@ -232,6 +238,7 @@ class Case:
 
 WORLD = "env.kind=worlds.py:Thrice rollout.stop=[e,a,i,o,n] rollout.max_tokens=60"
 WORLD_EVAL = "env.kind=worlds.py:Thrice validation.max_tokens=100 validation.temperature=1 seed=1"
+AGENT = "env.kind=worlds.py:hot"
 ENVIRONMENT: dict[str, Case] = {
     "env.kind": Case("worlds.py:Thrice", first_prompt),
     "env.options": Case("word", refused=r"written as env\.NAME=value"),
@@ -246,6 +253,16 @@ MODEL = {
     else Case("cpu", lambda s: s.parts.policy.model.device.type, "cpu"),
     "model.chat_template": Case("shout.jinja", first_prompt, "What is 0 + 2?!!!", "data.shuffle=false"),
     "model.tool_format": Case("llama", reads_calls, True),
+}
+SANDBOX = {  # what each does with programs: tests/rewards/test_code.py
+    **{
+        f"sandbox.{key}": Case(value, refused=rf"sandbox\.{key}=.* has no effect because reward\.functions")
+        for key, value in (
+            *(("kind", "process"), ("workers", "3"), ("seconds", "1")),
+            *(("total_seconds", "99"), ("memory_mb", "64")),
+        )
+    },
+    "reward.code_partial": Case("false", refused=r"reward\.functions does not name code"),
 }
 SERVERS = {
     "engine.count": "2",
@@ -275,6 +292,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     "reward.format_pattern": Case(".", lambda s: set(rewards(s.groups)), {1.0}, "reward.functions=format"),
     "reward.model": Case("x", refused=r"reward\.model=x: has no effect because reward\.functions does not name model"),
     "reward.length_target": Case("1", lambda s: rewards(s.groups), under="reward.functions=length"),
+    **SANDBOX,
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
     # what each of these does with servers: tests/loops/test_engines.py
@@ -373,6 +391,7 @@ RL_CASES = {
     "algorithm.turn_discount": Case("0.5", weights, under=f"{WORLD} algorithm.credit=turn"),
     **ENVIRONMENT,
     "env.timeout": Case("1e-9", last("outcome/timeout"), 8.0, "rollout.max_failure_rate=1"),
+    "env.sampling": Case("agent", refused=r"env\.sampling=agent: the log-probs that are trained", under=AGENT),
     "rollout.prompts": Case("3", last("groups/kept"), 3.0),
     "rollout.group_size": Case("3", last("outcome/asked"), 6.0),
     "rollout.max_tokens": Case("5", last("length/max"), 5.0),
@@ -476,6 +495,7 @@ EVAL_CASES = {
     **ENVIRONMENT,
     "env.max_turns": Case("1", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 1, WORLD_EVAL),
     "env.timeout": Case("1e-9", refused=r"longer than env\.timeout=1e-09"),
+    "env.sampling": Case("agent", answers, under=AGENT + " reward.functions=given:letters"),
     "data.train": Case("a.jsonl", refused=UNTRAINED),
     "data.weights": Case("[1]", refused=UNTRAINED),
     "data.validation": Case("a.jsonl", tasks),

@@ -1,0 +1,265 @@
+"""`env=program`: each episode is a process of its own, any program that talks to the model through OpenAI's or
+Anthropic's client.
+
+    birl rl env=program env.command="python my_agent.py" data.train=tasks.jsonl
+
+It finds the model at OPENAI_BASE_URL and ANTHROPIC_BASE_URL, the row of its task in the JSON file BIRL_TASK, and the
+prompt on its standard input. Its reward is what it sends to OPENAI_BASE_URL/reward, or the last line that it prints,
+`{"reward": 1.0}`. It has a temporary folder as its home. Whatever it started ends with it.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from birl.envs.calls import CLOSING, called
+from birl.envs.function_agent import KEY, prompt, row
+from birl.errors import BirlError
+from birl.types import Model, Task
+
+TAIL = 65536  # bytes of what a program prints that are kept, from the end
+OWN = (
+    *("PATH", "HOME", "TMPDIR", "LANG", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL"),
+    *("ANTHROPIC_API_KEY", "BIRL_TASK"),
+)
+
+
+@dataclass
+class Config:
+    command: str = ""
+    """What starts the agent, as in a shell: words with quotes, but no variables and no pipes. Files that are named
+    relative to the current folder are found."""
+    processes: int = 16
+    """Agents that run at once; the clock of env.timeout starts with the process."""
+    reward: str = "any"
+    """Where the reward comes from: any (what was sent to the address, else the last line) | printed (only the last
+    line that the program itself prints: for agents that let the model run commands, which could send a reward)."""
+    pass_environment: list[str] = field(default_factory=list)
+    """Environment variables that agents get beside their own."""
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all episodes use: the command's words, and the places for processes."""
+
+    words: list[str]
+    places: asyncio.Semaphore
+    config: Config
+
+
+class Program:
+    Config = Config
+
+    @classmethod
+    def shared(cls, config: Config) -> Shared:
+        return Shared(words(config), asyncio.Semaphore(config.processes), config)
+
+    def __init__(self, task: Task, shared: Shared) -> None:
+        self.task, self.all = task, shared
+        self.placed = False
+        self.folder: Path | None = None
+        self.mark = ""
+        self.watched: Watched | None = None
+        self.transport: asyncio.SubprocessTransport | None = None
+
+    async def admit(self) -> None:
+        await self.all.places.acquire()
+        self.placed = True
+
+    async def run(self, model: Model) -> float | Mapping[str, float] | None:
+        self.folder = Path(tempfile.mkdtemp(prefix="birl-agent-"))
+        self.mark = model.base_url
+        task = self.folder / "task.json"
+        task.write_text(json.dumps(row(self.task), ensure_ascii=False, default=str))
+        loop = asyncio.get_running_loop()
+        self.watched = watched = Watched(loop.create_future())
+        self.transport, _ = await loop.subprocess_exec(
+            lambda: watched,
+            *self.all.words,
+            env=environment(self.all.config, self.folder, self.mark, task),
+            cwd=self.folder,
+            start_new_session=True,  # all that it starts can be ended together
+        )
+        feed(self.transport, prompt(self.task))
+        code = await watched.ended
+        kill(self.transport.get_pid())  # what it left behind holds the pipes open
+        await watched.drained(self.transport)
+        return self._reward(code, model.reward)
+
+    def _reward(self, code: int, sent: float | Mapping[str, float] | None) -> float | Mapping[str, float] | None:
+        assert self.watched is not None
+        if self.all.config.reward == "any" and sent is not None:
+            return sent
+        printed = reward(self.watched.last(1))
+        if printed is None and code:
+            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise RuntimeError(f"{how}: {self.watched.last(2) or 'nothing on its standard error'}"[:500])
+        if printed is None and self.all.config.reward == "printed":
+            raise ValueError('its last line is no {"reward": ...}, and env.reward=printed')
+        return printed
+
+    async def close(self) -> None:
+        try:
+            if self.transport is not None:
+                if self.transport.get_returncode() is None:
+                    kill(self.transport.get_pid())
+                self.transport.close()
+            if self.folder is not None:
+                await called(clean, self.folder, self.mark, threads=CLOSING)
+            if self.transport is not None and self.watched is not None:
+                await self.watched.ended
+        finally:
+            if self.placed:
+                self.placed = False
+                self.all.places.release()
+
+
+class Watched(asyncio.SubprocessProtocol):
+    """The end of what a process prints, and its exit code."""
+
+    def __init__(self, ended: "asyncio.Future[int]") -> None:
+        self.ended, self.closed = ended, asyncio.Event()
+        self.open = {1, 2}
+        self.tails = {1: b"", 2: b""}
+        self.transport: asyncio.SubprocessTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self.transport = transport
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.tails[fd] = (self.tails[fd] + data)[-TAIL:]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self.open.discard(fd)
+        if not self.open:
+            self.closed.set()
+
+    def process_exited(self) -> None:
+        assert self.transport is not None
+        if not self.ended.done():
+            self.ended.set_result(self.transport.get_returncode() or 0)
+
+    async def drained(self, transport: asyncio.SubprocessTransport) -> None:
+        """All that it printed is here; something that got away may hold the pipes open, and is not waited for."""
+        try:
+            await asyncio.wait_for(self.closed.wait(), 1.0)
+        except TimeoutError:
+            transport.close()
+
+    def last(self, fd: int) -> str:
+        lines = self.tails[fd].decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+def words(config: Config) -> list[str]:
+    """The command that is started. Raises `BirlError`."""
+    try:
+        found = shlex.split(config.command)
+    except ValueError as error:
+        raise BirlError(f"env.command={config.command}: {error}.") from error
+    if not found:
+        raise BirlError('env.command is empty: say what starts the agent, as in env.command="python my_agent.py".')
+    if config.processes < 1:
+        raise BirlError(f"env.processes={config.processes}: must be at least 1.")
+    if config.reward not in ("any", "printed"):
+        raise BirlError(f"env.reward={config.reward}: must be any | printed.")
+    if own := sorted(set(config.pass_environment) & set(OWN)):
+        raise BirlError(f"env.pass_environment={own[0]}: agents have their own.")
+    if absent := [name for name in config.pass_environment if name not in os.environ]:
+        raise BirlError(f"env.pass_environment={absent[0]}: there is no such environment variable.")
+    # It runs in another folder, so files are named in full; not resolved, as a virtual environment's python is a link.
+    found = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in found]
+    program = shutil.which(found[0], path=path())
+    if program is None:
+        raise BirlError(f"env.command={config.command}: there is no program {found[0]}.")
+    # with the trainer killed, agents end as well
+    tie = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
+    return [*tie, program, *found[1:]]
+
+
+def path() -> str:
+    """`python` is the one that runs birl."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def environment(config: Config, folder: Path, base_url: str, task: Path) -> dict[str, str]:
+    return {
+        **{name: os.environ[name] for name in config.pass_environment},
+        **{"PATH": path(), "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"},
+        **{"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
+        **{"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": KEY},
+        "BIRL_TASK": str(task),
+    }
+
+
+def feed(transport: asyncio.SubprocessTransport, text: str) -> None:
+    pipe: Any = transport.get_pipe_transport(0)
+    pipe.write(text.encode(errors="replace"))
+    pipe.write_eof()
+
+
+def reward(line: str) -> float | Mapping[str, float] | None:
+    """Of the last line; None where it says nothing of one."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or set(found) != {"reward"}:
+        return None
+    value = found["reward"]
+    given = list(value.values()) if isinstance(value, dict) and value else [value]
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in given):
+        raise ValueError(f"its last line is {line}: a reward is a number, or one for each agent"[:300])
+    return value
+
+
+def kill(group: int) -> None:
+    """All processes of a group. Its number may belong to nobody any more."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def clean(folder: Path, mark: str) -> None:
+    """End what left the process group, which still has the episode's address in its environment, and remove the folder.
+    Raises `RuntimeError` where something stays."""
+    for _ in range(20):
+        left = strays(mark)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            break
+    shutil.rmtree(folder, onerror=writable)
+    if folder.exists():
+        raise RuntimeError(f"the agent's folder {folder} cannot be removed")
+
+
+def strays(mark: str) -> list[int]:
+    """Processes with this text in their environment, those that have ended and are not yet collected left out."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # ended, or somebody else's
+            continue
+    return found
+
+
+def writable(function: Any, name: str, _: Any) -> None:
+    """A folder that the agent had closed to itself is opened, and tried again; what is gone is gone."""
+    with contextlib.suppress(OSError):
+        os.chmod(Path(name).parent, 0o700)
+        os.chmod(name, 0o700)
+        function(name)

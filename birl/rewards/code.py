@@ -1,0 +1,58 @@
+"""Does a program pass its unit tests? Tried in a sandbox, which lives as long as the worker process."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from birl.config.schema import Sandbox as Keys
+from birl.errors import BirlError
+from birl.sandbox.code import Case, cases, last_block, run_tests
+from birl.sandbox.open import open_sandbox
+from birl.sandbox.protocol import Limits, Sandbox
+
+_open: dict[tuple[Any, ...], Sandbox] = {}
+
+
+async def code(
+    completions: list[str],
+    tests: Sequence[Any],
+    partial: bool = True,
+    sandbox: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> list[float]:
+    """The share of the row's `tests` that the answer's program passes; 0 without a program. `partial` False: 1 where it
+    passes all, else 0. The program is the last ```python block of the answer.
+
+    Example: await code(["```python\nprint(input())\n```"], tests=[[{"input": "7", "output": "7"}]]) == [1.0]
+    """
+    keys = Keys(**(sandbox or {}))
+    wanted = [cases(_some(test, index)) for index, test in enumerate(tests)]
+    programs = [last_block(completion) for completion in completions]
+    opened = await _sandbox(keys)
+    lanes = asyncio.Semaphore(max(1, keys.workers))
+    at_once = max(1, keys.workers // max(1, sum(map(bool, programs))))
+
+    async def share(program: str, own: list[Case]) -> float:
+        if not program.strip():
+            return 0.0
+        async with lanes:
+            limits = replace(Limits(), seconds=keys.seconds, memory_mb=keys.memory_mb)
+            report = await run_tests(opened, program, own, limits, seconds=keys.total_seconds, at_once=at_once)
+        return report.share if partial else float(report.share == 1)
+
+    return list(await asyncio.gather(*map(share, programs, wanted)))
+
+
+def _some(tests: Any, index: int) -> Any:
+    if tests is None:
+        raise BirlError(f"tests is None for completion {index}: `code` needs the row's column `tests`.")
+    return tests
+
+
+async def _sandbox(keys: Keys) -> Sandbox:
+    """Opened once by each worker process. When the process ends, in whatever way, all that runs in it ends too."""
+    wanted = (keys.kind, keys.workers)
+    if wanted not in _open:
+        _open[wanted] = await open_sandbox(keys.kind, workers=keys.workers)
+    return _open[wanted]

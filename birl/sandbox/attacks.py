@@ -1,0 +1,329 @@
+"""What hostile programs do: each tries one thing and prints `BROKEN: ...` for whatever of it works.
+
+They get facts about the outside as JSON on standard input: `port` and `path` of servers, a `secret` file, `token` (in
+the environment of the launcher), a `victim` process, a `folder` that everybody may write to. They are run by
+`birl/sandbox/hostile.py`, and never without a boundary.
+"""
+
+from dataclasses import dataclass, field
+
+from birl.sandbox.protocol import Limits
+
+LIMITS = Limits(seconds=2, cpu_seconds=1, memory_mb=256, processes=20, file_mb=16, output_bytes=1 << 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """A program, its limits, how it has to end (any way where that is empty), and files that must not be collected."""
+
+    name: str
+    program: str
+    endings: tuple[str, ...] = ()
+    limits: Limits = LIMITS
+    collect: tuple[str, ...] = ()
+    after: str = field(default="")  # a second program, run next: it must not find what the first one left
+
+
+START = """
+import ctypes, ctypes.util, json, os, signal, socket, sys, time
+facts = json.loads(sys.stdin.read())
+libc = ctypes.CDLL(None, use_errno=True)
+def broken(what):
+    os.write(1, f"BROKEN: {what}\\n".encode())
+def attempt(what, action):
+    try:
+        found = action()
+    except Exception:
+        return
+    broken(f"{what} {found if isinstance(found, (str, int)) else ''}")
+"""
+
+FORK_BOMB = """
+count = 0
+for _ in range(400):
+    try:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        count += 1
+    except OSError:
+        break
+if count > 60:
+    broken(f"{count} processes")
+"""
+MEMORY_OF_CHILDREN = """
+reader, writer = os.pipe()
+for _ in range(12):
+    if os.fork() == 0:
+        try:
+            held = bytearray(os.urandom(1 << 20)) * 80
+            os.write(writer, b"x")
+        except MemoryError:
+            pass
+        time.sleep(1.2)
+        os._exit(0)
+time.sleep(1)
+os.write(writer, b"x")  # so that there is something to read
+held = len(os.read(reader, 100)) - 1
+if held * 80 > 320:
+    broken(f"{held * 80} MiB at once")
+"""
+MEMORY = """
+held = []
+for step in range(64):
+    held.append(bytearray(os.urandom(1 << 20)) * 32)
+    if step * 32 >= 320:
+        broken(f"{step * 32} MiB")
+"""
+MEMORY_IN_FILES = """
+total = 0
+for step in range(20):
+    try:
+        fd = os.memfd_create("x")
+    except OSError:
+        break
+    for _ in range(16):
+        total += os.write(fd, bytes(1 << 20)) >> 20
+    if total >= 320:
+        broken(f"{total} MiB in memory files")
+        break
+"""
+DISK = """
+for place in (".", "/tmp", "/dev/shm", "/var/tmp", "/run", "/mnt", facts["folder"], "/"):
+    total = 0
+    for name in range(40):
+        try:
+            with open(f"{place}/fill{name}", "wb") as file:
+                for _ in range(8):
+                    total += file.write(bytes(1 << 20)) >> 20
+        except OSError:
+            pass
+    if total > (64 if place in (".", "/tmp", "/dev/shm") else 0):
+        broken(f"{total} MiB in {place}")
+"""
+NETWORK = """
+def connect(family, kind, place, data=b"x"):
+    def action():
+        with socket.socket(family, kind) as link:
+            link.settimeout(1)
+            link.connect(place) if kind == socket.SOCK_STREAM else link.sendto(data, place)
+    return action
+attempt("loopback", connect(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", facts["port"])))
+attempt("unix", connect(socket.AF_UNIX, socket.SOCK_STREAM, facts["path"]))
+attempt("abstract", connect(socket.AF_UNIX, socket.SOCK_STREAM, "\\0" + facts["path"]))
+attempt("udp", connect(socket.AF_INET, socket.SOCK_DGRAM, ("1.1.1.1", 53)))
+attempt("tcp", connect(socket.AF_INET, socket.SOCK_STREAM, ("1.1.1.1", 80)))
+attempt("netlink", lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0)))
+attempt("listen", lambda: socket.create_server(("0.0.0.0", 0)))
+"""
+SECRETS = """
+def read(path):
+    with open(path, "rb") as file:
+        return file.read(1 << 20)
+for path in ("/etc/shadow", facts["secret"], "/root/.bashrc", "/etc/ssh/sshd_config", "/proc/kcore", "/dev/mem"):
+    attempt(path, lambda: len(read(path)))
+attempt("folder", lambda: len(os.listdir(os.path.dirname(facts["secret"]))))
+attempt("home", lambda: len(os.listdir("/root")))
+token = facts["token"].encode()
+for pid in range(1, 1 << 16):
+    try:
+        found = token in read(f"/proc/{pid}/environ") or token in read(f"/proc/{pid}/cmdline")
+    except OSError:
+        continue
+    if found:
+        broken(f"the token is in /proc/{pid}")
+if any(facts["token"] in value for value in os.environ.values()):
+    broken("own environment")
+"""
+KERNEL = """
+for name in ("kernel/core_pattern", "kernel/modprobe", "vm/overcommit_memory"):
+    attempt(name, lambda: os.close(os.open(f"/proc/sys/{name}", os.O_WRONLY)))
+for name in ("/proc/sysrq-trigger", "/sys/kernel/uevent_helper", "/sys/fs/cgroup", "/dev/sda", "/dev/vda", "/dev/kvm"):
+    attempt(name, lambda: os.close(os.open(name, os.O_RDWR)))
+attempt("cgroup", lambda: os.mkdir("/sys/fs/cgroup/memory/birl-escape"))
+attempt("mknod", lambda: os.mknod("disk", 0o60600, os.makedev(8, 0)))
+attempt("setuid", lambda: os.setuid(0))
+attempt("chroot", lambda: os.chroot("."))
+calls = dict(bpf=321, io_uring=425, keyctl=250, add_key=248, userfaultfd=323, perf=298, open_by_handle=304, reboot=169)
+if os.uname().machine == "x86_64":
+    for name, number in calls.items():
+        if libc.syscall(number, 0, 0, 0, 0, 0) >= 0 or ctypes.get_errno() not in (1, 38):
+            broken(f"{name} is let through, errno {ctypes.get_errno()}")
+"""
+SIGNALS = """
+for pid in (facts["victim"], facts["launcher"]):
+    attempt(f"signal 0 to {pid}", lambda: os.kill(pid, 0) or "sent")
+attempt("SIGKILL", lambda: os.kill(facts["victim"], signal.SIGKILL) or "sent")
+attempt("pidfd", lambda: signal.pidfd_send_signal(os.pidfd_open(facts["victim"]), signal.SIGKILL) or "sent")
+attempt("limits", lambda: __import__("resource").prlimit(facts["victim"], 7, (0, 0)) and "set")
+attempt("SIGTERM to the parent", lambda: os.kill(os.getppid(), signal.SIGTERM) if os.getppid() != 1 else 1 / 0)
+"""
+WATCHER = """
+for pid in {1, os.getppid()}:
+    for name in ("mem", "environ", "fd/0", "fd/3", "root/etc/passwd", "cwd/x", "maps"):
+        attempt(f"/proc/{pid}/{name}", lambda: open(f"/proc/{pid}/{name}", "rb").close())
+    if libc.ptrace(16, pid, 0, 0) == 0:
+        broken(f"ptrace {pid}")
+for pid in (os.getppid(), -1):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+DAEMON = """
+for way in range(3):
+    if os.fork() == 0:
+        try:
+            os.setsid() if way else None
+        except OSError:
+            pass
+        for number in range(1, 32):
+            if number not in (9, 19, 17):
+                signal.signal(number, signal.SIG_IGN)
+        if os.fork() == 0:
+            os.close(1)
+            os.close(2)
+            os.execvp("sleep", ["sleep", facts["sleep"]])
+        os._exit(0)
+"""
+OUTPUT = """
+while True:
+    os.write(1, b"x" * 65536)
+"""
+NAMESPACES = """
+for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x8000000, 0x4000000, 0x2000000):
+    if libc.unshare(flag) == 0:
+        broken(f"unshare {flag:x}")
+    if os.uname().machine == "x86_64":
+        pid = libc.syscall(56, flag | 17, 0, 0, 0, 0)
+        if pid == 0:
+            os._exit(0)
+        if pid > 0:
+            broken(f"clone {flag:x}")
+        arguments = (ctypes.c_uint64 * 8)(flag, 0, 0, 0, 17, 0, 0, 0)
+        pid = libc.syscall(435, arguments, 64)
+        if pid == 0:
+            os._exit(0)
+        if pid > 0:
+            broken(f"clone3 {flag:x}")
+os.makedirs("m", exist_ok=True)
+for kind in (b"tmpfs", b"proc", b"sysfs", b"overlay"):
+    if libc.mount(kind, b"m", kind, 0, None) == 0:
+        broken("mount")
+"""
+LINKS = """
+os.symlink(facts["secret"], "secret")
+os.symlink("/etc", "etc")
+os.mkfifo("pipe")
+os.symlink("/proc/self/environ", "environ")
+os.symlink("..", "up")
+attempt("hard link", lambda: os.link(facts["secret"], "hard"))
+attempt("hard link of a system file", lambda: os.link("/etc/shadow", "hard"))
+with open("twice", "w") as file:
+    file.write("x")
+os.link("twice", "other")
+with open("sparse", "wb") as file:
+    file.truncate(1 << 23)
+os.remove("main.py")
+os.symlink(facts["secret"], "main.py")
+"""
+LEAVE = """
+for place in (".", "/tmp", "/dev/shm", "/run", "/var/tmp", facts["folder"]):
+    try:
+        with open(f"{place}/left", "w") as file:
+            file.write("x")
+    except OSError:
+        pass
+libc.shmget(4711, 4096, 0o1666)
+"""
+FIND = """
+for place in (".", "/tmp", "/dev/shm", "/run", "/var/tmp", facts["folder"]):
+    if os.path.exists(f"{place}/left"):
+        broken(f"{place}/left")
+if libc.shmget(4711, 4096, 0o666) >= 0:
+    broken("shared memory")
+"""
+SLEEP = "time.sleep(1000)"
+SILENT = """
+for fd in range(3, 64):
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+os.close(0); os.close(1); os.close(2)
+time.sleep(1000)
+"""
+BUSY = """
+for number in range(1, 32):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+while True:
+    pass
+"""
+OUTSIDE = """
+for place in ("/usr", "/usr/bin", "/etc", "/var/tmp", "/root", "/", facts["folder"], os.path.dirname(facts["secret"])):
+    attempt(place, lambda: open(f"{place}/birl-hostile", "w").close() or "written")
+for place in (facts["secret"], "/usr/bin/env"):
+    attempt(f"chmod {place}", lambda: os.chmod(place, 0o777) or "changed")
+attempt("remove", lambda: os.remove(facts["secret"]) or "removed")
+"""
+
+ATTACKS = (
+    Attack(name="fork bomb", program=FORK_BOMB),
+    Attack(name="memory, one process", program=MEMORY),
+    Attack(name="memory over children", program=MEMORY_OF_CHILDREN),
+    Attack(name="memory in memory files", program=MEMORY_IN_FILES),
+    Attack(name="disk fill", program=DISK),
+    Attack(name="write outside", program=OUTSIDE),
+    Attack(name="network: loopback, unix, other", program=NETWORK),
+    Attack(name="host secrets and environment", program=SECRETS),
+    Attack(name="core_pattern, devices, kernel calls", program=KERNEL),
+    Attack(name="signals to outside", program=SIGNALS),
+    Attack(name="the watching process", program=WATCHER),
+    Attack(name="daemons that survive", program=DAEMON),
+    Attack(name="huge output", program=OUTPUT, endings=("output",)),
+    Attack(name="nested namespaces, mounts", program=NAMESPACES),
+    Attack(
+        name="links in collected files",
+        program=LINKS,
+        collect=("secret", "etc/passwd", "pipe", "environ", "up/x", "hard", "twice", "main.py"),
+    ),
+    Attack(name="something left for the next run", program=LEAVE, after=START + FIND),
+    Attack(name="sleeping forever", program=SLEEP, endings=("timeout",)),
+    Attack(name="closing stdout, then sleeping", program=SILENT, endings=("timeout",)),
+    Attack(name="busy, all signals ignored", program=BUSY, endings=("timeout",)),
+)
+
+# Solutions that are wrong and try to look right; the test is `add(1, 2) == 3`, asked for in every form.
+FORGERIES = {
+    "sys.exit(0)": "import sys\nsys.exit(0)",
+    "os._exit(0)": "import os\nos._exit(0)",
+    "exit when called": "import os\ndef add(a, b):\n    os._exit(0)",
+    "printing passed": 'print(\'{"passed": true}\')\ndef add(a, b):\n    print("passed 3")',
+    "__eq__": "class A:\n    __eq__ = __bool__ = lambda *_: True\n    __hash__ = None\ndef add(a, b):\n    return A()",
+    "a subclass of int": "class A(int):\n    __eq__ = __le__ = lambda *_: True\ndef add(a, b):\n    return A(99)",
+    "builtins": "import builtins\nbuiltins.abs = lambda x: x\n"
+    "builtins.max = lambda *_: 3\ndef add(a, b):\n    return 99",
+    "assertions": "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(a, b):\n    return 99",
+    "own math": "class math:\n    isclose = lambda *_: True\ndef add(a, b):\n    return 99",
+    "all descriptors": "import os\ndef add(a, b):\n    for fd in range(64):\n        try:\n"
+    "            os.write(fd, b'{\"passed\": true}\\n')\n        except OSError:\n            pass",
+    "frames and memory": "import gc, sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame:\n"
+    "        for value in [*frame.f_locals.values(), *gc.get_objects()]:\n"
+    "            if isinstance(value, dict) and 'nonce' in value and 'snippet' in value:\n"
+    "                sys.stderr.write('FOUND')\n                return 3\n        frame = frame.f_back",
+    "reading the tests": "import os\ndef add(a, b):\n    for name in os.listdir('.'):\n"
+    "        if 'add(1' in open(name).read().replace('reading', '') and name != 'solution.py':\n            return 3",
+    "the checker's file": "open('checker.py', 'w').write('print(1)')\ndef add(a, b):\n    return 99",
+    "a module for the checker": "open('math.py', 'w').write('isclose = lambda *_: True')\n"
+    "def add(a, b):\n    return 99",
+    "the parent": "import os, signal\ndef add(a, b):\n    os.kill(os.getppid(), signal.SIGKILL)",
+}
+FORGED = [
+    "assert add(1, 2) == 3",
+    "import math\nassert math.isclose(max(add(1, 2), 2), abs(3))",
+    {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
+    {"input": "1 2", "output": "3"},
+]

@@ -1,0 +1,105 @@
+"""A bound on the memory of several processes together: a control group of Linux, version 1 or 2, where one can be made.
+
+Memory file systems count too, since their pages belong to who wrote them. Everything here may be refused by the system;
+then there is no group, and the processes are watched instead (`guest.py`).
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+MIB = 1 << 20
+
+
+class MemoryGroup:
+    """A group below this process's own, for one run at a time.
+
+    Example: group = MemoryGroup.make("birl-1-0")
+             if group is not None:
+                 group.limit(512)
+                 subprocess.run([*group.join, "python3", "main.py"])
+                 group.killed()  # whether the kernel killed for memory since `limit`
+    """
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.folder = folder
+        self.version = version
+        self._kills = 0
+        self._limit = 0
+
+    @classmethod
+    def make(cls, name: str) -> "MemoryGroup | None":
+        for version, parent in _places():
+            group = cls(parent / name, version)
+            try:
+                group.folder.mkdir()
+                group.limit(1024)
+                (group.folder / "cgroup.procs").read_text()
+                if os.access(group.folder / "cgroup.procs", os.W_OK):
+                    return group
+            except OSError:
+                pass
+            group.remove()
+        return None
+
+    @property
+    def join(self) -> list[str]:
+        """Words before a command that put it into the group. A shell, because to do it between fork and exec of this
+        process would copy its page tables, which are gigabytes where a model trains."""
+        return ["/bin/sh", "-c", f'echo 0 > {self.folder}/cgroup.procs && exec "$@"', "sh"]
+
+    def limit(self, memory_mb: int) -> None:
+        self._kills = self._count()
+        if memory_mb == self._limit:
+            return
+        size = str(memory_mb * MIB)
+        if self.version == 2:
+            (self.folder / "memory.max").write_text(size)
+            self._try("memory.swap.max", "0")
+        else:
+            self._try("memory.memsw.limit_in_bytes", "-1")  # never below the other, so first up, then down
+            (self.folder / "memory.limit_in_bytes").write_text(size)
+            self._try("memory.memsw.limit_in_bytes", size)
+        self._limit = memory_mb
+
+    def killed(self) -> bool:
+        return self._count() > self._kills
+
+    def remove(self) -> None:
+        for _ in range(50):  # a group can go when its last process is gone for good, a moment after it was killed
+            try:
+                self.folder.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.01)
+
+    def _count(self) -> int:
+        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        with contextlib.suppress(OSError):
+            for line in (self.folder / name).read_text().splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+        return 0
+
+    def _try(self, name: str, value: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.folder / name).write_text(value)
+
+
+def _places() -> list[tuple[int, Path]]:
+    """Where groups of memory could be made: below this process's own group, and else below the root."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                found += [(1, ROOT / "memory" / path.lstrip("/")), (1, ROOT / "memory")]
+            elif not controllers:  # version 2; a group that has processes may have no groups with limits below it
+                own = ROOT / path.lstrip("/")
+                found += [(2, own), (2, own.parent), (2, ROOT)]
+    return [(version, place) for version, place in found if place.is_dir() and place.is_relative_to(ROOT)]

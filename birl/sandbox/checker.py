@@ -1,0 +1,357 @@
+"""Runs in the sandbox and tries one test on one solution: two processes, so that the solution cannot forge the verdict.
+
+The solution is loaded in a child, which has no way to this process but a socket: not its standard output, not its
+memory (it is not dumpable, and the sandbox refuses ptrace), and it was forked before the test and the nonce were read.
+This process runs the test; a call of the solution's function is a message to the child and plain data back. What
+decides is `==` of plain data on this side, so an object that is equal to everything is equal to nothing here.
+
+Standard library only; nothing of birl. Its standard output is one JSON object with the nonce.
+"""
+
+import ast
+import builtins
+import collections
+import contextlib
+import ctypes
+import decimal
+import fractions
+import importlib
+import io
+import json
+import os
+import socket
+import sys
+import types
+from typing import Any
+
+LONGEST = 1 << 24  # bytes of one message
+PR_SET_DUMPABLE = 4
+NAMES = ("collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "bisect", "operator")
+MARKED = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+
+
+class SolutionFailed(BaseException):
+    """The solution's process ended, or answers nonsense. No `except Exception` of a test hides it."""
+
+
+# ---- plain data as JSON: lists as they are, what JSON has not as {"t": type, "v": value} -----------------------------
+
+
+def pack(value: Any, keep: Any) -> Any:
+    """Subclasses become their base, by the base's own methods: what they override has no say. `keep` takes what is no
+    plain data and gives what stands for it."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, list):
+        return [pack(item, keep) for item in list.__iter__(value)]
+    for name, base in MARKED.items():
+        if isinstance(value, base):
+            return {"t": name, "v": [pack(item, keep) for item in base.__iter__(value)]}
+    if isinstance(value, dict):
+        return {"t": "dict", "v": [[pack(k, keep), pack(v, keep)] for k, v in dict.items(value)]}
+    if kind in (bytes, bytearray):
+        return {"t": kind.__name__, "v": list(value)}
+    if kind is complex:
+        return {"t": "complex", "v": [value.real, value.imag]}
+    if kind is range:
+        return {"t": "range", "v": [value.start, value.stop, value.step]}
+    if kind in (decimal.Decimal, fractions.Fraction):
+        return {"t": kind.__name__, "v": str(value)}
+    return keep(value)
+
+
+def unpack(value: Any, find: Any) -> Any:
+    if isinstance(value, list):
+        return [unpack(item, find) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, inner = value["t"], value["v"]
+    if kind in MARKED:
+        return MARKED[kind](unpack(item, find) for item in inner)
+    if kind == "dict":
+        return {unpack(k, find): unpack(v, find) for k, v in inner}
+    if kind in ("bytes", "bytearray"):
+        return getattr(builtins, kind)(inner)
+    if kind in ("complex", "range"):
+        return getattr(builtins, kind)(*inner)
+    if kind in ("Decimal", "Fraction"):
+        return {"Decimal": decimal.Decimal, "Fraction": fractions.Fraction}[kind](inner)
+    return find(kind, inner)
+
+
+def write(pipe: io.BufferedWriter, message: dict[str, Any]) -> None:
+    pipe.write(json.dumps(message).encode() + b"\n")
+    pipe.flush()
+
+
+def read(pipe: io.BufferedReader) -> dict[str, Any]:
+    line = pipe.readline(LONGEST)
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SolutionFailed("the solution's process ended" if not line else "no message") from error
+    if not isinstance(message, dict):
+        raise SolutionFailed("no message")
+    return message
+
+
+# ---- the solution's side ---------------------------------------------------------------------------------------------
+
+
+class Solution:
+    """Loads solution.py and does what the other side asks: call, get an attribute, the next item."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.input, self.output = link.makefile("rb"), link.makefile("wb")
+        self.objects: list[Any] = []
+        self.names: dict[str, Any] = {}
+
+    def serve(self) -> None:
+        read(self.input)  # "go": by now the other side has closed itself off
+        self.answer(self.load)
+        while True:
+            request = read(self.input)
+            self.answer(lambda request=request: getattr(self, "do_" + request["do"])(**request["with"]))
+
+    def load(self) -> dict[str, Any]:
+        module = types.ModuleType("solution")
+        sys.modules["solution"] = module
+        typing = importlib.import_module("typing")
+        self.names = module.__dict__
+        self.names.update({name: getattr(typing, name) for name in typing.__all__})
+        self.names.update({name: importlib.import_module(name) for name in NAMES})
+        with open("solution.py", encoding="utf-8") as file:
+            source = file.read()
+        exec(compile(source, "solution.py", "exec"), self.names)  # this is the sandbox
+        return {}
+
+    def answer(self, action: Any) -> None:
+        try:
+            reply = action()
+        except BaseException as error:
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            reply = {"raised": kinds, "text": f"{type(error).__name__}: {error}"[:500]}
+        write(self.output, reply)
+
+    def do_find(self, name: str) -> dict[str, Any]:
+        if name in self.names:
+            return {"value": self.packed(self.names[name])}
+        if isinstance(self.names.get("Solution"), type) and hasattr(self.names["Solution"], name):
+            return {"value": self.packed(getattr(self.names["Solution"](), name))}
+        raise NameError(f"name {name!r} is not defined")
+
+    def do_call(self, what: int, args: list[Any], words: dict[str, Any]) -> dict[str, Any]:
+        given = [self.unpacked(value) for value in args]
+        value = self.objects[what](*given, **{k: self.unpacked(v) for k, v in words.items()})
+        return {"value": self.packed(value), "args": [self.packed(value) for value in given]}
+
+    def do_get(self, what: int, name: str) -> dict[str, Any]:
+        return {"value": self.packed(getattr(self.objects[what], name))}
+
+    def do_set(self, what: int, name: str, value: Any) -> dict[str, Any]:
+        setattr(self.objects[what], name, self.unpacked(value))
+        return {}
+
+    def packed(self, value: Any) -> Any:
+        def keep(found: Any) -> Any:
+            self.objects.append(found)
+            return {"t": "object", "v": len(self.objects) - 1}
+
+        return pack(value, keep)
+
+    def unpacked(self, value: Any) -> Any:
+        def find(kind: str, inner: Any) -> Any:
+            if kind == "object":
+                return self.objects[inner]
+            return lambda *args: self.back(inner, args)
+
+        return unpack(value, find)
+
+    def back(self, function: int, args: tuple[Any, ...]) -> Any:
+        """Call a function of the test, which was handed over as an argument."""
+        write(self.output, {"back": function, "args": [self.packed(value) for value in args]})
+        return self.unpacked(read(self.input)["value"])
+
+
+# ---- the test's side -------------------------------------------------------------------------------------------------
+
+
+class Remote:
+    """An object of the solution. It is equal to itself only, and its arithmetic is not forwarded."""
+
+    def __init__(self, link: "Link", number: int) -> None:
+        object.__setattr__(self, "_link", link)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *args: Any, **words: Any) -> Any:
+        return self._link.call(self._number, args, words)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._link.ask("get", what=self._number, name=name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.ask("set", what=self._number, name=name, value=self._link.packed(value))
+
+    def __len__(self) -> int:
+        try:
+            return self.__getattr__("__len__")()
+        except AttributeError as error:
+            raise TypeError(str(error)) from error  # list() asks for it, and goes on without
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__getattr__("__getitem__")(key)
+
+    def __iter__(self) -> Any:
+        following = self.__getattr__("__iter__")().__getattr__("__next__")
+        while True:
+            try:
+                item = following()
+            except StopIteration:
+                return
+            yield item
+
+
+class Link:
+    """Asks the solution's process."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.input, self.output = link.makefile("rb"), link.makefile("wb")
+        self.functions: list[Any] = []
+        self.calls = 0
+
+    def ask(self, action: str, **words: Any) -> Any:
+        return self._find(self.exchange({"do": action, "with": words}).get("value"))
+
+    def call(self, number: int, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        self.calls += 1
+        sent = {"what": number, "args": [self.packed(a) for a in args]}
+        reply = self.exchange({"do": "call", "with": sent | {"words": {k: self.packed(v) for k, v in words.items()}}})
+        for value, after in zip(args, reply.get("args", ()), strict=False):
+            _overwrite(value, self._find(after))
+        return self._find(reply.get("value"))
+
+    def exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        write(self.output, request)
+        reply = read(self.input)
+        while "back" in reply:
+            value = self.functions[reply["back"]](*[self._find(a) for a in reply["args"]])
+            write(self.output, {"value": self.packed(value)})
+            reply = read(self.input)
+        if "raised" in reply:
+            raise _exception(reply)
+        return reply
+
+    def packed(self, value: Any) -> Any:
+        def keep(found: Any) -> Any:
+            if type(found) is Remote:
+                return {"t": "object", "v": found._number}
+            if not callable(found):
+                raise TypeError(f"a test cannot hand a {type(found).__name__} to the solution")
+            self.functions.append(found)
+            return {"t": "function", "v": len(self.functions) - 1}
+
+        return pack(value, keep)
+
+    def _find(self, value: Any) -> Any:
+        try:
+            return unpack(value, lambda kind, inner: Remote(self, int(inner)))
+        except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise SolutionFailed("no value") from error
+
+
+def _overwrite(value: Any, after: Any) -> None:
+    """A function may change its arguments: a copy went over, and comes back."""
+    if type(value) is not type(after):
+        return
+    if isinstance(value, list):
+        value[:] = after
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(after)
+
+
+def _exception(reply: dict[str, Any]) -> BaseException:
+    """The nearest built-in exception. What would end this process is an error of the solution."""
+    for name in reply["raised"]:
+        kind = getattr(builtins, str(name), None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            return kind(str(reply.get("text", "")))
+    return SolutionFailed(str(reply.get("text", "")))
+
+
+def wanted_names(source: ast.AST) -> tuple[set[str], set[str]]:
+    """What a test reads and Python does not have: names of the solution, and modules that are only asked for what is in
+    them, as in `math.isclose`. Those do not come from the solution, whose `math` could say anything."""
+    found = {node.id for node in ast.walk(source) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    held = [node.value for node in ast.walk(source) if isinstance(node, ast.Attribute)]
+    uses = [node for node in ast.walk(source) if isinstance(node, ast.Name) and node not in held]
+    modules = {name for name in found - {node.id for node in uses} if name in sys.stdlib_module_names}
+    return {name for name in found - modules if not hasattr(builtins, name)}, modules
+
+
+def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
+    """What came of one test. For a call it is the value as it came; who asked compares."""
+    link.exchange({"go": True})  # the solution is loaded
+    if "call" in job:
+        function = link.exchange({"do": "find", "with": {"name": job["call"]}}).get("value")
+        if not isinstance(function, dict) or function.get("t") != "object":
+            return {"passed": False, "detail": f"{job['call']} is no function"}
+        sent = {"what": function["v"], "args": job["args"], "words": {}}
+        return {"value": link.exchange({"do": "call", "with": sent}).get("value")}
+    tree = ast.parse(job["snippet"])
+    wanted, modules = wanted_names(tree)
+    names: dict[str, Any] = {name: importlib.import_module(name) for name in modules}
+    for name in sorted(wanted):
+        with contextlib.suppress(NameError):
+            names[name] = link.ask("find", name=name)
+    exec(compile(tree, "test", "exec"), names | {"__name__": "test"})  # this is the sandbox
+    if not link.calls:
+        return {"unfit": "it calls nothing of the solution"}  # it would pass with any
+    return {"passed": True}
+
+
+def fork_solution(link: socket.socket) -> None:
+    """Never returns."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)  # the other side's input holds the test, and its output takes the verdict
+    os.dup2(2, 1)
+    kept = os.dup2(link.fileno(), 3)
+    link.detach()
+    os.closerange(4, 1 << 16)
+    sys.path.insert(0, os.getcwd())
+    try:
+        Solution(socket.socket(fileno=kept)).serve()
+    finally:
+        os._exit(1)
+
+
+def main() -> None:
+    sys.path.pop(0)  # the working folder: the solution could put a module there for this process
+    sys.set_int_max_str_digits(0)
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        fork_solution(theirs)
+    theirs.close()
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    job = json.loads(sys.stdin.buffer.read())
+    try:
+        found = attempt(job, Link(ours))
+    except BaseException as error:
+        found = {"passed": False, "detail": f"{type(error).__name__}: {error}"[:500]}
+    os.write(1, json.dumps({"nonce": job["nonce"], **found}).encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Unit tests of code that nobody has read: each test is a run of its own, and what decides is outside of its reach."""
+
+import asyncio
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.sandbox import checker
+from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
+
+CHECKER = Path(checker.__file__).read_bytes()
+BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+PYTHON = ("python", "py", "python3")
+CLOSE = 1e-9  # relative difference at which two floats are the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One test, of one of three forms: `stdin` and the `expected` standard output; a `call` of a function with `args`
+    and the `expected` value; or a `snippet` of assertions.
+
+    Example: Case(call="add", args=(3, 4), expected=7)
+    """
+
+    stdin: str | None = None
+    call: str = ""
+    args: tuple[Any, ...] = ()
+    expected: Any = None
+    snippet: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What came of one test. `detail` says why it did not pass."""
+
+    passed: bool
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What came of all tests of one solution, in their order."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def share(self) -> float:
+        """Of the tests that passed: partial credit."""
+        return sum(verdict.passed for verdict in self.verdicts) / len(self.verdicts)
+
+
+class SandboxFailed(Exception):
+    """The sandbox itself failed: this says nothing about the solution."""
+
+
+def last_block(text: str) -> str:
+    """The last ```python block of an answer, or the last of no language where there is none. Empty without any.
+
+    Example: last_block("So:\\n```python\\nprint(7)\\n```") == "print(7)\\n"
+    """
+    blocks = [(found[1].lower(), found[2]) for found in BLOCK.finditer(text)]
+    for wanted in (PYTHON, ("",)):
+        found = [content for language, content in blocks if language in wanted]
+        if found:
+            return found[-1]
+    return ""
+
+
+def cases(tests: Any) -> list[Case]:
+    """A row's tests, in the forms of the common datasets (docs/sandbox.md). Raises `BirlError` for anything else."""
+    if isinstance(tests, str):
+        tests = _parsed(tests)
+    if isinstance(tests, dict):
+        tests = [tests]
+    if not isinstance(tests, list | tuple) or not tests:
+        raise BirlError("tests: must be a list of tests, and have at least one.")
+    return [case for test in tests for case in _cases(test)]
+
+
+def _parsed(text: str) -> Any:
+    if text.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass
+    return [text]
+
+
+def _cases(test: Any) -> list[Case]:
+    if isinstance(test, str) and test.strip():
+        return [Case(snippet=test)]
+    if not isinstance(test, dict):
+        raise BirlError(f"tests: {str(test)[:80]!r} is neither assertions nor an object.")
+    name = str(test.get("fn_name") or "")
+    if "inputs" in test and "outputs" in test:
+        pairs = list(zip(test["inputs"], test["outputs"], strict=False))
+        if len(test["inputs"]) != len(test["outputs"]) or not pairs:
+            raise BirlError(f"tests: {len(test['inputs'])} inputs and {len(test['outputs'])} outputs.")
+    elif "input" in test and "output" in test:
+        pairs = [(test["input"], test["output"])]
+    else:
+        raise BirlError(f"tests: an object needs inputs and outputs, and has {', '.join(test) or 'nothing'}.")
+    return [_called(name, i, o) if name else _printed(i, o) for i, o in pairs]
+
+
+def _called(name: str, given: Any, expected: Any) -> Case:
+    if isinstance(given, str):  # one JSON value a line, as LiveCodeBench has it
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        expected = json.loads(expected) if isinstance(expected, str) else expected
+    if not isinstance(given, list | tuple):
+        raise BirlError(f"tests: the inputs of {name} must be a list of arguments, not {str(given)[:80]!r}.")
+    return Case(call=name, args=tuple(given), expected=expected)
+
+
+def _printed(given: Any, expected: Any) -> Case:
+    lines = ["\n".join(map(str, side)) if isinstance(side, list | tuple) else str(side) for side in (given, expected)]
+    return Case(stdin=lines[0], expected=lines[1])
+
+
+async def run_tests(
+    sandbox: Sandbox,
+    solution: str,
+    tests: Sequence[Case],
+    limits: Limits,
+    *,
+    seconds: float = math.inf,
+    at_once: int = 1,
+) -> Report:
+    """Try a solution on every test. When `seconds` have passed, a test that runs is ended, and those that are not begun
+    count as not passed. Raises `SandboxFailed`, and `BirlError` for a test that tests nothing."""
+    deadline = time.monotonic() + seconds
+    turn = asyncio.Semaphore(at_once)
+
+    async def attempt(case: Case) -> Verdict:
+        async with turn:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Verdict(passed=False, detail=f"not begun within {seconds:g} s")
+            return await run_test(sandbox, solution, case, replace(limits, seconds=min(limits.seconds, left)))
+
+    tasks = [asyncio.ensure_future(attempt(case)) for case in tests]
+    try:
+        return Report(verdicts=tuple(await asyncio.gather(*tasks)))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_test(sandbox: Sandbox, solution: str, case: Case, limits: Limits) -> Verdict:
+    if case.stdin is not None:
+        result = await sandbox.run({"solution.py": solution}, ["python", "solution.py"], limits, case.stdin)
+        return _verdict(result, _failure_of_output(result, case))
+    nonce = secrets.token_hex(16)
+    job: dict[str, Any] = {"nonce": nonce}
+    if case.call:
+        job |= {"call": case.call, "args": [checker.pack(value, _no_object) for value in case.args]}
+    else:
+        job |= {"snippet": case.snippet}
+    files = {"checker.py": CHECKER, "solution.py": solution}
+    result = await sandbox.run(files, ["python", "checker.py"], limits, json.dumps(job))
+    return _verdict(result, _failure_of_job(result, case, nonce))
+
+
+def _verdict(result: Result, failure: str) -> Verdict:
+    if result.ending is Ending.ERROR:
+        raise SandboxFailed(f"{result.kind}: {result.detail}")
+    if result.ending is not Ending.OK:
+        failure = f"{result.ending}: {result.detail}"
+    return Verdict(passed=not failure, detail=failure, seconds=result.seconds)
+
+
+def _failure_of_output(result: Result, case: Case) -> str:
+    if result.exit_code != 0:
+        said = result.stderr.decode(errors="replace").strip().splitlines()
+        return f"exit code {result.exit_code}: {said[-1][:200] if said else ''}"
+    printed = result.stdout.decode(errors="replace")
+    return "" if same_output(printed, case.expected) else f"printed {printed[:100]!r}, not {case.expected[:100]!r}"
+
+
+def _failure_of_job(result: Result, case: Case, nonce: str) -> str:
+    """Empty where the checker itself says so: its message has the nonce, which the solution never sees."""
+    try:
+        found = json.loads(result.stdout)
+        if not isinstance(found, dict) or not secrets.compare_digest(str(found.get("nonce")), nonce):
+            return "the test did not come to its end"
+        if "unfit" in found:
+            raise BirlError(f"the test {case.snippet[:100]!r} is unfit: {found['unfit']}.")
+        if case.call and "value" in found:
+            value = checker.unpack(found["value"], lambda kind, inner: object())
+            return "" if same_value(value, case.expected) else f"returned {value!r:.100}, not {case.expected!r:.100}"
+        return "" if found.get("passed") is True and not case.call else str(found.get("detail") or "did not pass")
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError, AttributeError):
+        return "the test did not come to its end"
+
+
+def _no_object(value: Any) -> Any:
+    raise BirlError(f"tests: {str(value)[:80]!r} is no plain data.")
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Equal but for spaces at the ends of lines and of the whole; or word for word, where numbers are compared as
+    numbers (`1.0` and `1`)."""
+    left, right = ([line.strip() for line in text.strip().splitlines()] for text in (printed, expected))
+    if left == right:
+        return True
+    pairs = [(a.split(), b.split()) for a, b in zip(left, right, strict=False)]
+    return len(left) == len(right) and all(len(a) == len(b) and all(map(_same_word, a, b)) for a, b in pairs)
+
+
+def _same_word(left: str, right: str) -> bool:
+    if left == right:
+        return True
+    try:
+        return len(left) < 400 and len(right) < 400 and Decimal(left) == Decimal(right)
+    except InvalidOperation:
+        return False
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Equal, where a tuple is as good as a list (JSON has none), a key that is a number as good as its text, and floats
+    may differ in the last digits. True is not 1."""
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        named = {key if isinstance(key, str) else str(key): item for key, item in value.items()}
+        wanted = {key if isinstance(key, str) else str(key): item for key, item in expected.items()}
+        return named.keys() == wanted.keys() and all(same_value(named[key], wanted[key]) for key in wanted)
+    if isinstance(value, bool) or isinstance(expected, bool) or value is None or expected is None:
+        return type(value) is type(expected) and value == expected
+    if isinstance(value, float) and isinstance(expected, int | float):
+        return value == expected or (abs(expected) < 1e300 and math.isclose(value, expected, rel_tol=CLOSE))
+    return isinstance(value, int | float | str) and isinstance(expected, int | float | str) and value == expected

@@ -1,0 +1,94 @@
+"""The command lines that start `guest.py`: within bubblewrap, or as it is."""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from birl.errors import BirlError
+from birl.sandbox.protocol import Limits
+
+HERE = Path(__file__).parent
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+NOBODY = "65534"
+GUEST = "/run/birl"  # where the guest's code is inside of bubblewrap
+SOURCES = {
+    "birl/__init__.py": None,
+    "birl/sandbox/__init__.py": None,
+    **{f"birl/sandbox/{name}.py": HERE / f"{name}.py" for name in ("confine", "folder", "guest", "program", "watch")},
+}
+GUEST_MB = 32  # what the guest itself may need beside the run
+FIRST_UID, UIDS = 61200, 4000  # within the range that systemd sets apart for users that come and go
+
+
+def transient_uid(slot: int) -> int:
+    """A user id that nobody has, for a run of root's: 0 where this process is an ordinary user already."""
+    return FIRST_UID + (os.getpid() * 16 + slot) % UIDS if os.geteuid() == 0 else 0
+
+
+def program(name: str) -> str:
+    """The path of a program. Raises `BirlError` naming the package that has it."""
+    found = shutil.which(name, path=SYSTEM_PATH)
+    if not found:
+        package = {"bwrap": "bubblewrap", "setpriv": "util-linux"}[name]
+        raise BirlError(
+            f"there is no {name} on this machine: install the package {package} (apt-get install {package})"
+        )
+    return found
+
+
+def interpreters() -> list[str]:
+    """Python interpreters to try, the best first. This process's own has the same version, but may lie in a home folder
+    that nobody else can enter."""
+    own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    names = dict.fromkeys((own, "/usr/local/bin/python3", "/usr/bin/python3"))
+    return [name for name in names if os.access(name, os.X_OK)]
+
+
+def readable(python: str) -> list[str]:
+    """Folders outside of /usr that an interpreter needs."""
+    prefix = str(Path(python).resolve().parent.parent)
+    return [] if prefix.startswith("/usr") else [prefix]
+
+
+def plain(python: str, control: int) -> list[str]:
+    """The guest outside of any namespace; it confines only what it starts."""
+    code = f"import sys; sys.path.insert(0, {str(HERE.parent.parent)!r}); from birl.sandbox import guest; guest.main()"
+    return [python, "-I", "-S", "-X", "utf8", "-c", code, str(control)]
+
+
+def bubblewrap(
+    python: str, control: int, sources: Sequence[tuple[int, str]], limits: Limits, uid: int, *, keep: bool
+) -> list[str]:
+    """The guest as pid 1 of a sandbox. `sources`: open files with its code, and their names inside. `keep`: it makes
+    namespaces of its own for every run, so that this cannot be forbidden here (the filter of each run forbids it).
+
+    An unprivileged user comes first, where this process is root: for the kernel, root without capabilities in a user
+    namespace still is the owner of /proc/sys. bwrap is pid 1's parent, and its environment would be readable in /proc:
+    whoever runs this passes an empty one.
+    """
+    words = []
+    if uid:
+        words += [program("setpriv"), f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
+    words += [program("bwrap"), "--unshare-all", "--unshare-user", *([] if keep else ["--disable-userns"])]
+    words += ["--uid", NOBODY, "--gid", NOBODY, "--cap-drop", "ALL", "--die-with-parent", "--new-session"]
+    words += ["--as-pid-1", "--hostname", "sandbox", "--clearenv"]
+    words += ["--ro-bind", "/usr", "/usr"]
+    for name in ("lib", "lib64", "lib32", "bin", "sbin"):
+        if Path(f"/{name}").is_symlink():
+            words += ["--symlink", f"usr/{name}", f"/{name}"]
+        elif Path(f"/{name}").is_dir():
+            words += ["--ro-bind", f"/{name}", f"/{name}"]
+    for place in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
+        words += ["--ro-bind-try", place, place]
+    for place in readable(python):
+        words += ["--ro-bind", place, place]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    size = str(limits.file_mb << 20)
+    words += ["--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"]
+    for fd, name in sources:
+        words += ["--ro-bind-data", str(fd), f"{GUEST}/{name}"]
+    words += ["--chdir", "/tmp", "--remount-ro", "/"]
+    code = f"import sys; sys.path.insert(0, {GUEST!r}); from birl.sandbox import guest; guest.main()"
+    return [*words, "--", python, "-I", "-S", "-B", "-X", "utf8", "-c", code, str(control)]

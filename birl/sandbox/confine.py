@@ -1,0 +1,140 @@
+"""How a process gives up what it may do: limits, namespaces, Landlock, seccomp, capabilities. Runs inside a sandbox.
+
+Standard library only, and nothing of birl: an interpreter without packages imports it.
+"""
+
+import ctypes
+import os
+import resource
+import struct
+from typing import Any
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+MIB = 1 << 20
+
+READ = (1 << 0) | (1 << 2) | (1 << 3)  # Landlock: execute, read files, read folders
+WRITE_FILE, TRUNCATE = 1 << 1, 1 << 14
+FILE_RIGHTS = (1 << 0) | (1 << 1) | (1 << 2)
+READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+def check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def prctl(option: int, value: int = 0) -> None:
+    check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def own_namespaces() -> None:
+    """New namespaces of users, mounts, IPC, network and (for children) processes, with all rights inside of them."""
+    uid, gid = os.getuid(), os.getgid()
+    flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    check(libc.unshare(flags), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def mount(kind: str, place: str, flags: int, options: str = "") -> None:
+    result = libc.mount(kind.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    check(result, f"mount {kind} on {place}")
+
+
+def own_files(file_mb: int) -> None:
+    """Memory file systems of bounded size over everything that can be written to, and the own processes in /proc."""
+    check(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None), "mount private")
+    size = f"size={file_mb}m,nr_inodes=16384,mode=0755"
+    mount("tmpfs", "/tmp", MS_NOSUID | MS_NODEV, size)
+    mount("tmpfs", "/dev/shm", MS_NOSUID | MS_NODEV, size)
+    mount("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+
+
+def limit(limits: dict[str, Any], processes: int) -> None:
+    """`processes` 0: not limited here, because the kernel would count those of the whole user."""
+    cpu = limits["cpu_seconds"]
+    bounds = [
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CPU, cpu, cpu + 1),  # SIGXCPU, and SIGKILL for who ignores it
+        (resource.RLIMIT_AS, limits["memory_mb"] * MIB, limits["memory_mb"] * MIB),
+        (resource.RLIMIT_FSIZE, limits["file_mb"] * MIB, limits["file_mb"] * MIB),
+        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+    ]
+    if processes:
+        bounds.append((resource.RLIMIT_NPROC, processes, processes))
+    for which, soft, hard in bounds:
+        highest = resource.getrlimit(which)[1]
+        if highest != resource.RLIM_INFINITY:
+            soft, hard = min(soft, highest), min(hard, highest)
+        resource.setrlimit(which, (soft, hard))
+
+
+def drop_capabilities() -> None:
+    """All of them, from every set. Those of the bounding set come first: to drop them needs one."""
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
+            break  # beyond the last that this kernel knows, or not allowed: an own user has none anyway
+    header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    check(libc.capset(header, bytes(24)), "capset")
+
+
+def become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def landlock_version() -> int:
+    """0 where the kernel has none, or has it switched off."""
+    return max(0, libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
+
+
+def landlock(folder: str, readable: list[str]) -> None:
+    """Only the system's programs can be read and only `folder` can be written. Signals and abstract sockets stay
+    inside, where the kernel can do that."""
+    version = landlock_version()
+    if not version:
+        raise OSError("this kernel has no Landlock")
+    files = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
+    network = 3 if version >= 4 else 0
+    scopes = 3 if version >= 6 else 0
+    attributes = struct.pack("=QQQ", files, network, scopes)[: 8 if version < 4 else 16 if version < 6 else 24]
+    size = ctypes.c_size_t(len(attributes))
+    rules = check(libc.syscall(LANDLOCK_CREATE, attributes, size, ctypes.c_uint(0)), "landlock")
+    allowed = [(place, READ) for place in (*READABLE, *readable)]
+    allowed += [(place, READ | WRITE_FILE | TRUNCATE) for place in DEVICES] + [(folder, files)]
+    for place, rights in allowed:
+        if os.path.exists(place):
+            beneath = os.open(place, os.O_PATH | os.O_CLOEXEC)
+            rights &= files if os.path.isdir(place) else files & (FILE_RIGHTS | TRUNCATE)
+            rule = struct.pack("=Qi", rights, beneath)
+            check(libc.syscall(LANDLOCK_ADD, rules, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock {place}")
+            os.close(beneath)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    check(libc.syscall(LANDLOCK_RESTRICT, rules, ctypes.c_uint(0)), "landlock")
+    os.close(rules)
+
+
+def seccomp(program: bytes) -> None:
+    """Install an assembled filter. It holds for this process and everything that it starts, for good."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    code = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    found = Program(len(program) // 8, ctypes.cast(code, ctypes.c_void_p))
+    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(found), 0, 0), "seccomp")

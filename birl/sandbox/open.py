@@ -1,0 +1,117 @@
+"""Which sandbox this machine can have: found out by a trial run, never by looking for a program."""
+
+import asyncio
+import json
+import logging
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from birl.errors import BirlError
+from birl.sandbox.command import interpreters
+from birl.sandbox.local import LocalSandbox
+from birl.sandbox.protocol import Limits, Sandbox
+
+log = logging.getLogger(__name__)
+
+AUTO = ("zygote", "bubblewrap", "landlock")  # real boundaries, the best first
+LOCAL = (*AUTO, "process")
+INSTALL = "apt-get install bubblewrap, or a kernel with Landlock (5.13 or newer)"
+
+# Tries what must not work, and says what did. Exit code 0 alone would prove nothing.
+PROBE = """
+import ctypes, json, os, socket
+worked = []
+def attempt(name, action):
+    try:
+        action()
+    except OSError:
+        return
+    worked.append(name)
+def read(path):
+    return lambda: open(path, "rb").read(1)
+attempt("open a socket", lambda: socket.socket().close())
+attempt("read /etc/shadow", read("/etc/shadow"))
+attempt("read /root", lambda: os.listdir("/root"))
+attempt("write to /usr", lambda: os.mkdir("/usr/birl-probe") or os.rmdir("/usr/birl-probe"))
+attempt("write to /var/tmp", lambda: os.mkdir("/var/tmp/birl-probe") or os.rmdir("/var/tmp/birl-probe"))
+attempt("open core_pattern", lambda: os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY)))
+if ctypes.CDLL(None).unshare(0x10000000) == 0:
+    worked.append("make a user namespace")
+if os.getuid() == 0:
+    worked.append("be root")
+print(json.dumps({"worked": worked, "answer": 6 * 7}))
+"""
+
+
+async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:
+    """A sandbox of this kind, tried out. Raises `BirlError` where it does not work, saying why and what to do.
+
+    `workers`: programs that run at once, 0: one for each core. auto takes the first of zygote, bubblewrap and landlock
+    that works; `process` is taken only when it is named.
+    """
+    if kind == "modal":
+        from birl.sandbox.modal import ModalSandbox
+
+        return await ModalSandbox.open(workers=workers)
+    if kind not in (*LOCAL, "auto"):
+        raise BirlError(f"sandbox.kind={kind}: must be auto | {' | '.join(LOCAL)} | modal.")
+    failed: list[str] = []
+    for name in AUTO if kind == "auto" else (kind,):
+        found = await tried(name)
+        if found.python:
+            if failed:
+                log.warning("sandbox.kind=auto is %s here, because %s", name, "; ".join(failed))
+            return LocalSandbox(name, python=found.python, workers=workers)
+        failed.append(f"{name}: {found.reason}")
+    raise BirlError(f"sandbox.kind={kind} does not work on this machine ({'; '.join(failed)}). Install {INSTALL}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The interpreter that a kind of sandbox works with, or why it works with none."""
+
+    python: str
+    reason: str
+
+
+async def tried(kind: str) -> Trial:
+    reasons = []
+    for python in interpreters():
+        reason = await problem(kind, python)
+        if not reason:
+            return Trial(python, "")
+        reasons.append(f"{reason} ({python})")
+    return Trial("", "; ".join(reasons))
+
+
+async def problem(kind: str, python: str) -> str:
+    """Why a kind of sandbox cannot be used here. Empty: a trial run went well, and nothing of what it tried worked."""
+    if platform.system() != "Linux":
+        return f"needs Linux, and this is {platform.system()}"
+    try:
+        async with LocalSandbox(kind, python=python, workers=1) as sandbox:
+            result = await sandbox.run({"probe.py": PROBE}, ["python", "probe.py"], Limits(seconds=10))
+    except (BirlError, OSError) as error:
+        return str(error)
+    if not result.good:
+        said = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return result.detail or f"the trial run ended with exit code {result.exit_code}: {' '.join(said)}"
+    try:
+        found: dict[str, Any] = json.loads(result.stdout)
+    except ValueError:
+        return "the trial run printed something else than it should"
+    if found.get("answer") != 42:
+        return "the trial run computed something else than it should"
+    if found["worked"] and kind != "process":
+        return f"a program in it could {', '.join(found['worked'])}"
+    return ""
+
+
+def available() -> dict[str, Trial]:
+    """What came of a trial run of each kind that is a boundary."""
+
+    async def ask() -> dict[str, Trial]:
+        return {kind: await tried(kind) for kind in AUTO}
+
+    return asyncio.run(ask())

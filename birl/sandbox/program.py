@@ -1,0 +1,105 @@
+"""The last thing that a child of the guest does of its own: it gives up its rights and becomes the program.
+
+Standard library only, because an interpreter without packages runs it.
+"""
+
+import base64
+import contextlib
+import os
+import signal
+import sys
+from typing import Any
+
+from birl.sandbox import confine
+
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+NAMESPACES = ("bubblewrap", "zygote")
+
+Settings = dict[str, Any]
+Request = dict[str, Any]
+
+
+def become(request: Request, settings: Settings, ends: tuple[int, ...], status: int) -> None:
+    """Becomes the program. Never returns."""
+    try:
+        confine.prctl(confine.PR_SET_DUMPABLE, 1)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # when memory runs out, the program goes, and not who watches it
+        for place, fd in enumerate(ends):
+            os.dup2(fd, place)
+        os.dup2(status, 3, inheritable=False)
+        os.closerange(4, 1 << 20)
+        os.setsid()
+        _confined(request, settings)
+        command = request["command"]
+        if command[0] == "python" and settings["kind"] == "zygote" and command[1:2] and command[1][0] != "-":
+            os.close(3)
+            run_python(command[1:])
+        if command[0] == "python":
+            command = [settings["python"], "-X", "utf8", "-s", "-E", *command[1:]]
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            os.execvpe(command[0], command, ENVIRONMENT)
+        except OSError as error:
+            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+            os._exit(127)
+    except BaseException as error:
+        os.write(3, f"{type(error).__name__}: {error}".encode()[:4096])
+        os._exit(125)
+
+
+def _confined(request: Request, settings: Settings) -> None:
+    kind, uid = settings["kind"], settings["uid"]
+    counted = kind in NAMESPACES or uid  # else the kernel counts all of the user's processes
+    confine.limit(request["limits"], request["limits"]["processes"] + 2 if counted else 0)
+    if uid:
+        confine.become(uid)
+    if kind in NAMESPACES:
+        confine.drop_capabilities()
+    if kind == "landlock":
+        confine.landlock(os.getcwd(), settings["readable"])
+    if settings["filter"]:
+        confine.seccomp(base64.b64decode(settings["filter"]))
+
+
+def run_python(words: list[str]) -> None:
+    """What `python FILE WORDS` does, without a new interpreter."""
+    import atexit
+    import threading
+    import traceback
+    import types
+
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=words[0], __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    code = 0
+    try:
+        with open(words[0], "rb") as file:
+            source = file.read()
+        exec(compile(source, words[0], "exec"), module.__dict__)  # this is the sandbox
+    except SystemExit as error:
+        code = _exit_code(error.code)
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        traceback.print_exception(type(error), error, frames)
+        code = 1
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:
+            code = code or 120
+    os._exit(code & 255)
+
+
+def _exit_code(code: Any) -> int:
+    if code is None or isinstance(code, int):
+        return int(code or 0)
+    print(code, file=sys.stderr)
+    return 1

@@ -1,0 +1,117 @@
+"""A seccomp filter, assembled by hand: which system calls a program in the sandbox is refused.
+
+By hand and not with libseccomp, because it is installed inside of the sandbox, by an interpreter without packages, and
+because a list of refused calls needs four instructions of BPF: load, compare, jump, return.
+"""
+
+import platform
+import struct
+
+from birl.errors import BirlError
+
+# Numbers from the kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl, and include/uapi/asm-generic/unistd.h, which
+# arm64 uses. From 424 on they are the same everywhere.
+X86_64 = {
+    "socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "unshare": 272,
+    "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "add_key": 248, "request_key": 249,
+    "keyctl": 250, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "kexec_load": 246, "kexec_file_load": 320,
+    "init_module": 175, "finit_module": 313, "delete_module": 176, "reboot": 169, "swapon": 167, "swapoff": 168,
+    "syslog": 103, "acct": 163, "quotactl": 179, "name_to_handle_at": 303, "open_by_handle_at": 304, "iopl": 172,
+    "ioperm": 173, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "setpgid": 109, "setsid": 112, "kill": 62,
+    "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302, "setpriority": 141,
+    "ioctl": 16, "clone": 56, "memfd_create": 319, "sched_setaffinity": 203, "sched_setscheduler": 144,
+    "chmod": 90, "fchmodat": 268, "chown": 92, "lchown": 94, "fchownat": 260, "setxattr": 188, "lsetxattr": 189,
+    "removexattr": 197, "lremovexattr": 198, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
+}  # fmt: skip
+ARM64 = {
+    "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "unshare": 97,
+    "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "add_key": 217, "request_key": 218,
+    "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "kexec_load": 104, "kexec_file_load": 294,
+    "init_module": 105, "finit_module": 273, "delete_module": 106, "reboot": 142, "swapon": 224, "swapoff": 225,
+    "syslog": 116, "acct": 89, "quotactl": 60, "name_to_handle_at": 264, "open_by_handle_at": 265,
+    "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "setpgid": 154, "setsid": 157, "kill": 129,
+    "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261, "setpriority": 140,
+    "ioctl": 29, "clone": 220, "memfd_create": 279, "sched_setaffinity": 122, "sched_setscheduler": 119,
+    "fchmodat": 53, "fchownat": 54,
+    "setxattr": 5, "lsetxattr": 6, "removexattr": 14, "lremovexattr": 15, "utimensat": 88,
+}  # fmt: skip
+EVERYWHERE = {
+    "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "clone3": 435, "pidfd_getfd": 438,
+    "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447, "process_madvise": 440,
+    "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466,
+}  # fmt: skip
+MACHINES = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, ARM64)}  # AUDIT_ARCH_*
+
+# io_uring would do all of this past the filter; clone3 hides its flags behind a pointer, so libc must use clone.
+REFUSED = (
+    *("socket", "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd"),
+    *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig"),
+    *("fsmount", "fspick", "mount_setattr", "add_key", "request_key", "keyctl", "bpf", "perf_event_open"),
+    *("userfaultfd", "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot"),
+    *("swapon", "swapoff", "syslog", "acct", "quotactl", "quotactl_fd", "name_to_handle_at", "open_by_handle_at"),
+    *("iopl", "ioperm", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret"),
+)
+# Where no namespace ends everything that was started: nobody may leave the group, and nothing may outlive it.
+REFUSED_WITHOUT_NAMESPACES = (
+    *("setsid", "setpgid", "shmget", "semget", "msgget", "mq_open", "setpriority", "sched_setaffinity"),
+    "sched_setscheduler",
+)
+# Landlock does not cover these; a program of the user's own id could do them to the user's files.
+OF_OWNERS = (
+    *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "setxattr", "lsetxattr", "setxattrat"),
+    *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat", "utimensat"),
+)
+SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
+
+NEW_NAMESPACES = 0x7E020080  # CLONE_NEW: USER PID NET IPC UTS CGROUP NS TIME
+TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX put words into a terminal's input
+
+EPERM, ENOSYS = 1, 38
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; of 64-bit arguments the low half
+
+
+def assemble(
+    *, namespaces: bool, signals: bool = True, own_user: bool = True, counted: bool = True, machine: str = ""
+) -> bytes:
+    """The filter as an array of struct sock_filter. `namespaces`: the run has its own, of processes above all.
+    `signals`: they, another user or Landlock keep signals inside. `own_user`: the program's user id owns nothing.
+    `counted`: a control group counts memory, that of files without a name too."""
+    machine = machine or platform.machine()
+    if machine not in MACHINES:
+        raise BirlError(f"there is no seccomp filter for {machine}, only for {', '.join(MACHINES)}.")
+    audit, table = MACHINES[machine]
+    table = {**table, **EVERYWHERE}
+    names = [*REFUSED, *(() if namespaces else REFUSED_WITHOUT_NAMESPACES), *(() if signals else SIGNALS)]
+    names += [*(() if own_user else OF_OWNERS), *(() if counted else ("memfd_create",))]
+    program = [
+        _op(LOAD, ARCH), _op(EQUAL, audit, skip=1), _op(RETURN, KILL),  # 32-bit calls have other numbers
+        _op(LOAD, NUMBER), *_refuse(AT_LEAST, 0x40000000, ENOSYS),  # so have those of x32
+        *_refuse(EQUAL, table["clone3"], ENOSYS),
+    ]  # fmt: skip
+    for name in names:
+        if name in table:
+            program += _refuse(EQUAL, table[name], EPERM)
+    program += _argument(table["clone"], FIRST, ANY_BIT, (NEW_NAMESPACES,))
+    program += _argument(table["ioctl"], SECOND, EQUAL, TERMINAL)
+    if not namespaces:  # another process's limits; 0 is the caller itself
+        program += [_op(EQUAL, table["prlimit64"], other=4), _op(LOAD, FIRST), _op(EQUAL, 0, skip=1)]
+        program += [_op(RETURN, ERRNO | EPERM), _op(LOAD, NUMBER)]
+    return b"".join([*program, _op(RETURN, ALLOW)])
+
+
+def _op(code: int, value: int, skip: int = 0, other: int = 0) -> bytes:
+    """One instruction. Of a comparison, `skip` and `other` say how many to leave out where it holds, and where not."""
+    return struct.pack("=HBBI", code, skip, other, value)
+
+
+def _refuse(compare: int, value: int, errno: int) -> list[bytes]:
+    return [_op(compare, value, other=1), _op(RETURN, ERRNO | errno)]
+
+
+def _argument(number: int, place: int, compare: int, values: tuple[int, ...]) -> list[bytes]:
+    """Refuse one call where its argument has such a value; then the call's number is loaded again."""
+    tests = [op for value in values for op in _refuse(compare, value, EPERM)]
+    return [_op(EQUAL, number, other=len(tests) + 2), _op(LOAD, place), *tests, _op(LOAD, NUMBER)]

@@ -1,0 +1,125 @@
+"""OpenAI's dialect for agents: the same words as `birl serve`'s, for an episode."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from birl.serve.ask import CHOICES, HARMLESS, Ask, check_keys
+from birl.serve.limits import Refused
+from birl.serve.messages import invalid, message, typed
+from birl.serve.pieces import Pieces, event
+from birl.serve.terms import SAMPLING, WISHES, Terms, speaker
+from birl.serve.visit import Answers, Reply, Visit
+from birl.text.chat import Chat
+
+KNOWN = (
+    *("model", "n", "stream", "stream_options", "stop", "max_tokens", "logprobs", "return_token_ids"),
+    *HARMLESS, *SAMPLING, *WISHES,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """The model, under the name that a client gave it."""
+
+    name: str
+    version: int
+    chat: Chat
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self.chat.end_ids
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenAIReply(Reply):
+    model: str
+    talk: bool  # of messages, not of text
+    usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+
+    def pieces(self, answers: Answers) -> Pieces:
+        turn = answers[0][1]
+        asked = Ask(
+            chat=self.talk, prompts=(turn.prompt,), params=self.params, n=self.n, stream=self.stream, usage=self.usage,
+            logprobs=self.logprobs, token_ids=self.token_ids, tools=tuple(self.tools),
+        )  # fmt: skip
+        return Pieces(Voice(self.model, max(turn.completion.versions, default=0), self.chat), asked)
+
+    def whole(self, answers: Answers) -> dict[str, Any]:
+        pieces = self.pieces(answers)
+        choices = [
+            pieces.spoken(i, turn.completion, said.content, said.tool_calls, said.thinking)
+            for i, (said, turn) in enumerate(answers)
+        ]
+        usage = pieces.usage([turn.completion for _, turn in answers])
+        return pieces.head(chunk=False) | {"choices": choices, "usage": usage}
+
+    def chunks(self, answers: Answers) -> Iterator[bytes]:
+        pieces = self.pieces(answers)
+        for i, (said, turn) in enumerate(answers):
+            done = turn.completion
+            yield event(pieces.delta(i, "", first=True, thinking=said.thinking))
+            yield event(
+                pieces.delta(i, said.content, tokens=done.tokens, logprobs=done.logprobs, versions=done.versions)
+            )
+            if said.tool_calls:
+                yield event(pieces.delta(i, "", calls=said.tool_calls))
+            yield event(pieces.delta(i, "", reason=pieces.reason(done.stop, said.tool_calls)))
+        if self.usage:
+            usage = pieces.usage([turn.completion for _, turn in answers])
+            yield event(pieces.head(chunk=True) | {"choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, refused: Refused) -> bytes:
+        return event(refused.body())
+
+
+def chat(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
+    """POST /chat/completions. Raises `Refused`."""
+    check_keys(data, (*KNOWN, "messages", "tools", "tool_choice", "max_completion_tokens"))
+    said = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
+    if not said:
+        raise invalid("messages", "is empty")
+    said = tuple(replace(m, role="system") if m.role == "developer" else m for m in said)  # its newer name
+    limit = "max_tokens" if data.get("max_completion_tokens") is None else "max_completion_tokens"
+    logprobs = typed(data, "logprobs", bool, False)
+    return _reply(data, terms, visit, said=said, limit=limit, logprobs=logprobs, talk=True)
+
+
+def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
+    """POST /completions. Raises `Refused`."""
+    check_keys(data, (*KNOWN, "prompt"))
+    prompt = data.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise invalid("prompt", "must be text: an episode keeps the token ids itself")
+    logprobs = typed(data, "logprobs", int, -1)
+    if logprobs > 0:
+        raise invalid("logprobs", f"is {logprobs}: only the sampled tokens have log-probs here; set logprobs=0")
+    return _reply(data, terms, visit, said=prompt, limit="max_tokens", logprobs=logprobs == 0, talk=False)
+
+
+def _reply(data: Mapping[str, Any], terms: Terms, visit: Visit, *, limit: str, **own: Any) -> OpenAIReply:
+    stop = data.get("stop")
+    stop = [stop] if isinstance(stop, str) else typed(data, "stop", list, [])
+    if not all(isinstance(s, str) for s in stop):
+        raise invalid("stop", "must be a text or a list of texts")
+    n = typed(data, "n", int, 1)
+    if not 1 <= n <= CHOICES:
+        raise invalid("n", f"must be at least 1 and at most {CHOICES}, got {n}")
+    options = typed(data, "stream_options", dict, {})
+    return OpenAIReply(
+        params=terms.params(data, visit.session.params, stop, limit),
+        tools=terms.tools(typed(data, "tools", list, []), data.get("tool_choice")),
+        agent=speaker(data.get("model")),
+        n=n,
+        stream=typed(data, "stream", bool, False),
+        chat=terms.chat,
+        model=str(data.get("model") or "birl"),
+        usage=bool(options.get("include_usage")),
+        token_ids=typed(data, "return_token_ids", bool, False),
+        **own,
+    )

@@ -1,0 +1,168 @@
+"""Unit tests of solutions: the three forms, what passes, partial credit, limits, and data that tests nothing."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from birl.errors import BirlError
+from birl.sandbox.code import Case, Report, SandboxFailed, cases, last_block, run_tests, same_output, same_value
+from birl.sandbox.open import open_sandbox
+from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
+
+LIMITS = Limits(seconds=3)
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    opened = asyncio.run(open_sandbox(workers=2))
+    yield opened
+    asyncio.run(opened.close())
+
+
+def tried(sandbox: Sandbox, solution: str, tests: Any, **options: Any) -> Report:
+    return asyncio.run(run_tests(sandbox, solution, cases(tests), LIMITS, **options))
+
+
+def passed(sandbox: Sandbox, solution: str, tests: Any) -> list[bool]:
+    return [verdict.passed for verdict in tried(sandbox, solution, tests).verdicts]
+
+
+def test_programs_that_read_and_print(sandbox: Sandbox) -> None:
+    tests = {"inputs": ["2 3\n", ["4 5"], "0 0"], "outputs": ["5\n", ["9"], "1"]}
+    assert passed(sandbox, "print(sum(map(int, input().split())))", tests) == [True, True, False]
+    assert passed(sandbox, "print(5)\nraise SystemExit(1)", tests) == [False] * 3
+
+
+def test_calls(sandbox: Sandbox) -> None:
+    tests = {"fn_name": "twice", "inputs": [[2], ["a"], [[1]], [0.15]], "outputs": [4, "aa", [1, 1], 0.3]}
+    assert passed(sandbox, "def twice(x):\n    print('noise')\n    return 2 * x", tests) == [True] * 4
+    assert (
+        passed(sandbox, "class Solution:\n    def twice(self, x: List[int]):\n        return x", tests) == [False] * 4
+    )
+    line = [{"fn_name": "add", "input": "1\n[2, 3]", "output": "[1, 2, 3]"}]
+    assert passed(sandbox, "def add(x, rest):\n    return (x, *rest)", line) == [True]
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "assert f([3, 1]) == [1, 3]",
+        "xs = [3, 1]\nsort(xs)\nassert xs == [1, 3]",
+        "def check(candidate):\n    assert candidate([2, 1]) == [1, 2]\n    assert candidate([]) == []\ncheck(f)",
+        "import math\nassert math.isclose(half(3), 1.5)",
+        "assert apply(lambda x: x + [4], [1]) == [1, 4]",
+        "try:\n    half('x')\n    assert False\nexcept TypeError:\n    pass",
+        "s = Stack()\ns.push(4)\ns.push(5)\nassert s.pop() == 5 and s.items == [4] and len(s) == 1",
+        "assert list(count(3)) == [0, 1, 2]",
+        "assert pair() == ((1, 2), {'a': {1}}, b'x', 1j, None, 10 ** 5000, {2: 'b'}, float('inf'))",
+        "assert half(half(8)) == 2.0 and isinstance(half(1), float)",
+        "import collections\nassert ''.join(collections.deque(f('ba'))) == 'ab'",
+    ],
+)
+def test_assertions(sandbox: Sandbox, snippet: str) -> None:
+    solution = """
+def f(xs): return sorted(xs)
+def sort(xs): xs.sort()
+def half(x): return x / 2
+def apply(function, value): return function(value)
+def count(n): yield from range(n)
+def pair(): return (1, 2), {"a": {1}}, b"x", 1j, None, 10 ** 5000, {2: "b"}, float("inf")
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x)
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+"""
+    report = tried(sandbox, solution, [snippet])
+    assert report.share == 1, report
+    wrong = solution.replace("sorted(xs)", "xs").replace("x / 2", "3").replace("append(x)", "append(0)")
+    wrong = wrong.replace("xs.sort()", "pass").replace("range(n)", "range(2)").replace("(1, 2)", "(1, 3)")
+    assert tried(sandbox, wrong.replace("return function(value)", "return 0"), [snippet]).share == 0
+
+
+def test_partial_credit_and_limits_of_each_test(sandbox: Sandbox) -> None:
+    solution = (
+        "import time\ndef f(x):\n    if x == 1: time.sleep(60)\n    if x == 2: print('x' * 9999999)\n    return x"
+    )
+    tests = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
+    limits = Limits(seconds=0.5, output_bytes=1000)
+    report = asyncio.run(run_tests(sandbox, solution, cases(tests), limits, at_once=2))
+    assert [v.passed for v in report.verdicts] == [True, False, False, True] and report.share == 0.5
+    assert [v.detail.partition(":")[0] for v in report.verdicts[1:3]] == ["timeout", "output"]
+
+
+def test_what_is_not_begun_in_time_has_not_passed(sandbox: Sandbox) -> None:
+    tests = {"inputs": [""] * 5, "outputs": [""] * 5}
+    report = tried(sandbox, "import time\ntime.sleep(0.3)", tests, seconds=0.5)
+    assert [v.passed for v in report.verdicts] == [True, False, False, False, False]
+    assert report.verdicts[-1].detail == "not begun within 0.5 s"
+
+
+@pytest.mark.parametrize(
+    "solution", ["def f(:", "", "raise KeyError('x')", "import no_such_module", "\0", "x = 1\ud800"]
+)
+def test_a_solution_that_does_not_load_fails(sandbox: Sandbox, solution: str) -> None:
+    assert tried(sandbox, solution, ["assert f(1) == 1"]).share == 0
+
+
+def test_a_test_that_calls_nothing_is_an_error_of_the_data(sandbox: Sandbox) -> None:
+    with pytest.raises(BirlError, match="calls nothing of the solution"):
+        tried(sandbox, "def sum(x): return 0", ["assert sum([1]) == 1"])
+
+
+class Broken:
+    kind = "broken"
+
+    async def run(self, *_: Any, **__: Any) -> Result:
+        return Result(ending=Ending.ERROR, kind=self.kind, detail="no room")
+
+    async def close(self) -> None: ...
+
+
+def test_a_sandbox_that_fails_is_no_failed_test() -> None:
+    with pytest.raises(SandboxFailed, match="broken: no room"):
+        asyncio.run(run_tests(Broken(), "", [Case(stdin="", expected="")], LIMITS))
+
+
+def test_forms_of_tests() -> None:
+    call = [Case(call="f", args=(1, 2), expected=3)]
+    assert cases({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}) == call
+    assert cases(json.dumps({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]})) == call
+    assert cases("assert f(1)") == cases(["assert f(1)"]) == [Case(snippet="assert f(1)")]
+    assert cases([{"input": "1", "output": 2}]) == [Case(stdin="1", expected="2")]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        [],
+        None,
+        "",
+        [7],
+        {"inputs": [1], "outputs": []},
+        {},
+        {"inputs": []},
+        [{"fn_name": "f", "input": 3, "output": 3}],
+    ],
+)
+def test_tests_that_are_none(tests: Any) -> None:
+    with pytest.raises(BirlError, match="tests: "):
+        cases(tests)
+
+
+def test_the_last_block() -> None:
+    text = "a\n```python\nx = 1\n```\nb\n```\nnot\n```\n```py\nx = 2\n```\n```text\nx\n```"
+    assert last_block(text) == "x = 2\n"
+    assert last_block("```\nx = 3\n```") == "x = 3\n" and last_block("x = 4") == last_block("```python\nx = 5") == ""
+
+
+def test_outputs_and_values_that_are_the_same() -> None:
+    assert same_output("1  \n2\n\n", "1\n2") and same_output("1.0 a", "1 a") and not same_output("1 2", "1\n2")
+    assert not same_output("nan", "1") and not same_output("a", "A")
+    assert same_value((1, [2.0]), [1, (2,)]) and same_value(0.1 + 0.2, 0.3) and same_value({1: 2}, {"1": 2})
+    assert not any(same_value(a, b) for a, b in [(True, 1), (1, "1"), (None, 0), ([1], [1, 2]), ({1: 2}, {1: 3})])
+    assert not same_value(10**400, 1.5) and not same_value(1.5, 10**400) and not same_value(float("nan"), 1.0)
+    assert same_value(float("inf"), float("inf")) and not same_value(float("inf"), 3) and not same_value(3.0, "3")

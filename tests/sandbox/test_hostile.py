@@ -1,0 +1,74 @@
+"""Every attack is stopped in every kind of sandbox, and leaves the sandbox at work. Nothing here is skipped: a machine
+without bubblewrap, user namespaces or Landlock fails these tests, and the message says what to install."""
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl.sandbox import hostile
+from birl.sandbox.attacks import ATTACKS, START, Attack
+from birl.sandbox.open import AUTO, open_sandbox
+from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
+
+
+@pytest.fixture(scope="module")
+def facts() -> Iterator[dict[str, Any]]:
+    with hostile.outside() as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=AUTO)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    opened = asyncio.run(open_sandbox(request.param, workers=1))
+    assert opened.kind == request.param
+    yield opened
+    asyncio.run(opened.close())
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(" ", "_"))
+def test_it_is_stopped(sandbox: Sandbox, facts: dict[str, Any], attack: Attack) -> None:
+    assert asyncio.run(hostile.attack(sandbox, attack, facts)) == ""
+
+
+def test_no_forged_result_passes(sandbox: Sandbox) -> None:
+    assert asyncio.run(hostile.forgeries(sandbox)) == ""
+
+
+@pytest.mark.parametrize("name", ["host secrets and environment", "network: loopback, unix, other", "write outside"])
+def test_the_same_attack_succeeds_without_a_boundary(facts: dict[str, Any], name: str) -> None:
+    """An attack that never worked would be stopped by anything."""
+
+    async def run() -> Result:
+        sandbox = await open_sandbox("process", workers=1)
+        attack = next(attack for attack in ATTACKS if attack.name == name)
+        try:
+            program = START + attack.program.replace('"/usr", "/usr/bin", "/etc", "/var/tmp", "/root", "/", ', "")
+            program = program.replace('"/usr/bin/env"', 'facts["secret"]')
+            return await sandbox.run({"main.py": program}, ["python", "main.py"], Limits(), json.dumps(facts))
+        finally:
+            await sandbox.close()
+
+    result = asyncio.run(run())
+    assert result.ending is Ending.OK and b"BROKEN" in result.stdout and "no boundary" in result.warning
+
+
+def test_a_survivor_is_noticed(facts: dict[str, Any]) -> None:
+    process = subprocess.Popen(["sleep", facts["sleep"]])
+    time.sleep(0.2)
+    found = hostile.survivors(facts)
+    process.kill()
+    process.wait()
+    assert found == [f"process {process.pid} is still there"]
+
+
+def test_the_table_of_the_docs_has_these_attacks() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.partition("| attack |")[2].partition("\n\n")[0].splitlines()]
+    assert [row[0] for row in rows[2:]] == [*(attack.name for attack in ATTACKS), "forged test results"]
+    assert {cell for row in rows[2:] for cell in row[1:]} == {"stopped"} and len(rows[0]) == len(AUTO)
