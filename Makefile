@@ -29,13 +29,14 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format bench-setup bench check-peers check-engines chaos clean
+.PHONY: help setup setup-dev setup-browser demo test lint format bench-setup bench check-peers check-engines chaos clean
 
 help:
 	@echo "make setup   install birl into .venv"
 	@echo "make demo    train SmolLM2-135M-Instruct on arithmetic, on this CPU"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, pyright, import contracts"
+	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -61,6 +62,17 @@ setup-dev: .venv/dev.done
 .venv/dev.done: .venv/setup.done
 	@echo "Installing the development tools into .venv (once)"
 	@$(BIN)/python $(INSTALL) -e ".[dev,gguf,gyms,search]"
+	@touch $@
+
+setup-browser: .venv-browser/setup.done
+	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		command -v $$name >/dev/null && exit 0; done; \
+		echo "Chromium is missing. On Debian: apt-get install -y --no-install-recommends chromium-headless-shell"; exit 1
+
+.venv-browser/setup.done: birl/envs/browser/requirements.txt
+	@echo "Installing BrowserGym into .venv-browser (once)"
+	@test -x .venv-browser/bin/python || $(PYTHON) -m venv .venv-browser
+	@.venv-browser/bin/python $(PIP) --no-deps -r birl/envs/browser/requirements.txt
 	@touch $@
 
 demo: setup
@@ -121,5 +133,5 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

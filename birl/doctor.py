@@ -95,7 +95,7 @@ def run() -> int:
     torch, torch_problem = _import_torch()
     sections = {
         "Python and packages": [_python(), *[_required(package) for package in REQUIRED], *torch_problem],
-        "Optional": [_optional(package) for package in OPTIONAL],
+        "Optional": [*[_optional(package) for package in OPTIONAL], _browser()],
         "Processor": [*_processor(), *_kernels(torch), _cores(), *_threads(), *_devices(torch)],
         "Memory and disk": [_memory(), _disk()],
         "Sandbox for programs": _sandbox(),
@@ -156,6 +156,19 @@ def _optional(package: Package) -> Finding:
     return Finding(
         "ok", package.dist, f"{_version(package.dist)}  {', '.join(f'{f.name} ({_mib(f)} MiB)' for f in files)}"
     )
+
+
+def _browser() -> Finding:
+    """BrowserGym has an environment of its own, so it is no package to look for here."""
+    folders = (Path.cwd(), Path(__file__).parents[1])
+    if not any((folder / ".venv-browser" / "bin" / "python").exists() for folder in folders):
+        return Finding("missing", "browser tasks", "env=miniwob and env=webarena", "make setup-browser")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        command = "apt-get install -y --no-install-recommends chromium-headless-shell"
+        return Finding("warn", "browser tasks", "BrowserGym without Chromium", command)
+    return Finding("ok", "browser tasks", f".venv-browser  {found}")
 
 
 def _gguf_files() -> list[Path]:

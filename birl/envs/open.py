@@ -41,6 +41,8 @@ TASKS: dict[str, str] = {
 #: all names
 BUILT_IN: dict[str, str] = {
     **TASKS,
+    "miniwob": "birl.envs.browser.env:MiniWob",
+    "webarena": "birl.envs.browser.env:WebArena",
     "program": "birl.envs.program:Program",
     "gem": "birl.envs.adapters.gem:Gem",
     "gymnasium": "birl.envs.adapters.gymnasium:Gymnasium",

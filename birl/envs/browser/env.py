@@ -1,0 +1,246 @@
+"""Web tasks: the model sees a page as an accessibility tree and says what to do next; the task's own evaluator rewards.
+
+env=miniwob      MiniWoB++, small pages that come with the environment
+env=webarena     WebArena and WebArena-Verified, on sites of your own
+"""
+
+import re
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from birl.envs.browser.pool import Page, Pool
+from birl.errors import BirlError
+from birl.types import Feedback, Message, Task
+
+SHELL = "/usr/lib/chromium/chromium-headless-shell"  # Debian's, without the script around it
+BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+DESCRIPTIONS = ("examples", "signatures", "full", "none")
+VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
+FENCE = re.compile(r"```[\w-]*\n?(.*?)```", re.DOTALL)
+LEFT_OUT = "(a page that is not shown any more)"
+
+
+@dataclass
+class Keys:
+    """What both benchmarks read."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Names or numbers of tasks. Empty: all."""
+    validation_tasks: list[str] = field(default_factory=list)
+    """The same for validation. Empty: those of training."""
+    seeds: int = 100
+    """Different pages of each task in training."""
+    validation_seeds: int = 5
+    """Different pages of each task in validation, none of which training has."""
+    actions: list[str] = field(default_factory=list)
+    """BrowserGym's action sets, such as miniwob_liu18. Empty: the one that fits the benchmark."""
+    describe: str = "examples"
+    """How the prompt lists the actions: examples (one each) | signatures | full (with descriptions) | none."""
+    max_observation: int = 4000
+    """Longest page in a prompt [characters]; whole lines are left out at its end."""
+    history: int = 0
+    """Newest pages that a prompt shows; older ones are left out, which starts a new Sample each turn. 0: all."""
+    workers: int = 2
+    """Browsers, each in a process of its own."""
+    contexts: int = 8
+    """Episodes that one browser holds at once, each with its own cookies and pages."""
+    restart_every: int = 500
+    """Episodes after which a browser is replaced by a new one."""
+    call_timeout: float = 60.0
+    """Longest one action, or the opening of a page, may take before the browser is killed [s]."""
+    pre_observation_delay: float = 0.02
+    """Wait after an action until the page is looked at [s]. BrowserGym's own is 0.5."""
+    screenshots: bool = False
+    """Save a picture of every page that is looked at."""
+    screenshot_folder: str = "screenshots"
+    """Where: FOLDER/EPISODE-TASK-SEED/000.png."""
+    python: str = ""
+    """Interpreter that has BrowserGym. Empty: .venv-browser, which `make setup-browser` makes."""
+    browser: str = ""
+    """Chromium's program. Empty: the first of chromium-headless-shell, chromium, google-chrome on PATH."""
+
+
+class Web:
+    """One episode. `benchmark` is the worker's name for where tasks come from."""
+
+    benchmark: ClassVar[str] = ""
+    Config: ClassVar[type] = Keys
+
+    @classmethod
+    async def shared(cls, config: Any) -> Pool:
+        check(config)
+        settings = {
+            "benchmark": cls.benchmark_of(config),
+            "tasks": [*config.tasks, *config.validation_tasks],
+            "hosts": list(getattr(config, "hosts", ())),
+            "actions": list(config.actions),
+            "describe": config.describe,
+            "browser": program(config.browser),
+            "pre_observation_delay": config.pre_observation_delay,
+            "max_observation": config.max_observation,
+        }
+        pool = Pool(
+            interpreter(config.python),
+            settings,
+            workers=config.workers,
+            contexts=config.contexts,
+            restart_every=config.restart_every,
+            timeout=config.call_timeout,
+            pictures=str(Path(config.screenshot_folder).absolute()) if config.screenshots else "",
+        )
+        await pool.start()
+        config.tasks = config.tasks or pool.hello["tasks"]  # the worker knows what there is
+        return pool
+
+    @classmethod
+    def benchmark_of(cls, config: Any) -> str:
+        return cls.benchmark
+
+    @classmethod
+    def tasks(cls, config: Any, split: str) -> list[dict[str, Any]]:
+        training = split == "train"
+        names = config.tasks if training else config.validation_tasks or config.tasks
+        first, n = (0, config.seeds) if training else (VALIDATION, config.validation_seeds)
+        return [
+            {"prompt": f"{cls.benchmark} {name}, seed {seed}", "task": name, "seed": seed, "data_source": name}
+            for seed in range(first, first + n)
+            for name in names
+        ]
+
+    def __init__(self, task: Task, config: Any, shared: Pool) -> None:
+        self.task, self.config, self.pool = task, config, shared
+        self.page: Page | None = None
+        self.said: list[Message] = []  # the conversation with every page in it
+        self.shown = ""  # the page as it is now
+        self.invalid = 0
+
+    async def start(self) -> tuple[Message, ...]:
+        columns = self.task.columns
+        if "task" not in columns:
+            raise ValueError(f"{self.task.id} has no column `task`, which names a task of {self.benchmark}")
+        self.page = await self.pool.open(str(columns["task"]), int(columns.get("seed") or 0))
+        self.shown = self.page.first["page"]
+        self.said = [Message(role="user", content=self._first(self.shown))]
+        return tuple(self.said)
+
+    def _first(self, page: str) -> str:
+        actions = self.pool.hello["actions"]
+        listed = f"Actions:\n{actions}\n\n" if actions else ""
+        return f"Goal: {self.page.first['goal']}\n\n{listed}{told(page)}"  # pyright: ignore[reportOptionalMemberAccess]
+
+    async def step(self, reply: Message) -> Feedback:
+        assert self.page is not None
+        found = await self.page.step(action_of(reply.content))
+        error = found.get("error", "")
+        if "invalid" in found:
+            self.invalid += 1
+            error = f"invalid action: {found['invalid']}"
+        else:
+            self.shown = found["page"]
+        done = found.get("done", False)
+        new = Message(role="user", content=(f"Error: {error}\n\n" if error else "") + told(self.shown))
+        self.said += [reply, new]
+        return Feedback(
+            messages=(new,),
+            prompt=None if done or not self.config.history else self._recent(),
+            reward=found.get("reward", 0.0),
+            done=done,
+            info={"invalid_actions": float(self.invalid)},
+        )
+
+    def _recent(self) -> tuple[Message, ...] | None:
+        """The conversation without the older pages; None while there are none."""
+        pages = (len(self.said) + 1) // 2
+        old = pages - self.config.history
+        if old <= 0:
+            return None
+        first = Message(role="user", content=self._first(LEFT_OUT))
+        hidden = Message(role="user", content=told(LEFT_OUT))
+        return tuple(first if i == 0 else hidden if i % 2 == 0 and i // 2 < old else m for i, m in enumerate(self.said))
+
+    async def close(self) -> None:
+        page, self.page = self.page, None
+        if page is not None:
+            await page.close()
+
+
+class MiniWob(Web):
+    benchmark = "miniwob"
+
+
+class WebArena(Web):
+    benchmark = "webarena"
+
+    @dataclass
+    class Config(Keys):
+        seeds: int = 1
+        """Times that each task is in the training rows; its page is always the same."""
+        validation_seeds: int = 1
+        """The same for validation."""
+        max_observation: int = 16000
+        """Longest page in a prompt [characters]; whole lines are left out at its end."""
+        pre_observation_delay: float = 0.5
+        """Wait after an action until the page is looked at [s]."""
+        verified: bool = False
+        """WebArena-Verified's tasks and evaluators, which need no language model, instead of WebArena's."""
+        hosts: list[str] = field(default_factory=list)
+        """host:port that pages may load from, beside the sites themselves."""
+
+    @classmethod
+    def benchmark_of(cls, config: Any) -> str:
+        return "webarena_verified" if config.verified else "webarena"
+
+
+def told(page: str) -> str:
+    return f"Page:\n{page}\n\nNext action:"
+
+
+def action_of(text: str) -> str:
+    """Where the model says what to do: in its last code fence, else in its last line."""
+    fences = FENCE.findall(text)
+    if fences:
+        return fences[-1].strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].strip("`") if lines else ""
+
+
+def check(config: Keys) -> None:
+    """Raises `BirlError` where a key has a value that cannot work."""
+    if config.describe not in DESCRIPTIONS:
+        raise BirlError(f"env.describe={config.describe}: must be {' | '.join(DESCRIPTIONS)}.")
+    least = {"seeds": 1, "validation_seeds": 1, "max_observation": 1, "history": 0}
+    for name, value in {**least, "workers": 1, "contexts": 1, "restart_every": 1}.items():
+        if getattr(config, name) < value:
+            raise BirlError(f"env.{name}={getattr(config, name)}: must be at least {value}.")
+    if config.call_timeout <= 0 or config.pre_observation_delay < 0:
+        raise BirlError(
+            f"env.call_timeout={config.call_timeout:g} must be above 0, and env.pre_observation_delay="
+            f"{config.pre_observation_delay:g} at least 0."
+        )
+
+
+def interpreter(named: str) -> str:
+    if named:
+        found = shutil.which(str(Path(named).expanduser()))
+        if found is None:
+            raise BirlError(f"env.python={named}: there is no such program.")
+        return found
+    for folder in (Path.cwd(), Path(__file__).parents[3]):
+        if (own := folder / ".venv-browser" / "bin" / "python").exists():
+            return str(own)
+    return sys.executable
+
+
+def program(named: str) -> str:
+    if named and shutil.which(named) is None:
+        raise BirlError(f"env.browser={named}: there is no such program.")
+    found = next(filter(None, map(shutil.which, [named] if named else BROWSERS)), None)
+    if found is None:
+        raise BirlError(
+            "Browser tasks need Chromium, and none is on PATH. On Debian: apt-get install -y --no-install-recommends "
+            "chromium-headless-shell. Or name it: env.browser=PATH."
+        )
+    return found

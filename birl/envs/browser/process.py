@@ -1,0 +1,187 @@
+"""A worker process, from its start to its end; it is never started again. Every call of it has a deadline.
+
+It plays episodes in one browser (`birl/envs/browser/worker`), and is asked in lines of JSON. Who misses a deadline is
+killed with everything it started.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import deque
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+
+PROGRAM = Path(__file__).parent / "worker"
+START = 90.0  # seconds a worker may take to start
+QUIT = 5.0  # seconds it may take to end
+LINE = 1 << 26  # longest answer [bytes]
+#: what a worker gets to see of this process's environment: no keys but those that WebArena's judge needs
+PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PW_EXTRA_HEADERS", "OPENAI_API_KEY", "OPENAI_BASE_URL")
+
+
+class Lost(Exception):
+    """The browser is gone, and the episodes that it held with it."""
+
+
+class Worker:
+    """`hello` is what it said first: the tasks that there are, and the actions."""
+
+    def __init__(self, process: asyncio.subprocess.Process, python: str, folder: str) -> None:
+        self.process, self.python, self.folder = process, python, folder
+        self.hello: dict[str, Any] = {}
+        self.killed = False
+        self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.ids = count()
+        self.said: deque[str] = deque(maxlen=3)  # the last lines of stderr
+        self.tasks = [asyncio.create_task(self._listen())]
+
+    @classmethod
+    async def start(cls, python: str, settings: dict[str, Any]) -> "Worker":
+        """Raises `BirlError` with what is missing, `Lost` where somebody killed it."""
+        passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("WA_")}
+        folder = tempfile.mkdtemp(prefix="birl-browser-")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                python,
+                "-s",
+                str(PROGRAM),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**passed, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"},
+                limit=LINE,
+                start_new_session=True,
+            )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        worker = cls(process, python, folder)
+        try:
+            await worker._meet(settings)
+        except BaseException:
+            await worker.kill()
+            raise
+        return worker
+
+    async def _meet(self, settings: dict[str, Any]) -> None:
+        assert self.process.stdout is not None
+        self._write(settings)
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), START)
+        except TimeoutError:
+            raise BirlError(f"{self.python}: the browser did not start within {START:g} s.") from None
+        self.hello = json.loads(line or "{}")
+        if "tasks" in self.hello:
+            self.tasks.append(asyncio.create_task(self._read()))
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(self.process.wait(), *self.tasks), 1.0)
+        if (self.process.returncode or 0) < 0:
+            raise Lost("the browser's process was killed while it started")
+        raise BirlError(_problem(self.python, self.hello.get("problem") or " ".join(self.said)))
+
+    @property
+    def alive(self) -> bool:
+        return not self.killed and self.process.returncode is None
+
+    async def call(self, do: str, episode: int, timeout: float, **more: Any) -> dict[str, Any]:
+        """The answer. Raises `Lost` where there will be none, `RuntimeError` with what failed."""
+        if not self.alive:
+            raise Lost("the browser of this episode is gone")
+        number = next(self.ids)
+        future = self.answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._write({"id": number, "do": do, "episode": episode, **more})
+            found = await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            await self.kill()
+            raise Lost(f"{do} took longer than env.call_timeout={timeout:g} s; the browser was killed") from None
+        finally:
+            self.answers.pop(number, None)
+        if found.get("lost"):
+            await self.kill()
+            raise Lost(f"the browser crashed: {found['failed']}")
+        if "failed" in found:
+            raise RuntimeError(found["failed"])
+        return found
+
+    def forget(self, episode: int) -> None:
+        """Close an episode without waiting for it."""
+        if self.alive:
+            self._write({"id": next(self.ids), "do": "close", "episode": episode})
+
+    async def quit(self) -> None:
+        """In good order if it will, by force if not."""
+        if self.alive and self.process.stdin is not None:
+            self.process.stdin.close()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), QUIT)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Leaves no process and no file behind. A second call waits for the first one's end too."""
+        self.killed = True
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        kill_marked(self.folder)
+        self._end_waits()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), QUIT)
+        kill_marked(self.folder)  # a browser that was just being started
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if others := [task for task in self.tasks if task is not asyncio.current_task()]:
+            await asyncio.wait(others, timeout=QUIT)
+
+    def _write(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        with suppress(ValueError, OSError):
+            while line := await self.process.stdout.readline():
+                found = json.loads(line)
+                if (future := self.answers.get(found["id"])) is not None and not future.done():
+                    future.set_result(found)
+        self._end_waits()
+
+    async def _listen(self) -> None:
+        assert self.process.stderr is not None
+        with suppress(ValueError, OSError):
+            while line := await self.process.stderr.readline():
+                self.said.append(line.decode(errors="replace").strip())
+
+    def _end_waits(self) -> None:
+        for future in self.answers.values():
+            if not future.done():
+                future.set_exception(Lost(f"the browser's process died. It said: {' '.join(self.said)[-300:]}"))
+
+
+def _problem(python: str, said: str) -> str:
+    if "No module named" in said or not said:
+        return (
+            f"Browser tasks need BrowserGym, in an environment of its own: run `make setup-browser`, or name an "
+            f"interpreter that has it, env.python=PATH. ({python}: {said or 'ended without a word'})"
+        )
+    return said.removeprefix("LookupError: ").strip("'\"")
+
+
+def kill_marked(folder: str) -> None:
+    """Every process whose command line names the worker's folder: Playwright gives Chromium a group of its own, which
+    the kill of the worker's does not reach, and a profile in this folder."""
+    if sys.platform != "linux":
+        return
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if folder.encode() in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)

@@ -1,0 +1,82 @@
+"""A process with one browser that plays BrowserGym's tasks, asked in lines of JSON. It runs in an environment of its
+own, as BrowserGym needs packages that birl cannot have beside its own: nothing of birl is imported here.
+
+    {"benchmark": "miniwob", ...}                          settings -> {"tasks": [...], "actions": "..."} or {"problem"}
+    {"id": 1, "do": "open", "episode": 7, "task": "click-test", "seed": 3}     -> {"id": 1, "goal": ..., "page": ...}
+    {"id": 2, "do": "step", "episode": 7, "action": "click('13')"}             -> page, reward, done, error
+                                                                               or invalid: why this is no action
+    {"id": 3, "do": "close", "episode": 7}                                     -> {}
+    anything that fails                                    {"id": ..., "failed": reason, "lost": the browser is gone}
+
+The end of stdin ends it, and all that it started.
+"""
+# pyright: reportMissingImports=false
+
+import json
+import os
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+GRACE = 8.0  # seconds between the end of stdin and the end by force
+
+
+def main() -> None:
+    wire = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever libraries print does not belong to the answers
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+
+    def answer(found: dict[str, Any]) -> None:
+        wire.write(json.dumps(found) + "\n")
+        wire.flush()
+
+    settings = json.loads(lines.get() or "{}")
+    try:
+        from player import Player
+
+        player = Player(settings)
+    except Exception as error:
+        answer({"problem": _first_line(error)})
+        return
+    answer(player.hello)
+    while (line := lines.get()) is not None:
+        request = json.loads(line)
+        try:
+            found = player.do(**{name: value for name, value in request.items() if name != "id"})
+        except Exception as error:
+            found = {"failed": _first_line(error), "lost": not player.alive}
+        answer({"id": request["id"], **found})
+    player.quit()
+
+
+def _read(lines: "queue.SimpleQueue[str | None]") -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put(None)
+    threading.Event().wait(GRACE)  # this thread is a daemon: it does not hold up an orderly end
+    _remove_own_files()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _remove_own_files() -> None:
+    """Only the folder that was made for this process."""
+    folder = Path(tempfile.gettempdir())
+    if folder.name.startswith("birl-browser-"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:500]
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        _remove_own_files()

@@ -1,0 +1,65 @@
+"""All episodes of one worker, each in a context of its own in one browser."""
+# pyright: reportMissingImports=false
+
+from pathlib import Path
+from typing import Any
+
+import browsergym.core
+import chromium
+import stacks
+from actions import Actions, Invalid
+from playing import Playing
+from playwright.sync_api import sync_playwright
+from suites import SUITES
+
+
+class Player:
+    """`hello` is what the other side is told first."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.suite = SUITES[settings["benchmark"]](settings)
+        hosts = [*self.suite.hosts, *settings["hosts"]]
+        self.actions = Actions(settings["actions"] or self.suite.actions, hosts if self.suite.navigates else ())
+        known = self.suite.tasks()
+        if unknown := [name for name in settings["tasks"] if name not in known]:
+            raise LookupError(self.suite.unknown(unknown[0], known))
+        self.hello = {"tasks": settings["tasks"] or known, "actions": self.actions.describe(settings["describe"])}
+        stacks.install()
+        self.playwright = sync_playwright().start()
+        self.shared = chromium.Shared(self.playwright, settings["browser"], hosts)
+        browsergym.core._set_global_playwright(self.shared)
+        self.playing: dict[int, Playing] = {}
+
+    @property
+    def alive(self) -> bool:
+        return self.shared.browser.is_connected()
+
+    def do(self, do: str, episode: int, **more: Any) -> dict[str, Any]:
+        match do:
+            case "open":
+                return self._open(episode, **more)
+            case "step":
+                try:
+                    return self.playing[episode].act(**more)
+                except Invalid as error:
+                    return {"invalid": str(error)[:500]}
+            case "close":
+                if found := self.playing.pop(episode, None):
+                    found.end()
+                return {}
+        raise ValueError(f"cannot {do}")
+
+    def _open(self, episode: int, task: str, seed: int, pictures: str = "") -> dict[str, Any]:
+        kind, arguments = self.suite.task(task)
+        folder = Path(pictures) if pictures else None
+        self.playing[episode] = made = Playing(kind, arguments, self.actions, self.settings, folder)
+        try:
+            return made.begin(seed)
+        except BaseException:
+            self.playing.pop(episode).end()
+            raise
+
+    def quit(self) -> None:
+        self.shared.browser.close()
+        self.playwright.stop()

@@ -1,0 +1,185 @@
+"""One episode: BrowserGym's environment with what costs time, and no model sees, left out."""
+# pyright: reportMissingImports=false
+
+import pkgutil
+import time
+from pathlib import Path
+from typing import Any
+
+import browsergym.core.env as gym_env
+from actions import Actions
+from browsergym.core import observation
+from browsergym.utils.obs import IGNORED_AXTREE_PROPERTIES, flatten_axtree_to_str
+from chromium import Messages
+from PIL import Image
+from playwright.sync_api import Error
+
+TRIES = 5
+ROLES = ("LineBreak", "InlineTextBox")  # not shown: the second repeats the text above it, since Chromium 130 or so
+CLICKABLE = ("clickable", "button", "link", "textbox", "checkbox", "radio", "combobox", "option", "tab", "menuitem")
+PASSING = (  # what a page that changes meanwhile may cause; it is looked at again
+    "Frame was detached",
+    "Frame with the given frameId is not found",
+    "Execution context was destroyed",
+    "Frame has been detached",
+    "Cannot mark a child frame without a bid",
+    "Cannot read properties of undefined",
+)
+
+
+class Scripts:
+    """BrowserGym's scripts, read once. Its marking looks every 40 ms whether it is done, which takes a frame."""
+
+    def __init__(self) -> None:
+        self.read: dict[tuple[str, str], bytes] = {}
+
+    def get_data(self, package: str, name: str) -> bytes:
+        if (package, name) not in self.read:
+            text = pkgutil.get_data(package, name) or b""
+            self.read[package, name] = text.replace(b"interval=40", b"interval=4")
+        return self.read[package, name]
+
+
+observation.pkgutil = Scripts()
+gym_env.Chat = Messages
+
+
+class Playing(gym_env.BrowserEnv):
+    """`pictures`: a folder for screenshots, or None."""
+
+    def __init__(
+        self, task: Any, task_kwargs: dict[str, Any], actions: Actions, settings: dict[str, Any], pictures: Path | None
+    ) -> None:
+        super().__init__(
+            task,
+            task_kwargs,
+            action_mapping=None,
+            pre_observation_delay=settings["pre_observation_delay"],
+            pw_context_kwargs={"record_har_path": task_kwargs["record"]} if "record" in task_kwargs else {},
+        )
+        self.actions, self.most, self.pictures = actions, settings["max_observation"], pictures
+        self.tabs = bool(actions.hosts)
+        # Where nothing can be opened by its address, addresses hold nothing but this process's port.
+        self.hidden = IGNORED_AXTREE_PROPERTIES if self.tabs else (*IGNORED_AXTREE_PROPERTIES, "url")
+        self.ended, self.shown = False, 0
+        self.views: dict[Any, View] = {}
+
+    def begin(self, seed: int) -> dict[str, Any]:
+        page, _ = self.reset(seed=seed)
+        goal = "\n".join(part["text"] for part in self.goal_object if part["type"] == "text")
+        return {"goal": goal, "page": page}
+
+    def act(self, action: str) -> dict[str, Any]:
+        """What the action did. Raises `Invalid`; what fails in the browser is told in `error`."""
+        call = self.actions.parse(action)
+        self.last_action, self.last_action_error = action, ""
+        info, send, infeasible = self.pre_step()
+        try:
+            self.actions.run(call, self.page, send, infeasible)
+        except Exception as error:
+            self.last_action_error = f"{type(error).__name__}: {error}"
+        page, reward, done, _, _ = self.post_step(info)
+        if done and hasattr(self.task, "evaluate"):
+            context: Any = self.context
+            context.close()  # writes what evaluate reads
+            self.context = None
+            reward = self.task.evaluate(self.chat.messages)
+        return {"page": page, "reward": float(reward), "done": bool(done), "error": self.last_action_error[:500]}
+
+    def end(self) -> None:
+        task = self.task
+        try:
+            self.close()
+        finally:
+            if file := getattr(task, "config_file", None):
+                Path(file).unlink(missing_ok=True)
+
+    def _task_validate(self) -> tuple[Any, ...]:
+        found = super()._task_validate()
+        self.ended = bool(found[1]) or self.infeasible_message_received
+        return found
+
+    def _get_obs(self) -> str:
+        if self.pictures is not None:
+            self._picture(self.pictures)
+        if self.ended:
+            return ""  # nobody will see it
+        tree, extra = self._extract()
+        name_clickable(tree, extra)
+        text = flatten_axtree_to_str(
+            tree, extra_properties=extra, with_clickable=True, ignored_roles=ROLES, ignored_properties=self.hidden
+        )
+        if self.tabs:
+            pages = self.page.context.pages
+            text = "".join(f"Tab {i}{' (this one)' * (p == self.page)}: {p.url}\n" for i, p in enumerate(pages)) + text
+        return cut(text, self.most)
+
+    def _extract(self) -> tuple[Any, Any]:
+        """Without the focus, which the tree says too."""
+        for left in reversed(range(TRIES)):
+            try:
+                observation._pre_extract(self.page, tags_to_mark=self.tags_to_mark, lenient=left == 0)
+                view = self._view()
+                dom = observation.extract_dom_snapshot(view)
+                tree = observation.extract_merged_axtree(view)
+                break
+            except (Error, observation.MarkingError) as error:
+                if not left or not any(reason in str(error) for reason in PASSING):
+                    raise
+                observation._post_extract(self.page)
+                time.sleep(0.1)
+        extra = observation.extract_dom_extra_properties(dom, scale_factor=1.0)
+        observation._post_extract(self.page)
+        return tree, extra
+
+    def _view(self) -> "View":
+        if self.page not in self.views:
+            self.views[self.page] = View(self.page.context.new_cdp_session(self.page))
+        return self.views[self.page]
+
+    def _picture(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(observation.extract_screenshot(self.page)).save(folder / f"{self.shown:03d}.png")
+        self.shown += 1
+
+
+class View:
+    """What the extracting functions need of a page: a session of Chromium's protocol. They make and end four for each
+    look at it; this one stays."""
+
+    def __init__(self, session: Any) -> None:
+        self.context, self.send = self, session.send
+
+    def new_cdp_session(self, _: Any) -> "View":
+        return self
+
+    def detach(self) -> None:
+        pass
+
+
+def name_clickable(tree: Any, extra: Any) -> None:
+    """Plain elements that react to clicks, such as a span with a handler, become `[14] clickable 'text'`. BrowserGym
+    leaves them out, so that nobody could click them by their id. What is clickable by its kind need not say so."""
+    nodes = {node["nodeId"]: node for node in tree["nodes"]}
+    for node in tree["nodes"]:
+        role, found = node["role"], extra.get(node.get("browsergym_id"))
+        if role["value"] == "StaticText" and not node["name"]["value"].strip():
+            role["value"] = "LineBreak"
+        if found is None or not found["clickable"]:
+            continue
+        if role["value"] == "generic" and "name" in node:
+            inside = [nodes[i] for i in node.get("childIds", ()) if i in nodes]
+            said = [n["name"]["value"].strip() for n in inside if n["role"]["value"] == "StaticText" and "name" in n]
+            role["value"] = "clickable"
+            node["name"]["value"] = node["name"]["value"] or " ".join(said)
+        if role["value"] in CLICKABLE:
+            found["clickable"] = False
+
+
+def cut(text: str, most: int) -> str:
+    """At most `most` characters, whole lines where possible."""
+    if len(text) <= most:
+        return text
+    kept = text[:most]
+    kept = kept[: kept.rfind("\n")] if "\n" in kept else kept
+    return f"{kept}\n... ({text.count(chr(10)) - kept.count(chr(10))} more lines)"
