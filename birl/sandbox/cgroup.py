@@ -32,6 +32,7 @@ class MemoryGroup:
     @classmethod
     def make(cls, name: str) -> "MemoryGroup | None":
         for version, parent in _places():
+            _sweep(parent)
             group = cls(parent / name, version)
             try:
                 group.folder.mkdir()
@@ -89,6 +90,14 @@ class MemoryGroup:
     def _try(self, name: str, value: str) -> None:
         with contextlib.suppress(OSError):
             (self.folder / name).write_text(value)
+
+
+def _sweep(parent: Path) -> None:
+    """Groups of launchers that were killed. One that has processes cannot be removed, so that nothing is lost."""
+    for folder in parent.glob("birl-sandbox-*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if not Path(f"/proc/{int(folder.name.split('-')[2])}").exists():
+                folder.rmdir()
 
 
 def _places() -> list[tuple[int, Path]]:

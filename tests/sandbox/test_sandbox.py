@@ -211,6 +211,11 @@ def test_control_groups_go_with_the_sandbox() -> None:
         assert os.geteuid() or not any(os.access(place, os.W_OK) for _, place in cgroup._places())
         return
     folder = group.folder
+    left = folder.with_name("birl-sandbox-999999999-0-left")  # of a launcher that was killed
+    left.mkdir()
+    other = cgroup.MemoryGroup.make(f"birl-sandbox-{os.getpid()}-other")
+    assert other is not None and folder.exists() and not left.exists()
+    other.remove()
     group.remove()
     assert not folder.exists()
 
