@@ -46,10 +46,14 @@ def test_every_requirement_has_one_tested_version() -> None:
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", v) for v in pins().values()), "a local build or a URL is pinned"
 
 
+def elsewhere() -> set[Path]:
+    """What runs in other environments, with their packages: vLLM's processes, and those that hold a browser."""
+    return {ROOT / "birl/serve/vllm_plugin.py", *(ROOT / "birl/envs/browser/worker").glob("*.py")}
+
+
 def test_every_import_is_declared() -> None:
     undeclared: dict[str, str] = {}
-    elsewhere = {ROOT / "birl/serve/vllm_plugin.py"}  # runs in vLLM's processes, with vLLM's packages
-    for path in set((ROOT / "birl").rglob("*.py")) - elsewhere:
+    for path in set((ROOT / "birl").rglob("*.py")) - elsewhere():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 modules = [a.name for a in node.names]
@@ -69,7 +73,9 @@ def test_light_layers_do_not_load_torch() -> None:
     light = ["birl", "birl.types", "birl.errors"]
     for package in ("config", "rollout", "envs", "rewards", "track", "cli"):
         paths = [*(ROOT / "birl" / package).rglob("*.py"), ROOT / "birl" / f"{package}.py"]
-        light += [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths if p.is_file()]
+        light += [
+            ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths if p.is_file() and p not in elsewhere()
+        ]
     code = "import sys, importlib\nfor m in sys.argv[1:]:\n    importlib.import_module(m.removesuffix('.__init__'))\n"
     code += "    heavy = {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n    assert not heavy, (m, heavy)\n"
     done = subprocess.run([sys.executable, "-c", code, *light], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -91,7 +97,8 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         metadata = next(wheel.read(n).decode() for n in wheel.namelist() if n.endswith("/METADATA"))
         assert any(n.endswith("/licenses/LICENSE") for n in wheel.namelist())
     package = [f for kind in ("*.py", "*.yaml", "*.jinja", "*.c", "*.h") for f in (ROOT / "birl").rglob(kind)]
-    assert shipped == {str(p.relative_to(ROOT)) for p in [*package, ROOT / "birl" / "py.typed"]}
+    others = (ROOT / "birl" / "py.typed", ROOT / "birl" / "envs" / "browser" / "requirements.txt")
+    assert shipped == {str(p.relative_to(ROOT)) for p in [*package, *others]}
     assert f"\nVersion: {birl.__version__}\n" in metadata
 
 
