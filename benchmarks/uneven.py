@@ -38,20 +38,21 @@ def length(seed: int, tokens: int, sigma: float, longest: int) -> int:
 
 
 def install(args: argparse.Namespace) -> None:
+    from birl.envs import open as envs
     from birl.envs.single_turn import SingleTurn
-    from birl.loops import build, rl
-    from birl.rollout import episode
+    from birl.loops import rl
+    from birl.rollout.session import Session
     from birl.types import Feedback, Message
 
-    asks, finishes = episode._ask, rl._Run.finish_step
+    generates, finishes = Session._generate, rl._Run.finish_step
 
-    async def ask(engine: Any, prompt: tuple[int, ...], params: Any, session: str) -> Any:
+    async def generate(session: Any, prompt: tuple[int, ...], params: Any) -> Any:
         if args.tokens:
             own = length(params.seed, args.tokens, args.sigma, args.longest)
             params = replace(params, max_tokens=own, ignore_eos=True)
-        turn = await asks(engine, prompt, params, session)
+        completion = await generates(session, prompt, params)
         waits.seconds = random.Random(params.seed + 1).uniform(*args.wait)  # read before anybody else runs
-        return turn
+        return completion
 
     class waits(SingleTurn):
         seconds = 0.0
@@ -72,7 +73,7 @@ def install(args: argparse.Namespace) -> None:
             file.write(json.dumps(row) + "\n")
         await finishes(run, metrics, reported)
 
-    episode._ask, build.SingleTurn, rl._Run.finish_step = ask, waits, finish_step  # type: ignore[misc]
+    Session._generate, envs.SingleTurn, rl._Run.finish_step = generate, waits, finish_step  # type: ignore[misc]
 
 
 def main() -> int:

@@ -164,7 +164,8 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         world = await open_world(config.env, policy.chat.text, given.env)
         opened.push_async_callback(world.close)
         train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
-        report_data(train, validation)
+        if config.data.train or given.train is not None:
+            report_data(train, validation)
         check_lengths(config, world, train, policy.chat, context)
         asked = lengths(config, world, policy, train, validation, context)
         servers = None

@@ -100,10 +100,11 @@ def load_policy(config: schema.Model, compute: Executor) -> Policy:
         )
     tokenizer = load_tokenizer(folder, config.chat_template)
     chat = Chat(tokenizer, config.tool_format)
-    if config.chat_template and PROBE[0].content not in chat.decode(chat.render(PROBE[:1])):
-        raise BirlError(
-            f"model.chat_template={config.chat_template}: what the user says does not come up in its output."
-        )
+    if config.chat_template:
+        try:
+            chat.render(PROBE[:1])
+        except BirlError as error:
+            raise BirlError(f"model.chat_template={config.chat_template}: {error}") from error
     model = load_model(folder).to(device)
     verify(model)
     check_vocabulary(model, tokenizer)

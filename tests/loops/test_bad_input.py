@@ -505,7 +505,7 @@ def test_an_evaluation_counts_what_could_not_be_scored_or_asked(bench: Bench) ->
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ 'no place for messages' }}", ["model.chat_template=own.jinja", "what the user says does not come up"]),
+        ("{{ 'no place for messages' }}", ["model.chat_template=own.jinja", "leaves out messages of role user"]),
         (
             "{% for m in messages %}{{ m.content ",
             ["The chat template refuses a conversation of user", "unexpected end"],

@@ -445,8 +445,9 @@ def test_many_groups_at_once() -> None:
 
 
 PARENT = """
-import asyncio, os, subprocess
+import asyncio, os, signal, subprocess
 from birl.rewards.score import Rewards
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 async def main():
     rewards = Rewards(["mine.py:bad"], timeout=60)
     await rewards.start()

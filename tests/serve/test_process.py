@@ -164,9 +164,10 @@ def test_restarts_wait_longer_each_time_and_come_to_an_end(tmp_path) -> None:
 
 
 PARENT = """
-import asyncio, os, sys
+import asyncio, os, signal, sys
 from pathlib import Path
 from birl.serve.process import Process
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 folder = Path(sys.argv[1])
 
 async def main():

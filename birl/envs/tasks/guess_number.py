@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, held_out, said
+from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, said
 from birl.types import Conversation, Feedback, Message, Task
 
 GUESS = "\nGuess: "  # what a model without a chat template goes on from
@@ -30,9 +30,9 @@ class GuessNumber:
         remind: bool = True
         """Say with each answer which numbers are left."""
         rows: int = 240
-        """Training tasks; in a small range numbers occur several times."""
+        """Training tasks."""
         validation_rows: int = 40
-        """Held-out tasks. No number is in both."""
+        """Held-out tasks, evenly through the range."""
         seed: int = 0
         """Seed of the tasks."""
 
@@ -51,21 +51,13 @@ class GuessNumber:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
-        rng = random.Random(f"guess_number/{split}/{config.seed}")
-        numbers = range(config.low, config.high + 1)
-        if len(numbers) > 10_000:
-            chosen = [n for n in rng.sample(numbers, 10_000) if held_out(str(n)) == (split == "validation")]
-        else:
-            order = sorted(numbers, key=lambda n: random.Random(f"guess_number/{n}").random())
-            held = max(1, len(order) // 5)
-            chosen = order[:held] if split == "validation" else order[held:]
+        """Any number may come in both splits: a policy that had learned which ones never come would be right to. The
+        held-out ones go evenly through the range."""
+        rng, n = random.Random(f"guess_number/{split}/{config.seed}"), count(config, split)
+        size = config.high - config.low + 1
+        secrets = [config.low + (i * size // n if split == "validation" else rng.randrange(size)) for i in range(n)]
         prompt = f"Guess my number from {config.low} to {config.high}."
-        secrets = []
-        while len(secrets) < count(config, split):
-            secrets += rng.sample(chosen, len(chosen))
-        return [
-            {"prompt": prompt, "answer": str(n), "data_source": "guess_number"} for n in secrets[: count(config, split)]
-        ]
+        return [{"prompt": prompt, "answer": str(secret), "data_source": "guess_number"} for secret in secrets]
 
     def gold(self, task: Task) -> list[str]:
         """Halve what is left."""
