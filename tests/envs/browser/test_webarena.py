@@ -27,7 +27,7 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def played(use: Any, **options: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(with_world("webarena", {**OPTIONS, **options}, use), 60))
+    return asyncio.run(asyncio.wait_for(with_world("webarena", {**OPTIONS, **options}, use), 110))
 
 
 def link(content: str, name: str) -> str:
