@@ -249,8 +249,9 @@ def _help(command: str, schema: type, words: list[str]) -> None:
 
 def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:
     """One process per combination, one after the other. All configurations are checked before the first starts."""
-    from birl.config.load import load_with_choices, run_folder, swept_keys, to_yaml
-    from birl.config.load import sweep as combinations
+    from birl.config.load import load_with_choices, run_folder, to_yaml
+    from birl.config.sweep import sweep as combinations
+    from birl.config.sweep import swept_keys
 
     swept, jobs, errors, configs = swept_keys(overrides), combinations(overrides), [], []
     for job in jobs:

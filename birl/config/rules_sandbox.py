@@ -10,12 +10,15 @@ KEYS = (
     "reward.code_partial",
     *(f"sandbox.{key}" for key in ("kind", "workers", "seconds", "total_seconds", "memory_mb")),
 )
+SANDBOXED = ("code", "python_tool")  # environments that run programs
 ROOM = 5.0  # seconds beside the tests themselves: the first call starts the sandbox
 
 
 def sandbox_problems(config: RL | Eval) -> list[str]:
     if "code" not in reward_functions(config):
         reason = "reward.functions does not name code; add it"
+        if config.env.kind in SANDBOXED:
+            reason = f"env={config.env.kind} has keys of its own: env.sandbox, env.workers, env.seconds, env.memory_mb"
         return [problem for key in KEYS for problem in without_effect(config, key, reason)]
     sandbox, found = config.sandbox, []
     if sandbox.seconds > sandbox.total_seconds:

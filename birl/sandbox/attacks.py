@@ -120,7 +120,7 @@ SECRETS = """
 def read(path):
     with open(path, "rb") as file:
         return file.read(1 << 20)
-for path in ("/etc/shadow", facts["secret"], "/root/.bashrc", "/etc/ssh/sshd_config", "/proc/kcore", "/dev/mem"):
+for path in ("/etc/shadow", facts["secret"], "/etc/ssh/sshd_config", "/proc/kcore", "/dev/mem"):
     attempt(path, lambda: len(read(path)))
 attempt("folder", lambda: len(os.listdir(os.path.dirname(facts["secret"]))))
 attempt("home", lambda: len(os.listdir("/root")))

@@ -11,25 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from birl.envs.adapters.own_random import OwnRandom
-from birl.envs.adapters.package import arguments, imported, seed_of, seeds, unknown
+from birl.envs.adapters.package import Seeded, arguments, imported, seed_of, seeds, unknown
 from birl.types import Feedback, Message, Task
 
 KIND = "gem"
 
 
 class Gem:
-    @dataclass
-    class Config:
+    @dataclass(kw_only=True)
+    class Config(Seeded):
         task: str = "game:GuessTheNumber-v0"
         """GEM's name of the environment."""
         parameters: list[str] = field(default_factory=list[str])
         """What `gem.make` takes besides: [max_turns=5]."""
-        count: int = 1000
-        """Training tasks."""
-        validation: int = 100
-        """Validation tasks."""
-        seed: int = 0
-        """Of the first training task; each task has the next seed."""
 
     @staticmethod
     def shared(config: Config) -> None:
@@ -41,7 +35,7 @@ class Gem:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[dict[str, Any]]:
-        return seeds(config.task, split, config.seed, config.count, config.validation)
+        return seeds(config, config.task, split)
 
     def __init__(self, task: Task, config: Config) -> None:
         self.config, self.seed = config, seed_of(task)

@@ -10,14 +10,14 @@ from typing import Any
 
 from birl.envs.adapters.drawing import plain
 from birl.envs.adapters.gymnasium_load import KIND, made
-from birl.envs.adapters.package import imported, seed_of, seeds
+from birl.envs.adapters.package import Seeded, imported, seed_of, seeds
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
 
 class Gymnasium:
-    @dataclass
-    class Config:
+    @dataclass(kw_only=True)
+    class Config(Seeded):
         id: str = "FrozenLake-v1"
         """Gymnasium's name of the environment; my_package:MyEnv-v0 or my_file.py:MyEnv-v0 imports that
         before."""
@@ -32,12 +32,6 @@ class Gymnasium:
         environment can draw in text and its observation is no text)."""
         invalid_reward: float = 0.0
         """For a reply that is no action; the environment stands still then, and the model is told."""
-        count: int = 1000
-        """Training tasks."""
-        validation: int = 100
-        """Validation tasks."""
-        seed: int = 0
-        """Of the first training task; each task has the next seed."""
 
     @staticmethod
     def shared(config: Config) -> bool:
@@ -56,7 +50,7 @@ class Gymnasium:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[dict[str, Any]]:
-        return seeds(config.id, split, config.seed, config.count, config.validation)
+        return seeds(config, config.id, split)
 
     def __init__(self, task: Task, config: Config, shared: bool) -> None:
         self.config, self.seed, self.drawn = config, seed_of(task), shared

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from birl.envs.adapters.openenv_server import Server, started
-from birl.envs.adapters.package import imported, seed_of, seeds
+from birl.envs.adapters.package import Seeded, imported, seed_of, seeds
 from birl.envs.calls import called
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
@@ -22,8 +22,8 @@ AGAIN = 0.2  # seconds until a full server is asked again
 
 
 class OpenEnv:
-    @dataclass
-    class Config:
+    @dataclass(kw_only=True)
+    class Config(Seeded):
         url: str = ""
         """Address of a server that runs."""
         command: str = ""
@@ -33,12 +33,6 @@ class OpenEnv:
         the reply itself, as JSON."""
         see: str = ""
         """The field of the observation that the model sees. Empty: its only text field, or all of it as JSON."""
-        count: int = 1000
-        """Training tasks."""
-        validation: int = 100
-        """Validation tasks."""
-        seed: int = 0
-        """Of the first training task; each task has the next seed, and the server's `reset` gets it."""
 
     @staticmethod
     def shared(config: Config) -> Server:
@@ -56,7 +50,7 @@ class OpenEnv:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[dict[str, Any]]:
-        return seeds("openenv", split, config.seed, config.count, config.validation)
+        return seeds(config, "openenv", split)
 
     def __init__(self, task: Task, config: Config, shared: Server) -> None:
         self.server, self.seed = shared, seed_of(task)

@@ -3,10 +3,12 @@
 import difflib
 import importlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from birl.envs.tasks.rows import Drawn
 from birl.errors import BirlError
 from birl.types import Task
 
@@ -52,10 +54,20 @@ def arguments(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def seeds(name: str, split: str, seed: int, count: int, validation: int) -> list[dict[str, Any]]:
+@dataclass(kw_only=True)
+class Seeded(Drawn):
+    """Keys of environments whose tasks are seeds."""
+
+    validation_rows: int = 100
+    """Held-out tasks. No seed is in both."""
+    seed: int = 0
+    """Of the first training task; each task has the next seed."""
+
+
+def seeds(config: Seeded, name: str, split: str) -> list[dict[str, Any]]:
     """One row for each seed; training and validation have none in common."""
-    first, number = (seed, count) if split == "train" else (seed + APART, validation)
-    return [{"prompt": f"{name}, seed {i}", "seed": i} for i in range(first, first + number)]
+    first = config.seed + (APART if split == "validation" else 0)
+    return [{"prompt": f"{name}, seed {i}", "seed": i} for i in range(first, first + config.size(split))]
 
 
 def seed_of(task: Task) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from birl.envs.adapters.package import arguments, imported, unknown
+from birl.envs.tasks.rows import Drawn
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
@@ -14,16 +15,14 @@ KIND = "reasoning_gym"
 
 
 class ReasoningGym:
-    @dataclass
-    class Config:
+    @dataclass(kw_only=True)
+    class Config(Drawn):
         task: str = "chain_sum"
         """Which kind of problem, as reasoning-gym calls it."""
         parameters: list[str] = field(default_factory=list[str])
         """What its configuration takes: [max_terms=3]."""
-        count: int = 1000
-        """Training problems."""
-        validation: int = 100
-        """Validation problems: those that come after the training problems."""
+        validation_rows: int = 100
+        """Held-out problems: those that come after the training problems."""
         seed: int = 0
         """Of all problems. A seed and the next one have nearly all problems in common."""
         system: str = "simple"
@@ -39,7 +38,7 @@ class ReasoningGym:
         if config.task not in factory.DATASETS:
             raise unknown("env.task", config.task, factory.DATASETS)
         try:
-            size = config.count + config.validation
+            size = config.rows + config.validation_rows
             return package.create_dataset(config.task, size=size, seed=config.seed, **arguments(config.parameters))
         except (TypeError, AssertionError, ValueError) as error:
             raise BirlError(f"env.parameters={config.parameters}: {config.task}: {error}") from error
@@ -47,7 +46,7 @@ class ReasoningGym:
     @staticmethod
     def tasks(config: Config, split: str, shared: Any) -> list[dict[str, Any]]:
         train = split == "train"
-        numbers = range(config.count) if train else range(config.count, config.count + config.validation)
+        numbers = range(config.rows) if train else range(config.rows, config.rows + config.validation_rows)
         problems = ((i, shared[i]) for i in numbers)
         return [{"prompt": p["question"], "answer": str(p["answer"]), "number": i} for i, p in problems]
 

@@ -11,23 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.envs.adapters.own_random import OwnRandom
-from birl.envs.adapters.package import imported, seed_of, seeds, unknown
+from birl.envs.adapters.package import Seeded, imported, seed_of, seeds, unknown
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
 KIND = "textarena"
 
 
-@dataclass
-class Keys:
+@dataclass(kw_only=True)
+class Keys(Seeded):
     id: str = "GuessTheNumber-v0"
     """TextArena's name of the game."""
-    count: int = 1000
-    """Training games."""
-    validation: int = 100
-    """Validation games."""
-    seed: int = 0
-    """Of the first training game; each game has the next seed."""
 
 
 class Game:
@@ -82,7 +76,7 @@ def check(config: Keys, players: int, hint: str) -> None:
 
 
 class TextArena:
-    @dataclass
+    @dataclass(kw_only=True)
     class Config(Keys):
         pass
 
@@ -92,7 +86,7 @@ class TextArena:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[dict[str, Any]]:
-        return seeds(config.id, split, config.seed, config.count, config.validation)
+        return seeds(config, config.id, split)
 
     def __init__(self, task: Task, config: Config) -> None:
         self.config, self.seed = config, seed_of(task)

@@ -13,7 +13,7 @@ from birl.types import Message, Model, Task
 
 
 class SelfPlay:
-    @dataclass
+    @dataclass(kw_only=True)
     class Config(Keys):
         id: str = "TicTacToe-v0"
         """TextArena's name of the game."""
@@ -26,7 +26,7 @@ class SelfPlay:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[dict[str, Any]]:
-        return seeds(config.id, split, config.seed, config.count, config.validation)
+        return seeds(config, config.id, split)
 
     def __init__(self, task: Task, config: Config) -> None:
         self.config, self.seed = config, seed_of(task)

@@ -38,9 +38,9 @@ class Verifiers:
         """The environment's name, as for `verifiers.load_environment`, or my_env.py, which has that function."""
         parameters: list[str] = field(default_factory=list[str])
         """What `load_environment` takes."""
-        count: int = 0
+        rows: int = 0
         """Training rows. 0: all."""
-        validation: int = 100
+        validation_rows: int = 100
         """Rows of its evaluation dataset, if it has one. 0: all."""
 
     @staticmethod
@@ -49,7 +49,7 @@ class Verifiers:
 
     @staticmethod
     def tasks(config: Config, split: str, shared: Loaded) -> list[dict[str, Any]]:
-        most = (config.validation if split == "validation" else config.count) or None
+        most = (config.validation_rows if split == "validation" else config.rows) or None
         rows = shared.read(split)[:most]
         return [
             {"prompt": prompt_text(row["prompt"]), "answer": str(row.get("answer", "")), "split": split, "number": i}

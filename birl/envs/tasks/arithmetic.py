@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, drawn, one_of
+from birl.envs.tasks.rows import Drawn, Row, answered, at_least, drawn, one_of
 from birl.types import Conversation, Feedback, Message, Task
 
 WORDINGS = {
@@ -21,7 +21,7 @@ class Arithmetic:
     """The reward is 1 where the last number of the answer is the result, else 0."""
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(Drawn):
         largest: int = 9
         """Largest operand; the smallest is 1."""
         operations: list[str] = field(default_factory=lambda: ["+", "*"])
@@ -30,16 +30,12 @@ class Arithmetic:
         """Training tasks."""
         validation_rows: int = 100
         """Held-out tasks. No problem is in both, whatever its wording and the order of its operands."""
-        seed: int = 0
-        """Seed of the tasks."""
 
         def __post_init__(self) -> None:
-            check_keys(
+            self.check(
                 "arithmetic",
                 largest=at_least(self.largest, 2),
                 operations=one_of(self.operations, WORDINGS) or ("" if self.operations else "is empty"),
-                rows=at_least(self.rows, 1),
-                validation_rows=at_least(self.validation_rows, 0),
             )
 
     @staticmethod
@@ -53,7 +49,7 @@ class Arithmetic:
             problem = f"{sign} {min(a, b)} {max(a, b)}"
             return problem, {"prompt": prompt, "answer": str(value), "data_source": "arithmetic"}
 
-        return drawn(draw, count(config, split), split, config.seed, "arithmetic")
+        return drawn(draw, config, split, "arithmetic")
 
     def __init__(self, task: Task) -> None:
         self.task = task

@@ -9,7 +9,7 @@ from typing import Any
 
 from birl.envs.tasks.answer import number
 from birl.envs.tasks.expression import NoExpression, evaluate
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, drawn
+from birl.envs.tasks.rows import Drawn, Row, answered, at_least, drawn
 from birl.types import Conversation, Feedback, Message, Task, ToolCall
 
 CALCULATOR = {
@@ -38,25 +38,19 @@ class Calculator:
     tools = (CALCULATOR,)
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(Drawn):
         digits: int = 4
         """Digits of the largest operands."""
         turns: int = 4
         """Replies; then the episode ends without an answer. At most env.max_turns count."""
-        rows: int = 1000
-        """Training tasks."""
         validation_rows: int = 100
         """Held-out tasks. No expression is in both."""
-        seed: int = 0
-        """Seed of the tasks."""
 
         def __post_init__(self) -> None:
-            check_keys(
+            self.check(
                 "calculator",
                 digits="" if 1 <= self.digits <= 12 else f"is {self.digits}, must be from 1 to 12",
                 turns=at_least(self.turns, 2),
-                rows=at_least(self.rows, 1),
-                validation_rows=at_least(self.validation_rows, 0),
             )
 
     @staticmethod
@@ -68,7 +62,7 @@ class Calculator:
             row = {"prompt": prompt, "answer": str(evaluate(expression)[0]), "expression": expression}
             return expression, {**row, "data_source": "calculator"}
 
-        return drawn(draw, count(config, split), split, config.seed, "calculator")
+        return drawn(draw, config, split, "calculator")
 
     @staticmethod
     def gold(task: Task) -> list[Message | str]:

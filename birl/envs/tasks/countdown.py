@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from birl.envs.tasks.answer import final
 from birl.envs.tasks.expression import NoExpression, evaluate
-from birl.envs.tasks.rows import Row, at_least, check_keys, column, count, drawn, one_of
+from birl.envs.tasks.rows import Drawn, Row, at_least, column, drawn, one_of
 from birl.types import Conversation, Feedback, Message, Task
 
 USES = ("exactly_once", "at_most_once")
@@ -18,7 +18,7 @@ class Countdown:
     where only the numbers are right, else 0. The score is 1 or 0."""
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(Drawn):
         count: int = 3
         """How many numbers are given."""
         largest: int = 20
@@ -33,19 +33,15 @@ class Countdown:
         """Training tasks."""
         validation_rows: int = 100
         """Held-out tasks. No numbers with their target are in both, in whatever order."""
-        seed: int = 0
-        """Seed of the tasks."""
 
         def __post_init__(self) -> None:
-            check_keys(
+            self.check(
                 "countdown",
                 count="" if 2 <= self.count <= 8 else f"is {self.count}, must be from 2 to 8",
                 largest=at_least(self.largest, 2),
                 target=at_least(self.target, 1),
                 use=one_of([self.use], USES),
                 partial="" if 0 <= self.partial < 1 else f"is {self.partial:g}, must be at least 0 and below 1",
-                rows=at_least(self.rows, 1),
-                validation_rows=at_least(self.validation_rows, 0),
             )
 
     @staticmethod
@@ -60,7 +56,7 @@ class Countdown:
             row = {"prompt": asked(numbers, target, config.use), "answer": gold, "numbers": numbers, "target": target}
             return f"{sorted(numbers)} {target}", {**row, "data_source": "countdown"}
 
-        return drawn(draw, count(config, split), split, config.seed, "countdown")
+        return drawn(draw, config, split, "countdown")
 
     @staticmethod
     def gold(task: Task) -> list[str]:

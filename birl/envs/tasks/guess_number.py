@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, said
+from birl.envs.tasks.rows import Drawn, Row, answered, at_least, said
 from birl.types import Conversation, Feedback, Message, Task
 
 GUESS = "\nGuess: "  # what a model without a chat template goes on from
@@ -16,7 +16,7 @@ class GuessNumber:
     rule out or that is no number, at its own turn. The score is 1 where the number was found, else 0."""
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(Drawn):
         low: int = 1
         """Smallest number."""
         high: int = 16
@@ -33,27 +33,23 @@ class GuessNumber:
         """Training tasks."""
         validation_rows: int = 40
         """Held-out tasks, evenly through the range."""
-        seed: int = 0
-        """Seed of the tasks."""
 
         def __post_init__(self) -> None:
             size = self.high - self.low + 1
             enough = 2**self.turns > size if 0 < self.turns < 64 else self.turns >= 64
-            check_keys(
+            self.check(
                 "guess_number",
                 low="" if self.low >= 0 else f"is {self.low}, must be at least 0",
                 high="" if size >= 4 else f"is {self.high}, must be at least low + 3",
                 turns="" if enough else f"is {self.turns}, too few to find one of {size} numbers by halving",
                 wasted=at_least(self.wasted, 0),
-                rows=at_least(self.rows, 1),
-                validation_rows=at_least(self.validation_rows, 0),
             )
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
         """Any number may come in both splits: a policy that had learned which ones never come would be right to. The
         held-out ones go evenly through the range."""
-        rng, n = random.Random(f"guess_number/{split}/{config.seed}"), count(config, split)
+        rng, n = random.Random(f"guess_number/{split}/{config.seed}"), config.size(split)
         size = config.high - config.low + 1
         secrets = [config.low + (i * size // n if split == "validation" else rng.randrange(size)) for i in range(n)]
         prompt = f"Guess my number from {config.low} to {config.high}."

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, drawn
+from birl.envs.tasks.rows import Drawn, Row, answered, at_least, drawn
 from birl.types import Conversation, Feedback, Message, Task
 
 DICTIONARY = """
@@ -38,7 +38,7 @@ class LetterCounting:
     """The reward is 1 where the last number of the answer, in digits or as a word, is the count, else 0."""
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(Drawn):
         longest: int = 12
         """Longest word [letters]."""
         absent: float = 0.1
@@ -47,16 +47,12 @@ class LetterCounting:
         """Training tasks."""
         validation_rows: int = 100
         """Held-out tasks. No word is in both."""
-        seed: int = 0
-        """Seed of the tasks."""
 
         def __post_init__(self) -> None:
-            check_keys(
+            self.check(
                 "letter_counting",
                 longest=at_least(self.longest, 5),
                 absent="" if 0 <= self.absent <= 1 else f"is {self.absent:g}, must be from 0 to 1",
-                rows=at_least(self.rows, 1),
-                validation_rows=at_least(self.validation_rows, 0),
             )
 
     @staticmethod
@@ -71,7 +67,7 @@ class LetterCounting:
             row = {"prompt": prompt, "answer": str(word.count(letter)), "word": word, "letter": letter}
             return word, {**row, "data_source": "letter_counting"}
 
-        return drawn(draw, count(config, split), split, config.seed, "letter_counting")
+        return drawn(draw, config, split, "letter_counting")
 
     def __init__(self, task: Task) -> None:
         self.task = task

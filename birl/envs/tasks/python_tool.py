@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from birl.envs.tasks.answer import number
-from birl.envs.tasks.code import limits
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, count, drawn
+from birl.envs.tasks.rows import Row, answered, at_least, drawn
+from birl.envs.tasks.sandboxed import Sandboxed, shared_sandbox
 from birl.sandbox.code import SandboxFailed
-from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Ending, Result, Sandbox
 from birl.types import Conversation, Feedback, Message, Task, ToolCall
 
@@ -35,33 +34,16 @@ class PythonTool:
     tools = (PYTHON,)
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(Sandboxed):
         turns: int = 4
         """Replies; then the episode ends without an answer. At most env.max_turns count."""
-        seconds: float = 5.0
-        """Longest a program may run [s]."""
-        memory_mb: int = 256
-        """Memory of a program [MiB]."""
-        sandbox: str = "auto"
-        """Where programs run: auto (the best that works here) | a kind of docs/sandbox.md."""
-        workers: int = 0
-        """Programs that run at once. 0: one for each core."""
-        rows: int = 1000
-        """Training tasks."""
         validation_rows: int = 100
         """Held-out tasks. No question is in both."""
-        seed: int = 0
-        """Seed of the tasks."""
 
         def __post_init__(self) -> None:
-            check_keys(
+            self.check(
                 "python_tool",
                 turns=at_least(self.turns, 2),
-                seconds="" if self.seconds > 0 else f"is {self.seconds:g}, must be above 0",
-                memory_mb=at_least(self.memory_mb, 32),
-                workers=at_least(self.workers, 0),
-                rows=at_least(self.rows, 1),
-                validation_rows=at_least(self.validation_rows, 0),
             )
 
     @staticmethod
@@ -71,11 +53,11 @@ class PythonTool:
             row = {"prompt": f"{question} Use Python, then say the result.", "answer": str(answer), "code": code}
             return question, {**row, "data_source": "python_tool"}
 
-        return drawn(draw, count(config, split), split, config.seed, "python_tool")
+        return drawn(draw, config, split, "python_tool")
 
     @classmethod
     async def shared(cls, config: Config) -> Sandbox:
-        return await open_sandbox(config.sandbox, workers=config.workers)
+        return await shared_sandbox(config)
 
     @staticmethod
     def gold(task: Task) -> list[Message | str]:
@@ -109,8 +91,7 @@ class PythonTool:
             return f"Error: there is no tool {call.name}; there is python."
         if not isinstance(code, str):
             return "Error: python needs code, as text."
-        bounds = limits(self.config.seconds, self.config.memory_mb)
-        return told(await self.sandbox.run({"main.py": code}, ["python", "main.py"], bounds))
+        return told(await self.sandbox.run({"main.py": code}, ["python", "main.py"], self.config.limits))
 
     async def close(self) -> None:
         pass

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
@@ -12,14 +13,33 @@ SPLITS = ("train", "validation")
 Row = dict[str, Any]
 
 
+@dataclass(kw_only=True)
+class Drawn:
+    """The keys that all tasks have whose rows are drawn."""
+
+    rows: int = 1000
+    """Training tasks."""
+    validation_rows: int = 100
+    """Held-out tasks. No problem is in both."""
+    seed: int = 0
+    """Seed of the tasks."""
+
+    def check(self, kind: str, **wrong: bool | str) -> None:
+        """Raises `BirlError` with every key that has a reason beside it, and with what is wrong with those above."""
+        check_keys(kind, **wrong, rows=at_least(self.rows, 1), validation_rows=at_least(self.validation_rows, 0))
+
+    def size(self, split: str) -> int:
+        return self.rows if split == "train" else self.validation_rows
+
+
 def held_out(problem: str, share: float = 0.2) -> bool:
     """Whether a problem belongs to validation. Told from its text alone, so that no seed moves it to the other side."""
     return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=4).digest(), "little") < share * 2**32
 
 
-def drawn(draw: Callable[[random.Random], tuple[str, Row]], rows: int, split: str, seed: int, name: str) -> list[Row]:
-    """`rows` different rows of one split. `draw` gives a problem, which decides about the split, and its row."""
-    rng = random.Random(f"{name}/{split}/{seed}")
+def drawn(draw: Callable[[random.Random], tuple[str, Row]], config: Drawn, split: str, kind: str) -> list[Row]:
+    """Different rows of one split. `draw` gives a problem, which decides about the split, and its row."""
+    rng, rows = random.Random(f"{kind}/{split}/{config.seed}"), config.size(split)
     found: dict[str, Row] = {}
     for _ in range(100 * rows + 10_000):
         if len(found) == rows:
@@ -28,17 +48,13 @@ def drawn(draw: Callable[[random.Random], tuple[str, Row]], rows: int, split: st
         if held_out(problem) == (split == "validation"):
             found.setdefault(row["prompt"], row)
     raise BirlError(
-        f"env.kind={name}: found only {len(found)} different {split} tasks of {rows}. Lower "
+        f"env.kind={kind}: found only {len(found)} different {split} tasks of {rows}. Lower "
         f"{rows_key(split)}, or make the problems larger (docs/tasks.md)."
     )
 
 
 def rows_key(split: str) -> str:
     return "env.rows" if split == "train" else "env.validation_rows"
-
-
-def count(config: Any, split: str) -> int:
-    return config.rows if split == "train" else config.validation_rows
 
 
 def column(task: Task, name: str) -> Any:

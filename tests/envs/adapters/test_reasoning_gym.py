@@ -9,7 +9,7 @@ from tests.envs.adapters.play import mistake, play, task, without, world
 
 
 def test_scores_are_the_packages() -> None:
-    made = world("reasoning_gym", task="chain_sum", parameters=["max_terms=3", "max_digits=2"], count="4", seed="5")
+    made = world("reasoning_gym", task="chain_sum", parameters=["max_terms=3", "max_digits=2"], rows="4", seed="5")
     assert made.rows is not None
     own = reasoning_gym.create_dataset("chain_sum", size=104, seed=5, max_terms=3, max_digits=2)
     for row, problem in zip(made.rows("train"), own, strict=False):
@@ -22,7 +22,7 @@ def test_scores_are_the_packages() -> None:
 
 
 def test_partial_credit_is_the_packages() -> None:
-    made = world("reasoning_gym", task="countdown", count="1", tag="")
+    made = world("reasoning_gym", task="countdown", rows="1", tag="")
     assert made.rows is not None
     (row,) = made.rows("train")
     own = reasoning_gym.create_dataset("countdown", size=101, seed=0)
@@ -33,7 +33,7 @@ def test_partial_credit_is_the_packages() -> None:
 
 def test_problems_come_from_the_seed_and_validation_has_others() -> None:
     def prompts(split: str, seed: str) -> list[str]:
-        made = world("reasoning_gym", task="chain_sum", count="20", validation="20", seed=seed)
+        made = world("reasoning_gym", task="chain_sum", rows="20", validation_rows="20", seed=seed)
         assert made.rows is not None
         return [row["prompt"] for row in made.rows(split)]
 

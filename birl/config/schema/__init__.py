@@ -1,0 +1,203 @@
+"""Every key that a run understands, with its type, default, unit and meaning. Standard library only.
+
+The string under each field is its documentation: `birl rl --help` prints it. A key that nothing reads must not exist
+(`tests/config/test_every_key.py` changes each one and looks for the effect).
+"""
+
+from dataclasses import dataclass, field
+
+from birl.config.schema.algorithm import Algorithm as Algorithm
+from birl.config.schema.algorithm import Critic as Critic
+from birl.config.schema.data import Data as Data
+from birl.config.schema.data import Files as Files
+from birl.config.schema.data import LabelledPairs as LabelledPairs
+from birl.config.schema.data import Model as Model
+from birl.config.schema.data import Pairs as Pairs
+from birl.config.schema.data import RankedPairs as RankedPairs
+from birl.config.schema.data import Texts as Texts
+from birl.config.schema.rollout import Engine as Engine
+from birl.config.schema.rollout import Env as Env
+from birl.config.schema.rollout import Generation as Generation
+from birl.config.schema.rollout import Reward as Reward
+from birl.config.schema.rollout import Rollout as Rollout
+from birl.config.schema.rollout import Sandbox as Sandbox
+from birl.config.schema.rollout import Validation as Validation
+from birl.config.schema.rollout import Weights as Weights
+from birl.config.schema.training import Checkpoint as Checkpoint
+from birl.config.schema.training import Compute as Compute
+from birl.config.schema.training import Debug as Debug
+from birl.config.schema.training import HeldOut as HeldOut
+from birl.config.schema.training import Learner as Learner
+from birl.config.schema.training import Lora as Lora
+from birl.config.schema.training import Optimizer as Optimizer
+from birl.config.schema.training import Parallel as Parallel
+from birl.config.schema.training import Preference as Preference
+from birl.config.schema.training import Ranking as Ranking
+from birl.config.schema.training import Reports as Reports
+from birl.config.schema.training import Track as Track
+
+
+@dataclass(kw_only=True)
+class RL:
+    """Reinforcement learning: `birl rl`."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    env: Env = field(default_factory=Env)
+    rollout: Rollout = field(default_factory=Rollout)
+    validation: Validation = field(default_factory=Validation)
+    reward: Reward = field(default_factory=Reward)
+    sandbox: Sandbox = field(default_factory=Sandbox)
+    engine: Engine = field(default_factory=Engine)
+    weights: Weights = field(default_factory=Weights)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    critic: Critic = field(default_factory=Critic)
+    lora: Lora = field(default_factory=Lora)
+    learner: Learner = field(default_factory=Learner)
+    parallel: Parallel = field(default_factory=Parallel)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    track: Track = field(default_factory=Track)
+    debug: Debug = field(default_factory=Debug)
+    steps: int = 0
+    """Training steps (batches of rollouts). 0: until data.train was seen `epochs` times."""
+    epochs: int = 1
+    """Passes over the training data when steps is 0."""
+    watchdog: float = 1800.0
+    """End the run when nothing has happened for so long, and print who waits for whom [s]. 0: never."""
+    seed: int = 0
+    """Seed of everything random: data order, sampling, initialisation."""
+    run: str = ""
+    """Folder of the run. Empty: runs/<model>-<data>-<preset>-<seed>."""
+    resume: str = "auto"
+    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
+    checkpoint folder."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """What SFT, RM and DPO have in common."""
+
+    model: Model = field(default_factory=Model)
+    data: Files = field(default_factory=Files)
+    validation: HeldOut = field(default_factory=HeldOut)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora = field(default_factory=Lora)
+    learner: Compute = field(default_factory=Compute)
+    parallel: Parallel = field(default_factory=Parallel)
+    checkpoint: Checkpoint = field(default_factory=lambda: Checkpoint(every=100))
+    track: Reports = field(default_factory=Reports)
+    batch_size: int = 32
+    """Rows per optimizer step."""
+    steps: int = 0
+    """Optimizer steps. 0: until data.train was seen `epochs` times."""
+    epochs: int = 1
+    """Passes over the training data when steps is 0."""
+    seed: int = 0
+    """Seed of everything random: data order, initialisation."""
+    run: str = ""
+    """Folder of the run. Empty: runs/<model>-<data>-<command>-<seed>."""
+    resume: str = "auto"
+    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
+    checkpoint folder."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+@dataclass(kw_only=True)
+class SFT(Stage):
+    """Supervised fine-tuning: `birl sft`."""
+
+    data: Texts = field(default_factory=Texts)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=2e-5))
+    denominator: str = "token"
+    """What the summed loss is divided by: token (all learned tokens of the step) | sequence (mean per row, then over
+    rows)."""
+
+
+@dataclass(kw_only=True)
+class RM(Stage):
+    """A reward model from pairs of answers: `birl rm`."""
+
+    data: RankedPairs = field(default_factory=RankedPairs)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-5))
+    ranking: Ranking = field(default_factory=Ranking)
+
+
+@dataclass(kw_only=True)
+class DPO(Stage):
+    """Preference optimisation from pairs of answers: `birl dpo`."""
+
+    data: LabelledPairs = field(default_factory=LabelledPairs)
+    preference: Preference = field(default_factory=Preference)
+
+
+@dataclass(kw_only=True)
+class Eval:
+    """Measure a model on data: `birl eval`."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    env: Env = field(default_factory=Env)
+    validation: Validation = field(default_factory=Validation)
+    reward: Reward = field(default_factory=Reward)
+    sandbox: Sandbox = field(default_factory=Sandbox)
+    engine: Engine = field(default_factory=Engine)
+    output: str = ""
+    """JSON file for the results and all answers. Empty: only printed."""
+    seed: int = 0
+    """Seed of sampling."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+@dataclass(kw_only=True)
+class Serve:
+    """A model behind HTTP, for OpenAI clients and as an engine of training runs: `birl serve`."""
+
+    model: Model = field(default_factory=Model)
+    engine: Generation = field(default_factory=Generation)
+    host: str = "127.0.0.1"
+    """Address to listen at. Any but this machine's own needs a token, in the environment variable BIRL_TOKEN."""
+    port: int = 0
+    """Port to listen at. 0: a free one, which is printed."""
+    name: str = ""
+    """Register the server as experiment/trial in the cache folder, where other processes of this user find its address.
+    Empty: nowhere."""
+    served_name: str = ""
+    """What clients call the model. Empty: the last part of model.path."""
+    max_request_mb: float = 32.0
+    """Largest request, weights not counted [MiB]."""
+    max_waiting: int = 1024
+    """Most answers that wait while engine.max_batch are being decoded; more are refused with 429."""
+    request_timeout: float = 600.0
+    """Longest a request may take, waiting included [s]; after that it is aborted, with 504."""
+    volume: str = ""
+    """Folder in which a run with weights.method=volume puts new weights: look there and take them. Empty: they are only
+    taken where somebody sends them."""
+    drain_timeout: float = 30.0
+    """Longest to wait for running requests once the server was told to stop [s]."""
+    seed: int = 0
+    """Seed of requests that bring none, together with their number since the start. 0: from the system."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+Config = RL | Stage | Eval | Serve
+
+
+def reward_functions(config: RL | Eval) -> list[str]:
+    """Those that judge answers: by default none where an environment does."""
+    return config.reward.functions or ["math"] * (config.env.kind == "single_turn")
+
+
+def check(config: Config) -> None:
+    """Refuse impossible values and combinations, before anything is loaded. Raises `BirlError` naming key and fix."""
+    from birl.config.check import problems
+    from birl.errors import BirlError
+
+    found = problems(config)
+    if found:
+        raise BirlError("\n".join(found))

