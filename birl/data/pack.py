@@ -5,7 +5,7 @@ its gradient is the sum of what all answers send back: the same numbers as compu
 Two bounds hold: no micro-batch has more than `max_tokens` tokens, and micro-batches are as equal as the trees allow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
@@ -66,9 +66,9 @@ class Batch:
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
-def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int) -> list[Batch]:
-    """All samples of one optimizer step as micro-batches. Raises `BirlError` when one sample alone exceeds
-    max_tokens."""
+def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, parts: int = 1) -> list[Batch]:
+    """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
+    few samples for that, some train nothing. Raises `BirlError` when one sample alone exceeds max_tokens."""
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
         raise BirlError(
@@ -78,7 +78,8 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int) -
     numbered = enumerate(samples)
     trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]
     return [
-        _batch([trees[i] for i in sorted(b)], samples, weights) for b in balance([len(t) for t in trees], max_tokens)
+        _batch([trees[i] for i in sorted(b)], samples, weights)
+        for b in balance([len(t) for t in trees], max_tokens, parts)
     ]
 
 
@@ -118,11 +119,12 @@ def shared_prefix(samples: Sequence[Sample]) -> tuple[int, ...]:
     return first.tokens[:n]
 
 
-def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Item indices in the fewest bins found, filled as equally as possible: largest first, into the emptiest bin that
-    fits."""
+def balance(sizes: Sequence[int], capacity: int, parts: int = 1) -> list[list[int]]:
+    """Item indices in the fewest bins found, a multiple of `parts`, filled as equally as possible: largest first, into
+    the emptiest bin that fits."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    for count in range(max(1, -(-sum(sizes) // capacity)), len(sizes) + 1):
+    fewest, most = (-(-n // parts) * parts for n in (max(1, -(-sum(sizes) // capacity)), len(sizes)))
+    for count in range(fewest, most + 1, parts):
         bins: list[list[int]] = [[] for _ in range(count)]
         loads = [0] * count
         for i in order:
@@ -133,7 +135,7 @@ def balance(sizes: Sequence[int], capacity: int) -> list[list[int]]:
             loads[emptiest] += sizes[i]
         else:
             return bins
-    return [[i] for i in order]
+    return [[i] for i in order] + [[] for _ in range(most - len(order))]
 
 
 def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Sequence[float]) -> Batch:
@@ -155,24 +157,26 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
                     trained.append((index, i))
     rows = [(samples[s], s, i) for s, i in trained]
     return Batch(
-        tokens=torch.tensor(tokens),
-        positions=torch.tensor(positions),
-        trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees),
+        tokens=torch.tensor(tokens or [0]),  # a model wants a token where there is nothing to compute
+        positions=torch.tensor(positions or [0]),
+        trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees) or ((1, ()),),
         source=torch.tensor(source, dtype=torch.long),
         targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),
-        logprobs=torch.tensor([s.logprobs[i] for s, _, i in rows]),
-        proximal=torch.tensor([(s.proximal or s.logprobs)[i] for s, _, i in rows]),
+        logprobs=_floats(s.logprobs[i] for s, _, i in rows),
+        proximal=_floats((s.proximal or s.logprobs)[i] for s, _, i in rows),
         versions=torch.tensor([s.versions[i] for s, _, i in rows], dtype=torch.long),
-        advantages=torch.tensor(
-            [s.advantage[i] if isinstance(s.advantage, tuple) else s.advantage for s, _, i in rows]
-        ),
-        returns=torch.tensor([s.returns[i] if s.returns else 0.0 for s, _, i in rows]),
-        values=torch.tensor([s.values[i] if s.values else 0.0 for s, _, i in rows]),
-        weights=torch.tensor([weights[n] for _, n, _ in rows]),
+        advantages=_floats(_advantage(s, i) for s, _, i in rows),
+        returns=_floats(s.returns[i] if s.returns else 0.0 for s, _, i in rows),
+        values=_floats(s.values[i] if s.values else 0.0 for s, _, i in rows),
+        weights=_floats(weights[n] for _, n, _ in rows),
         sample=torch.tensor([n for _, n, _ in rows], dtype=torch.long),
         group=torch.tensor([s.group for s, _, _ in rows], dtype=torch.long),
         turn=torch.tensor(_turns(trained), dtype=torch.long),
     )
+
+
+def _floats(values: Iterable[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32)
 
 
 def _advantage(sample: Sample, place: int) -> float:

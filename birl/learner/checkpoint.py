@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from birl.errors import BirlError
+from birl.parallel.ranks import Ranks
 
 FORMAT = 1
 
@@ -39,16 +40,20 @@ class Saved:
     step: int
 
 
-def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint of `step` under `root`. Raises `BirlError` when the disk is full; nothing but a `.part` folder
-    is left."""
+def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], ranks: Ranks | None = None) -> Path:
+    """Write a checkpoint of `step` under `root`; with `ranks` all of them, each its own parts. Raises `BirlError` when
+    the disk is full; nothing but a `.part` folder is left."""
+    ranks = ranks or Ranks()
     target = root / f"step-{step:06d}"
     part = root / f"{target.name}.part"
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        with _quiet():
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(part / "tensors"), no_dist=True)
+        if ranks.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        with _quiet():  # the ranks plan together before the first file is opened
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(part / "tensors"), no_dist=ranks.alone)
+        if ranks.rank > 0:
+            return target
         (part / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
         files = {str(f.relative_to(part)): {"bytes": f.stat().st_size, "sha256": digest(f)} for f in _files(part)}
         (part / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
@@ -67,9 +72,10 @@ def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any
     return target
 
 
-def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Read a checkpoint into the given tensors, in place, and return its state. Every key, shape and type must match
-    both ways, and every file its digest; otherwise nothing is written and `BirlError` names what is wrong."""
+def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
+    """Read a checkpoint into the given tensors, in place, and return its state; with `ranks` each its own parts,
+    however many had written it. Every key, shape and type must match both ways, and every file its digest; otherwise
+    nothing is written and `BirlError` names what is wrong."""
     damage = verify(path)
     if damage:
         raise BirlError(
@@ -89,7 +95,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise BirlError(f"The checkpoint {path} does not belong to this model: {'; '.join(problems[:5])}{more}.")
     with _quiet():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=ranks is None or ranks.alone)
     return read_state(path)
 
 

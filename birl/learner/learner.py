@@ -4,7 +4,7 @@ Not here: what is minimised (a loss is a function that is passed in), where the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
-from birl.learner.optimizer import Masters, adamw
-from birl.models.decoder import decoder_for
-from birl.models.forward import head, hidden_states, packed
-from birl.models.fused_decoder import fused_for
-from birl.models.heads import score_head, scores
+from birl.learner.optimizer import Masters, Parts, adamw
+from birl.learner.outputs import Outputs
+from birl.models.forward import forget, head
+from birl.models.heads import score_head
 from birl.models.load import cast
-from birl.models.logprobs import token_logprobs
+from birl.parallel.norm import global_norm, sum_gradients
+from birl.parallel.ranks import Ranks
+from birl.parallel.shard import shard
+from birl.waits import alive
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -57,6 +59,17 @@ class Stats:
             self.sums[name] = self.sums.get(name, 0.0) + pairs[2 * i]
             self.maxima[name] = max(self.maxima.get(name, float("-inf")), pairs[2 * i + 1])
 
+    def merge(self, other: "Stats", ranks: Ranks) -> None:
+        """Add the figures of `other`, which each of `ranks` has of its own micro-batches."""
+        counted = ranks.total({"loss": other.loss, "count": other.count, "computed": other.computed})
+        self.loss += counted["loss"]
+        self.count += int(counted["count"])
+        self.computed += int(counted["computed"])
+        for name, value in ranks.total(other.sums).items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in ranks.total(other.maxima, largest=True).items():
+            self.maxima[name] = max(self.maxima.get(name, float("-inf")), value)
+
     def mean(self, name: str) -> float:
         """NaN where nothing was trained: 0 would look like a collapse."""
         return self.sums.get(name, 0.0) / self.count if self.count else math.nan
@@ -67,6 +80,9 @@ class Learner:
 
     `version` counts optimizer steps: it names the weights. With `lora` small matrices are trained instead of the
     weights, and the model's own parameters hold the merged ones (`lora.py`).
+
+    With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
+    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out.
     """
 
     def __init__(
@@ -83,24 +99,31 @@ class Learner:
         trainable: bool = True,
         offload: bool = False,
         lora: Lora | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
-        self.temperature = temperature
+        self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm = max_grad_norm
         self.version = 0
-        self.gradient_checkpointing = gradient_checkpointing
+        self.outputs = Outputs(model, temperature, gradient_checkpointing)
         model.requires_grad_(trainable)
         if score_head(model) is not None and head(model).weight is not model.get_input_embeddings().weight:  # pyright: ignore
             head(model).requires_grad_(False)  # nothing reads it
         model.eval()  # no dropout: the engine and the learner must see one and the same distribution
         if not trainable:
             cast(model, dtype)
+            if ranks.sharded:
+                self._shard(dtype, False)
             return
         if gradient_checkpointing:
             # transformers recomputes only in training mode; there is no dropout in it that train() could switch on
             model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
             model.train()
-        self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
+        if ranks.sharded:
+            self._shard(dtype, offload)
+            self.masters = Parts(model)
+        else:
+            self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
         self._make_optimizer_state()
 
@@ -117,15 +140,34 @@ class Learner:
     def forward_backward(self, batch: Batch, loss: Loss, stats: Stats) -> None:
         """Add this micro-batch's gradient to what is there, and its figures to `stats`."""
         batch = batch.to(self.device)
-        logp, entropy, batch = self._outputs(batch)
-        value, figures = loss(logp, entropy, batch)
+        value, figures = loss(*self._outputs(batch))
         value.backward()
         stats.add(value.detach(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
 
+    def learn(self, work: Sequence[tuple[Batch, Loss]], stats: Stats) -> None:
+        """Add the gradients of a step's micro-batches, which the ranks share out, and the figures of all to `stats`."""
+        own = Stats()
+        for batch, loss in self.ranks.mine(work):
+            self.forward_backward(batch, loss, own)
+            alive()
+        stats.merge(own, self.ranks)
+
+    def survey(self, work: Sequence[tuple[Batch, Loss]], stats: Stats) -> None:
+        """The figures that `learn` would give, and no gradient."""
+        own = Stats()
+        for batch, loss in self.ranks.mine(work):
+            self.measure(batch, loss, own)
+            alive()
+        stats.merge(own, self.ranks)
+
+    def each(self, batches: Sequence[Batch], verb: Callable[[Batch], Tensor]) -> list[Tensor]:
+        """What a verb of this learner gives for each micro-batch; the ranks share them out, and all get all of it."""
+        return self.ranks.each(batches, verb)
+
     @torch.no_grad()
-    def look(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the trained tokens, [N] float32 each."""
-        return self._outputs(batch.to(self.device))[:2]
+    def look(self, batch: Batch) -> Tensor:
+        """Log-probs and entropies of the trained tokens, [2, N] float32."""
+        return torch.stack(self._outputs(batch.to(self.device))[:2])
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -149,7 +191,9 @@ class Learner:
         for tensor in tensors:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
-        norm = torch.nn.utils.get_total_norm([t.grad for t in tensors if t.grad is not None])
+        if not self.ranks.alone and not self.ranks.sharded:
+            sum_gradients(tensors, self.ranks)
+        norm = global_norm(self.masters, self.ranks)
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(tensors, self.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
@@ -166,9 +210,9 @@ class Learner:
         optimizer state. With LoRA the matrices instead of the weights, and which base they belong to."""
         found = dict(self.masters.marks)
         for name, master in self.masters.tensors.items():
-            found[f"model.{name}"] = master.data
+            found[f"model.{name}"] = self.masters.whole(name, master.data)
             for key, value in self.optimizer.state[master].items():
-                found[f"optimizer.{name}.{key}"] = value
+                found[f"optimizer.{name}.{key}"] = self.masters.whole(name, value)
         parameters = {id(p) for p in self.model.parameters()}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in parameters:
@@ -187,24 +231,12 @@ class Learner:
     def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
         """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. A critic on the same backbone puts
         what it says into the batch."""
-        if decoder := decoder_for(self.model):
-            decoder.checkpointing = self.gradient_checkpointing
-        if fused := fused_for(self.model):
-            fused.checkpointing = self.gradient_checkpointing
-        hidden = hidden_states(self.model, batch.tokens, batch.positions, packed(batch.trees, batch.tokens.device))
-        if score := score_head(self.model):
-            values = scores(hidden[batch.source], score)
-            return values, torch.zeros_like(values), batch
-        if value := score_head(self.model, "value"):
-            batch = replace(batch, said=scores(hidden[batch.source], value))
-        logp, entropy = token_logprobs(
-            hidden[batch.source],
-            head(self.model),
-            batch.targets,
-            self.temperature,
-            decoder=decoder,
-        )
-        return logp, entropy, batch
+        logp, entropy, said = self.outputs(batch)
+        return logp, entropy, batch if said is None else replace(batch, said=said)
+
+    def _shard(self, dtype: torch.dtype, offload: bool) -> None:
+        shard(self.outputs, self.model, self.ranks, dtype, offload=offload)
+        forget(self.model)
 
     def _make_optimizer_state(self) -> None:
         """AdamW makes its state at the first step; a checkpoint needs the tensors to exist before that."""

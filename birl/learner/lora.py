@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from birl.errors import BirlError
 from birl.learner.optimizer import Masters, move_grad_to
@@ -208,6 +209,12 @@ class Adapters:
         found = {name: p.detach().float() for name, p in self.model.named_parameters()}
         return found | self.heads.weights() | {f"{name}.weight": x.merged() for name, x in self.adapters.items()}
 
+    def whole(self, name: str, value: Tensor) -> Tensor:
+        return value
+
+    def copies(self, name: str) -> int:
+        return 0
+
     def _mark(self) -> None:
         self.marks["lora.base"].copy_(torch.tensor(list(self.base)))
         self.marks["lora.alpha"].fill_(self.alpha)
@@ -220,5 +227,6 @@ def digest(model: nn.Module) -> bytes:
         if name.removesuffix(".weight") in HEADS:
             continue
         found.update(f"{name} {tuple(parameter.shape)}".encode())
-        found.update(parameter.detach().float().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        found.update(whole.detach().float().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.digest()

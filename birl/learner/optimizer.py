@@ -6,13 +6,14 @@ AdamW on bfloat16 weights would not move them at all at the learning rates of re
 smaller than half a unit in the last place (measured; `tests/learner/test_optimizer.py`).
 """
 
-from math import cos, pi
+from math import cos, pi, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from birl.models import decoder, fused_decoder
+from birl.models.forward import weights_changed
 
 if TYPE_CHECKING:
     from birl.learner.lora import Adapters
@@ -44,8 +45,7 @@ class Masters:
 
     def publish(self) -> None:
         """Round the masters into the module's own parameters, and have every copy of them made anew."""
-        decoder.weights_changed(self.model)
-        fused_decoder.weights_changed(self.model)
+        weights_changed(self.model)
         if self.separate and self.tensors:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(self.tensors.values()))
@@ -56,6 +56,57 @@ class Masters:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: master.data for name, master in self.tensors.items()}
+
+    def whole(self, name: str, value: Tensor) -> Tensor:
+        """Something of the size of a master, or of its optimizer state, as a checkpoint has it."""
+        return value
+
+    def copies(self, name: str) -> int:
+        """How many ranks have each element of a master, of all those that train; 0: every one of them."""
+        return 0
+
+
+class Parts:
+    """This rank's parts of the parameters of a model that FSDP has split, with the same members as `Masters`. They are
+    the float32 masters themselves; the copies that are computed with exist only for a moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.tensors: dict[str, Tensor] = {n: p.to_local().detach() for n, p in self.parameters.items()}
+        self.marks: dict[str, Tensor] = {}
+
+    def gather(self) -> None:
+        """Every gradient, summed over the ranks by now, goes to its part."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.tensors[name].grad = parameter.grad.to_local()
+                parameter.grad = None
+
+    def publish(self) -> None:
+        """The parts are the parameters."""
+
+    def loaded(self) -> None:
+        """New values were written into `tensors`."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """As DTensors."""
+        return {name: p.data for name, p in self.parameters.items()}
+
+    def whole(self, name: str, value: Tensor) -> Tensor:
+        """A part as the DTensor that it is a part of; a step count is no part of anything."""
+        like = self.parameters[name]
+        if value.ndim == 0:
+            return value
+        return DTensor.from_local(
+            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def copies(self, name: str) -> int:
+        """How many ranks of the parameter's mesh have each of its elements, times those outside of the mesh."""
+        mesh, placements = self.parameters[name].device_mesh, self.parameters[name].placements
+        inside = prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
+        return inside * (torch.distributed.get_world_size() // mesh.size())
 
 
 def _on_cpu(weight: Tensor) -> Tensor:
@@ -81,7 +132,7 @@ def move_grad_to(master: Any):
 
 
 def adamw(
-    masters: "Masters | Adapters", *, betas: tuple[float, float], eps: float, weight_decay: float
+    masters: "Masters | Parts | Adapters", *, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
     """Weight decay is for matrices; norms and biases have none."""
     tensors = list(masters.tensors.values())

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.rules_algorithm import CRITIC, remembers
-from birl.config.rules_sandbox import at_once
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -30,24 +30,26 @@ from birl.loops.engines import Servers, open_servers, sender, wanted
 from birl.loops.evaluate import Plan, data_digest, plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
+from birl.loops.rewards import make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
-from birl.loops.scorer import RewardModel
 from birl.loops.tasks import check_lengths, lengths, load_data, report_data, stream, total_steps
 from birl.loops.teacher import ServedTeacher
-from birl.models.forward import head
+from birl.models.forward import head, weights_changed
 from birl.models.heads import add_score_head
+from birl.models.load import cast as cast_model
 from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
-from birl.rewards.judge import read_template
+from birl.parallel.crew import Crew
+from birl.parallel.ranks import Ranks
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
-from birl.rollout.group import Rollout, Scorer
+from birl.rollout.group import Rollout
 from birl.rollout.session import Limits
 from birl.seeds import derive_seed
 from birl.serve.gateway import Gateway
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import Sample, SamplingParams, Task
-from birl.weights.publish import Memory, Publisher
+from birl.weights.publish import Memory, Publisher, Refresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,9 @@ class Given:
     env: Any = None  # a class or function, as env.kind names one
     train: Any = None  # rows: a datasets.Dataset or a list of dicts
     validation: Any = None
+
+
+NOT_HERE: Any = None  # of a rank that does not lead
 
 
 @dataclass(kw_only=True)
@@ -72,17 +77,26 @@ class Parts:
     critic: Learner | None
     objective: Objective
     credit: Credit
-    engine: EmbeddedEngine | Servers
-    rollout: Rollout
-    params: SamplingParams
-    train: list[Tasks]
-    plan_validation: Plan | None
-    tracker: Tracker
-    publisher: Publisher
-    resume_from: Path | None
-    total_steps: int | None
+    crew: Crew
+    # rank 0 alone has these
+    engine: EmbeddedEngine | Servers = NOT_HERE
+    copy: nn.Module | None = None  # the engine's own weights, and the learner's version that they are of
+    copied: int = 0
+    rollout: Rollout = NOT_HERE
+    params: SamplingParams = NOT_HERE
+    train: list[Tasks] = field(default_factory=list)
+    plan_validation: Plan | None = None
+    tracker: Tracker = NOT_HERE
+    publisher: Publisher = NOT_HERE
+    resume_from: Path | None = None
+    total_steps: int | None = None
     counted: Counters = field(default_factory=Counters)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def sampled(self) -> nn.Module:
+        """The module that the embedded engine samples from."""
+        return self.copy or self.learner.model
 
     @property
     def usage(self) -> Usage:
@@ -113,6 +127,18 @@ class Parts:
         self.learner.loaded(version)
         if self.critic is not None:
             self.critic.loaded(version)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """(every rank) The engine's own weights become the learner's, one after the other."""
+        copies = {} if self.copy is None else dict(self.copy.named_parameters())
+        for name, parameter in self.learner.model.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if name in copies:
+                copies[name].copy_(whole)
+        if self.copy is not None:
+            weights_changed(self.copy)
+        self.copied = self.learner.version
 
     def has_gradient(self, sample: Sample) -> bool:
         """Samples that have none need not go through the model."""
@@ -150,7 +176,9 @@ class Parts:
         self.tracker.close()
 
 
-async def training(config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool, compute: Executor) -> Parts:
+async def training(
+    config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool, compute: Executor, crew: Crew
+) -> Parts:
     """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
     run = Path(run_folder(config, choices))
     resume_from = find_checkpoint(config, run)
@@ -180,7 +208,7 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         rollout = partial(Rollout, chat=policy.chat, open_env=world.open, score=scorer(rewards), gateway=gateway)
         ready = partial(
             assembled, config, policy, context, rewards, rollout, train, validation, run, resume_from, dry_run, asked,
-            servers,
+            servers, crew,
         )  # fmt: skip
         parts = await loop.run_in_executor(compute, ready)
         if servers is None:
@@ -189,18 +217,6 @@ async def training(config: schema.RL, choices: dict[str, str], given: Given, dry
         opened.callback(gc.unfreeze)
         parts.opened = opened.pop_all()
         return parts
-
-
-async def started(rewards: Rewards | None, opened: AsyncExitStack) -> asyncio.Future[None]:
-    """Their start, on its way."""
-    if rewards is None:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        ready.set_result(None)
-        return ready
-    starting = asyncio.create_task(rewards.start())
-    opened.push_async_callback(rewards.close)
-    opened.callback(starting.cancel)
-    return starting
 
 
 def assembled(
@@ -216,11 +232,19 @@ def assembled(
     dry_run: bool,
     asked: list[tuple[int, int]],
     servers: Servers | None,
+    crew: Crew,
 ) -> Parts:
     """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
-    learner, objective, credit, critic = models(config, policy, rewards)
+    copy = None
+    if crew.ranks.sharded and servers is None:
+        copy = cast_model(deepcopy(policy.model), DTYPES[config.model.dtype]).requires_grad_(False)
+    parts = learning(config, policy, crew)
+    parts.copy, learner = copy, parts.learner
     longest = min(max(map(sum, asked)), context)
-    engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest)
+    if copy is None:
+        engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest)
+    else:
+        engine = replace(policy, model=copy).engine(config.engine, context, lambda: parts.copied, longest)
     if isinstance(engine, EmbeddedEngine):
         for prompt, answer in asked:
             check_cache(config.engine, engine, prompt, answer)
@@ -229,37 +253,34 @@ def assembled(
     if not dry_run:
         claim(run, config, policy)
     tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
-    publisher = Memory() if servers is None else sender(config, policy, learner, servers, train, run, tracker.message)
-    return Parts(
-        config=config,
-        run=run,
-        policy=policy,
-        learner=learner,
-        reference=objective.reference,
-        critic=critic,
-        objective=objective,
-        credit=credit,
-        engine=engine,
-        rollout=rollout(engine=engine, limits=limits, seed=config.seed),
-        params=sampling(config.rollout),
-        train=train,
-        plan_validation=plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
-        if validation
-        else None,
-        tracker=tracker,
-        publisher=publisher,
-        resume_from=resume_from,
-        total_steps=total,
-    )
+    parts.run, parts.engine, parts.tracker, parts.train = run, engine, tracker, train
+    parts.rollout = rollout(engine=engine, limits=limits, seed=config.seed)
+    parts.params = sampling(config.rollout)
+    parts.resume_from, parts.total_steps = resume_from, total
+    parts.credit.weights = rewards.weights if rewards is not None else ()
+    if validation:
+        parts.plan_validation = plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
+    if servers is not None:
+        parts.publisher = sender(config, policy, learner, servers, train, run, tracker.message)
+    elif copy is None:
+        parts.publisher = Memory()
+    else:
+        parts.publisher = Refresh(partial(crew.call, parts, "refresh"), compute=policy.compute)
+    return parts
 
 
-def models(
-    config: schema.RL, policy: Policy, rewards: Rewards | None
-) -> tuple[Learner, Objective, Credit, Learner | None]:
-    """The policy's learner, what it minimises, how its answers are judged; copies of the first weights come first."""
+def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
+    """What every rank has: the policy's learner, what it minimises, how its answers are judged; copies of the first
+    weights come first."""
     keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
     surrogate = part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
-    frozen = partial(Learner, dtype=DTYPES[config.model.dtype], temperature=config.rollout.temperature, trainable=False)
+    frozen = partial(
+        Learner,
+        dtype=DTYPES[config.model.dtype],
+        temperature=config.rollout.temperature,
+        trainable=False,
+        ranks=crew.ranks,
+    )
     reference = teacher = critic = None
     if keys.kl_coef > 0 or "ref_logp" in surrogate.tensors:
         reference = frozen(deepcopy(policy.model))
@@ -271,12 +292,16 @@ def models(
         path = config.critic.path
         body = other_model(config, path, policy, "critic.path") if path else deepcopy(policy.model)
         add_score_head(body, config.seed)
-        critic = make_learner(config, body)
+        critic = make_learner(config, body, crew.ranks)
     elif keys.advantage in CRITIC:
         add_score_head(policy.model, config.seed, "value")
-    learner = make_learner(config, policy.model)
+    learner = make_learner(config, policy.model, crew.ranks)
     objective = Objective(config=config, learner=learner, reference=reference, surrogate=surrogate)
-    says = critic.forward if critic is not None else learner.values if keys.advantage in CRITIC else None
+    says = None
+    if keys.advantage in CRITIC:
+        says = partial(learner.each, verb=learner.values)
+        if critic is not None:
+            says = partial(critic.each, verb=critic.forward)
     usage = Usage(failed=config.rollout.failed, truncated=config.rollout.truncated)
     credit = Credit(
         config=config,
@@ -285,9 +310,18 @@ def models(
         critic=says,
         teacher=teacher,
         learner=learner if remembers(config) else None,
-        weights=rewards.weights if rewards is not None else (),
     )
-    return learner, objective, credit, critic
+    return Parts(
+        config=config,
+        run=Path(config.run),
+        policy=policy,
+        learner=learner,
+        reference=reference,
+        critic=critic,
+        objective=objective,
+        credit=credit,
+        crew=crew,
+    )
 
 
 def other_model(config: schema.RL, path: str, policy: Policy, key: str) -> nn.Module:
@@ -312,7 +346,7 @@ def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None
         )
 
 
-def make_learner(config: schema.RL | schema.Stage, model: nn.Module) -> Learner:
+def make_learner(config: schema.RL | schema.Stage, model: nn.Module, ranks: Ranks | None = None) -> Learner:
     """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did."""
     optimizer = config.optimizer
     check_device(config, head(model).weight.device)
@@ -327,6 +361,7 @@ def make_learner(config: schema.RL | schema.Stage, model: nn.Module) -> Learner:
         gradient_checkpointing=config.learner.gradient_checkpointing,
         offload=optimizer.offload == "cpu",
         lora=lora_of(config),
+        ranks=ranks,
     )
 
 
@@ -335,61 +370,6 @@ def lora_of(config: schema.RL | schema.Stage) -> Lora | None:
     if lora.rank == 0:
         return None
     return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora, seed=config.seed)
-
-
-def make_rewards(
-    config: schema.RL | schema.Eval, compute: Executor, given: Sequence[Callable[..., Any] | str] = ()
-) -> Rewards | None:
-    """None where the environment alone rewards. A reward model is loaded here; where it is an address, a worker asks
-    there."""
-    keys = config.reward
-    functions: list[Callable[..., Any] | str] = list(given) or list(schema.reward_functions(config))
-    if not functions:
-        return None
-    served = keys.model.startswith(("http://", "https://"))
-    if "model" in functions:
-        judge = "endpoint" if served else compute.submit(RewardModel, keys.model, config.model, compute).result()
-        functions[functions.index("model")] = judge
-    return Rewards(
-        functions,
-        weights=keys.weights,
-        timeout=keys.timeout,
-        workers=keys.workers,
-        options={
-            "format_pattern": keys.format_pattern,
-            "length_target": keys.length_target,
-            "address": keys.model,
-            "endpoint_concurrency": keys.concurrency,
-            "endpoint_timeout": keys.timeout,
-            "judge": keys.judge,
-            "judge_template": read_template(keys.judge_prompt),
-            "judge_tokens": keys.judge_tokens,
-            "judge_cache": keys.judge_cache,
-            "judge_concurrency": keys.concurrency,
-            "judge_timeout": keys.timeout,
-            "code_partial": keys.code_partial,
-            "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
-        },
-    )
-
-
-def scorer(rewards: Rewards | None) -> Scorer | None:
-    """Reward functions see the prompt as the data has it, the completions as text, and the row's columns, once for
-    each."""
-    if rewards is None:
-        return None
-
-    async def score(task: Task, completions: list[str]) -> Sequence[Any]:
-        n = len(completions)
-        prompt = (
-            task.prompt
-            if isinstance(task.prompt, str)
-            else [{"role": m.role, "content": m.content} for m in task.prompt]
-        )
-        columns = {name: [value] * n for name, value in task.columns.items()}
-        return await rewards.score([prompt] * n, completions, columns, [task.answer] * n)
-
-    return score
 
 
 def sampling(config: schema.Rollout) -> SamplingParams:

@@ -91,7 +91,7 @@ class Credit:
     config: schema.RL
     usage: assemble.Usage
     reference: Learner | None = None
-    critic: Callable[[Batch], Tensor] | None = None
+    critic: Callable[[Sequence[Batch]], list[Tensor]] | None = None
     teacher: Learner | ServedTeacher | None = None
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Sequence[float] = ()  # of the reward functions
@@ -200,14 +200,15 @@ class Credit:
         return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
 
     def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
-        return pack(samples, [0.0] * len(samples), self.config.learner.tokens_per_microbatch)
+        weights, keys = [0.0] * len(samples), self.config
+        return pack(samples, weights, keys.learner.tokens_per_microbatch, parts=keys.parallel.shares)
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
         """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""
         if not self._kl_in_reward():
             return None
         assert self.reference is not None
-        ref = by_sample(batches, [self.reference.forward(b) for b in batches], len(samples))
+        ref = by_sample(batches, self.reference.each(batches, self.reference.forward), len(samples))
         estimator = estimators.ESTIMATORS[self.config.algorithm.kl]
         return [estimator(b, r) for b, r in zip(map(behaviour, samples), ref, strict=True)]
 
@@ -223,7 +224,7 @@ class Credit:
         """PPO: each turn's reward at its last token, the KL at each; advantages and returns by the critic's values."""
         assert self.critic is not None
         keys = self.config.critic
-        values = by_sample(batches, [self.critic(b) for b in batches], len(samples))
+        values = by_sample(batches, self.critic(batches), len(samples))
         turns = by_sample(batches, [b.turn for b in batches], len(samples))
         sizes = [len(v) for v in values]
         sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
@@ -251,7 +252,7 @@ class Credit:
         if isinstance(self.teacher, ServedTeacher):
             says = self.teacher.logprobs(samples)
         else:
-            says = by_sample(batches, [self.teacher.forward(b) for b in batches], len(samples))
+            says = by_sample(batches, self.teacher.each(batches, self.teacher.forward), len(samples))
         found = []
         for sample, theirs in zip(samples, says, strict=True):
             own = torch.tensor(trained(sample, per_token(sample)))
@@ -261,7 +262,7 @@ class Credit:
     def _remembered(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
         """Decoupled PPO: the proximal policy is the learner as it is now, for all updates of the batch."""
         assert self.learner is not None
-        now = by_sample(batches, [self.learner.forward(b) for b in batches], len(samples))
+        now = by_sample(batches, self.learner.each(batches, self.learner.forward), len(samples))
         return [replace(s, proximal=spread(s, p)) for s, p in zip(samples, now, strict=True)]
 
     def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:

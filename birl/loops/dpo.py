@@ -25,6 +25,7 @@ from birl.learner.lora import digest
 from birl.loops import build, offline
 from birl.loops.custom import part
 from birl.loops.policy import DTYPES, Policy
+from birl.parallel.ranks import Ranks
 from birl.track.log import replace as write_whole
 from birl.types import Sample
 
@@ -38,6 +39,11 @@ def train(
     """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
     can mend."""
     return offline.train(config, choices, dry_run, given, pairs, Preferences)
+
+
+def follow(config: schema.DPO) -> None:
+    """Every rank but 0, until the run ends."""
+    offline.follow(config, Preferences)
 
 
 def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
@@ -88,28 +94,28 @@ class Preferences:
     def kind(self) -> str:
         return "none" if self.loss in FREE else self.config.preference.reference
 
-    def learner(self, policy: Policy) -> Learner:
+    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         if self.kind == "live":
             dtype = DTYPES[self.config.model.dtype]
-            self.reference = Learner(deepcopy(policy.model), dtype=dtype, trainable=False)
-        self.trained = build.make_learner(self.config, policy.model)
+            self.reference = Learner(deepcopy(policy.model), dtype=dtype, trainable=False, ranks=ranks)
+        self.trained = build.make_learner(self.config, policy.model, ranks)
         return self.trained
 
     def before(self, run: Path, examples: Sequence[Example]) -> None:
         """reference=precomputed: the sums of all answers under the first weights, once for the run."""
         if self.kind != "precomputed":
             return
-        file, mark = run / "reference.json", self._mark(examples)
-        if file.is_file() and (stored := json.loads(file.read_text())).get("of") == mark:
-            self.known = stored["sums"]
-        else:
+        file, mark, ranks = run / "reference.json", self._mark(examples), self.trained.ranks
+        stored = json.loads(file.read_text()) if ranks.rank == 0 and file.is_file() else {}
+        self.known = ranks.told(stored["sums"] if stored.get("of") == mark else {})
+        if not self.known:
             for start in range(0, len(examples), self.config.batch_size):
                 part = examples[start : start + self.config.batch_size]
                 samples, owners = self._samples(part), [e for e in part for _ in e.sequences]
                 sums = self._sums(self.trained, samples)
                 for owner, total in zip(owners, sums.tolist(), strict=True):
                     self.known.setdefault(owner.id, []).append(total)
-            if run.is_dir():
+            if run.is_dir() and ranks.rank == 0:
                 write_whole(file, json.dumps({"of": mark, "sums": self.known}).encode())
 
     def _mark(self, examples: Sequence[Example]) -> str:
@@ -124,12 +130,12 @@ class Preferences:
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = self._samples(examples)
         weight = 1 / len(samples) if self.loss == "kto" else 1 / len(examples)
-        batches = pack(samples, [weight] * len(samples), self.capacity)
+        batches = pack(samples, [weight] * len(samples), self.capacity, parts=self.config.parallel.shares)
         if self.loss == "kto":
             make = partial(self._kto, self._good(examples), self._divergence(examples))
         else:
             make = self._paired
-        return [(batch, make(self._reference(batch, examples))) for batch in batches]
+        return [(b, make(r)) for b, r in zip(batches, self._references(batches, examples), strict=True)]
 
     def _samples(self, examples: Sequence[Example]) -> list[Sample]:
         return [s.sample(group=i) for i, e in enumerate(examples) for s in e.sequences]
@@ -137,20 +143,22 @@ class Preferences:
     def _sums(self, learner: Learner, samples: Sequence[Sample]) -> Tensor:
         """Sum of each sample's log-probs, [samples] float32, no gradient."""
         found = torch.empty(len(samples))
-        for batch in pack(samples, [0.0] * len(samples), self.capacity):
-            a = answers(learner.forward(batch), batch.to(learner.device))
-            found[a.number.cpu()] = a.total.cpu()
+        batches = pack(samples, [0.0] * len(samples), self.capacity, parts=learner.ranks.shares)
+        for batch, logp in zip(batches, learner.each(batches, learner.forward), strict=True):
+            a = answers(logp.cpu(), batch)
+            found[a.number] = a.total
         return found
 
-    def _reference(self, batch: Batch, examples: Sequence[Example]) -> Tensor:
-        """[A]: the reference's sum for each answer of the micro-batch; zeros without a reference."""
-        a = answers(batch.logprobs, batch)
+    def _references(self, batches: Sequence[Batch], examples: Sequence[Example]) -> list[Tensor]:
+        """[A] for each micro-batch: the reference's sum for each of its answers; zeros without a reference."""
         if self.reference is not None:
-            return answers(self.reference.forward(batch).cpu(), batch).total
+            said = self.reference.each(batches, self.reference.forward)
+            return [answers(logp.cpu(), batch).total for batch, logp in zip(batches, said, strict=True)]
+        found = [answers(batch.logprobs, batch) for batch in batches]
         if self.kind == "precomputed":
-            sums = [x for e in examples for x in self.known[e.id]]
-            return torch.tensor(sums)[a.number]
-        return torch.zeros_like(a.total)
+            sums = torch.tensor([x for e in examples for x in self.known[e.id]])
+            return [sums[a.number] for a in found]
+        return [torch.zeros_like(a.total) for a in found]
 
     def _paired(self, reference: Tensor) -> Loss:
         keys = self.config.preference

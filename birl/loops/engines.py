@@ -27,6 +27,7 @@ from birl.engine.engine import Counters
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.loops.policy import Policy, cache_bytes
+from birl.loops.ranks import grid_of, rank_threads
 from birl.models.digests import words
 from birl.serve import names, sglang, vllm
 from birl.serve.client import Client
@@ -148,6 +149,8 @@ class Servers:
 
 def learner_threads(config: schema.RL) -> int:
     """threads, where it is 0: half of the cores when servers on this machine have the others."""
+    if grid_of(config).size > 1:
+        return rank_threads(config)
     shares = config.engine.kind != "embedded" and not config.engine.attach
     if config.threads or not shares or config.model.device == "cuda" or torch.cuda.is_available():
         return config.threads

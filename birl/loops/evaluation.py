@@ -17,11 +17,11 @@ from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
-from birl.loops.build import make_rewards, scorer, started
 from birl.loops.engines import Servers, Wanted, open_servers
 from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
+from birl.loops.rewards import make_rewards, scorer, started
 from birl.loops.tasks import own_rows
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast

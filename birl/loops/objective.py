@@ -50,12 +50,13 @@ class Objective:
     def look(self, batches: Sequence[Batch], seed: int) -> list[Known]:
         """Masks that rank or average tokens do so over the whole step, so that micro-batches change nothing."""
         keys, reference = self.config.algorithm, self.reference
-        refs = [None if reference is None or not self.needs_reference() else reference.forward(b) for b in batches]
+        refs: Sequence[Tensor | None] = [None] * len(batches)
+        if reference is not None and self.needs_reference():
+            refs = reference.each(batches, reference.forward)
         if not self.needs_look():
             return [Known(ref_logp=r) for r in refs]
         sizes = [len(b.source) for b in batches]
-        fresh = [self.learner.look(b) for b in batches]
-        logp, entropy = (torch.cat([f[i] for f in fresh]).cpu() for i in (0, 1))
+        logp, entropy = torch.cat(self.learner.each(batches, self.learner.look), dim=1).cpu()
         behaviour, advantages, sample = (
             torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")
         )
@@ -94,13 +95,16 @@ class Objective:
         self, logp: Tensor, entropy: Tensor, batch: Batch, *, known: Known, kl_coef: float, value_weight: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys = self.config.algorithm
-        on = {n: None if t is None else t.to(logp.device) for n, t in (("f", known.factor), ("h", known.held))}
+        on = {
+            n: None if t is None else t.to(logp.device)
+            for n, t in (("f", known.factor), ("h", known.held), ("r", known.ref_logp))
+        }
         factor, old_logp = on["f"], self.start(logp.detach(), batch)
         if corrects(self.config):
             weight = self.correction(old_logp - batch.logprobs, batch.sample)
             factor = weight if factor is None else factor * weight
         tensors = {"entropy": entropy, "group": batch.group, "turn": batch.turn, "versions": batch.versions}
-        tensors["ref_logp"] = known.ref_logp  # pyright: ignore[reportArgumentType]
+        tensors["ref_logp"] = on["r"]  # pyright: ignore[reportArgumentType]
         loss, figures = policy_loss(
             logp,
             entropy,
@@ -110,7 +114,7 @@ class Objective:
             weights=batch.weights,
             surrogate=partial(self.checked, self.surrogate.bound(tensors)),
             factor=factor,
-            ref_logp=known.ref_logp,
+            ref_logp=on["r"],
             kl=keys.kl,
             kl_coef=kl_coef if keys.kl_in == "loss" else 0.0,
             kl_corrected=keys.kl_corrected,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,25 +25,28 @@ from birl.data.pack import Batch
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
-from birl.loops import build
+from birl.loops import build, ranks
 from birl.loops.machine import compute_thread, peak_memory
 from birl.loops.policy import Policy, load_policy
+from birl.loops.ranks import crew, idle, rank_threads
 from birl.loops.run import Run
 from birl.loops.run_folder import claim, find_checkpoint, held
 from birl.loops.signals import saving_signals
 from birl.loops.tasks import stream
+from birl.parallel.crew import Crew
+from birl.parallel.ranks import Ranks
 from birl.track.tracker import Tracker
 
 
 class Objective(Protocol):
     """What is minimised, and what is told about it."""
 
-    def learner(self, policy: Policy) -> Learner:
+    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         """The model as it is trained."""
         ...
 
     def before(self, run: Path, examples: Sequence[Example]) -> None:
-        """Called once on all rows, training and held-out, before anything is trained or resumed."""
+        """Called once on all rows, training and held-out, before anything is trained or resumed; on every rank."""
         ...
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
@@ -72,11 +75,13 @@ class Parts:
     policy: Policy
     learner: Learner
     objective: Objective
-    train: list[Examples]
-    held_out: list[Example]
-    tracker: Tracker
-    resume_from: Path | None
-    total_steps: int
+    crew: Crew
+    # rank 0 alone has these
+    train: list[Examples] = field(default_factory=list)
+    held_out: list[Example] = field(default_factory=list)
+    tracker: Tracker = build.NOT_HERE
+    resume_from: Path | None = None
+    total_steps: int = 0
 
     @property
     def compute(self) -> Executor:
@@ -119,15 +124,38 @@ async def _main(
 ) -> dict[str, Any]:
     stop = asyncio.Event()
     folder = Path(run_folder(config, choices))
-    with saving_signals(stop), nullcontext() if dry_run else held(folder), compute_thread(config.threads) as compute:
-        ready = partial(assembled, config, folder, given, load, objective, compute, dry_run)
+    with (
+        saving_signals(stop),
+        nullcontext() if dry_run else held(folder),
+        crew(config, folder) as together,
+        compute_thread(rank_threads(config)) as compute,
+    ):
+        ready = partial(assembled, config, folder, given, load, objective, compute, dry_run, together)
         parts = await asyncio.get_running_loop().run_in_executor(compute, ready)
         try:
-            if dry_run:
-                return _tell(parts)
-            return await _Run(config=config, parts=parts, stop=stop).to_the_end()
+            run = _Run(config=config, parts=parts, stop=stop)
+            return await (run.tell() if dry_run else run.to_the_end())
         finally:
             parts.tracker.close()
+
+
+def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objective]) -> None:
+    """Every rank but 0: the same learner, and none of the data."""
+
+    def make(together: Crew) -> _Run:
+        policy = load_policy(config.model, idle())
+        objective_ = objective(config, policy, 0)
+        parts = Parts(
+            config=config,
+            run=Path(config.run),
+            policy=policy,
+            learner=objective_.learner(policy, together.ranks),
+            objective=objective_,
+            crew=together,
+        )
+        return _Run(config=config, parts=parts, stop=asyncio.Event())
+
+    ranks.follow(config, make)
 
 
 def assembled(
@@ -138,6 +166,7 @@ def assembled(
     make: Callable[[Any, Policy, int], Objective],
     compute: Executor,
     dry_run: bool,
+    together: Crew,
 ) -> Parts:
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
     resume_from = find_checkpoint(config, run)
@@ -148,14 +177,14 @@ def assembled(
     if config.data.validation_split > 0 and not held_out:
         train, held_out = split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
     objective = make(config, policy, max(_size(e) for s in (*train, *held_out) for e in s))
-    learner = objective.learner(policy)
     total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)
     parts = Parts(
         config=config,
         run=run,
         policy=policy,
-        learner=learner,
+        learner=objective.learner(policy, together.ranks),
         objective=objective,
+        crew=together,
         train=train,
         held_out=[e for s in held_out for e in s],
         tracker=Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config)),
@@ -164,7 +193,6 @@ def assembled(
     )
     if not dry_run:
         claim(run, config, policy)
-        objective.before(run, [e for s in (*train, *held_out) for e in s])
     return parts
 
 
@@ -191,28 +219,6 @@ def fitting(config: schema.Stage, longest: int, what: str) -> int:
     return have
 
 
-def _tell(parts: Parts) -> dict[str, Any]:
-    """--dry-run: the first batch goes through the model, nothing is written."""
-    config, stats = parts.config, Stats()
-    rows = list(islice(parts.rows(0), config.batch_size))
-    sizes = [len(s) for t in parts.train for e in t for s in e.sequences]
-    before = time.perf_counter()
-    found = {
-        "rows": sum(map(len, parts.train)),
-        "held_out": len(parts.held_out),
-        "tokens": sum(sizes),
-        "longest": max(sizes),
-        "steps": parts.total_steps,
-    }
-    parts.objective.before(parts.run, rows)
-    for batch, loss in parts.objective.work(rows):
-        parts.learner.forward_backward(batch, loss, stats)
-    found |= {**parts.objective.figures(stats), "seconds": time.perf_counter() - before, "memory": peak_memory()}
-    for name, value in found.items():
-        print(f"{name:<24} {value:,.4g}" if isinstance(value, float) else f"{name:<24} {value:,}")
-    return found
-
-
 @dataclass(slots=True)
 class _Run(Run):
     """The algorithm, over what every run has."""
@@ -221,7 +227,9 @@ class _Run(Run):
     parts: Parts
 
     async def to_the_end(self) -> dict[str, Any]:
-        self.resume()
+        every = [e for s in self.parts.train for e in s] + self.parts.held_out
+        await self.together("begin", str(self.parts.run), every, self.parts.total_steps)
+        await self.resume()
         if self.validation_due() and (self.step > 0 or self.config.validation.at_start):
             await self.validate()
         self.clock = time.perf_counter()
@@ -235,11 +243,36 @@ class _Run(Run):
             await self.save()
         return self.summary(finished)
 
+    async def tell(self) -> dict[str, Any]:
+        """--dry-run: the first batch goes through the model, nothing is written."""
+        config, parts = self.config, self.parts
+        rows = list(islice(parts.rows(0), config.batch_size))
+        sizes = [len(s) for t in parts.train for e in t for s in e.sequences]
+        before = time.perf_counter()
+        found: dict[str, Any] = {
+            "rows": sum(map(len, parts.train)),
+            "held_out": len(parts.held_out),
+            "tokens": sum(sizes),
+            "longest": max(sizes),
+            "steps": parts.total_steps,
+        }
+        await self.together("begin", str(parts.run), rows, parts.total_steps)
+        stats = await self.together("gradients", rows)
+        found |= {**parts.objective.figures(stats), "seconds": time.perf_counter() - before, "memory": peak_memory()}
+        for name, value in found.items():
+            print(f"{name:<24} {value:,.4g}" if isinstance(value, float) else f"{name:<24} {value:,}")
+        return found
+
+    def begin(self, folder: str, examples: Sequence[Example], total_steps: int) -> None:
+        """(every rank)"""
+        self.parts.run, self.parts.total_steps = Path(folder), total_steps
+        self.parts.objective.before(self.parts.run, examples)
+
     async def train(self, rows: list[Example]) -> None:
         """One optimizer step on some rows, then its report."""
         began = time.perf_counter()
         self.parts.tracker.phase("training")
-        stats = await self.on_compute_thread(partial(self.update, rows))
+        stats = await self.together("update", rows)
         self.step, self.position = self.step + 1, self.position + len(rows)
         trained = time.perf_counter()
         improved = await self.validate() if self.validation_due() else False
@@ -261,13 +294,17 @@ class _Run(Run):
         await self.report(metrics, ("tokens/trained",), improved)
 
     def update(self, rows: Sequence[Example]) -> Stats:
-        """(compute thread)"""
-        stats, learner = Stats(), self.parts.learner
+        """(every rank)"""
         self.rate = self.learning_rate()
-        for batch, loss in self.parts.objective.work(rows):
-            learner.forward_backward(batch, loss, stats)
-        stats.grad_norm = learner.optim_step(self.rate)
+        stats = self.gradients(rows)
+        stats.grad_norm = self.parts.learner.optim_step(self.rate)
         self.check_finite(stats)
+        return stats
+
+    def gradients(self, rows: Sequence[Example]) -> Stats:
+        """(every rank)"""
+        stats = Stats()
+        self.parts.learner.learn(self.parts.objective.work(rows), stats)
         return stats
 
     def plans_validation(self) -> bool:
@@ -288,7 +325,7 @@ class _Run(Run):
             if self.stop.is_set():
                 return False
             stats.loss = 0.0  # the mean over one piece, which may be smaller than the others
-            await self.on_compute_thread(partial(self.measure, piece, stats))
+            await self.together("measure", piece, stats)
             total += stats.loss * len(piece)
         stats.loss = total / len(parts.held_out)
         figures = parts.objective.figures(stats)
@@ -297,6 +334,5 @@ class _Run(Run):
         return self.validated(metrics, [], score if math.isfinite(score) else math.nan)
 
     def measure(self, rows: Sequence[Example], stats: Stats) -> None:
-        """(compute thread)"""
-        for batch, loss in self.parts.objective.work(rows):
-            self.parts.learner.measure(batch, loss, stats)
+        """(every rank)"""
+        self.parts.learner.survey(self.parts.objective.work(rows), stats)

@@ -24,7 +24,7 @@ from birl.config.load import run_folder
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Stats
-from birl.loops import build
+from birl.loops import build, ranks
 from birl.loops import plan as planning
 from birl.loops.credit import Credited
 from birl.loops.engines import learner_threads
@@ -33,16 +33,19 @@ from birl.loops.ledger import Ledger, settle
 from birl.loops.machine import compute_thread
 from birl.loops.metrics import episode_records, step_metrics
 from birl.loops.objective import critic_loss
+from birl.loops.policy import load_policy
+from birl.loops.ranks import crew, idle
 from birl.loops.replay import replay, resample, row_of
 from birl.loops.run import Run
 from birl.loops.run_folder import held
 from birl.loops.signals import saving_signals
 from birl.models.digests import digests, whole
+from birl.parallel.crew import Crew
 from birl.rollout import assemble, pipeline
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
 from birl.types import Group, Sample, Task
-from birl.waits import Watchdog, alive, exit_at_once
+from birl.waits import Watchdog, exit_at_once
 from birl.weights.publish import Sent, published
 
 
@@ -66,9 +69,10 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
     with (
         saving_signals(stop),
         nullcontext() if dry_run else held(folder),
+        crew(config, folder) as together,
         compute_thread(learner_threads(config)) as compute,
     ):
-        parts = await build.training(config, choices, given, dry_run, compute)
+        parts = await build.training(config, choices, given, dry_run, compute, together)
         try:
             if dry_run:
                 return planning.dry_run(parts)
@@ -77,6 +81,16 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
                 return await run.to_the_end()
         finally:
             await parts.close()
+
+
+def follow(config: schema.RL) -> None:
+    """Every rank but 0: the same learner, and no engine."""
+
+    def make(together: Crew) -> _Run:
+        parts = build.learning(config, load_policy(config.model, idle()), together)
+        return _Run(config=config, parts=parts, stop=asyncio.Event())
+
+    ranks.follow(config, make)
 
 
 @dataclass(slots=True)
@@ -98,10 +112,9 @@ class _Run(Run):
         self.kl = AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef)
 
     async def to_the_end(self) -> dict[str, Any]:
-        self.resume()
-        self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
-        self.ages.starts = self.extra.get("versions", [])
         config, parts = self.config, self.parts
+        await self.together("begin", parts.total_steps, parts.credit.weights)
+        await self.resume()
         self.ledger = Ledger(parts.run, self.step)
         await self.publish()
         if self.validation_due() and (self.step > 0 or config.validation.at_start):
@@ -159,13 +172,15 @@ class _Run(Run):
         self.parts.tracker.phase("training")
         self.check_failures(step)
         self.report_refill(step)
+        if self.parts.engine.version in versions_of(step.groups):
+            await self.parts.publisher.proved()
         await self.parts.publisher.rest()
-        credited, stats = await self.on_compute_thread(partial(self.learn, step.groups))
+        credited, stats = await self.together("learn", self.step, step.groups, self.take_greedy(step.groups))
         self.parts.tracker.record(row_of(step))
         self.step, self.position, self.ahead = step.number, step.position, step.ahead
         trained = time.perf_counter()
         if self.step % self.config.weights.sync_every == 0:
-            await self.publish()
+            await self.publish(wait=False)
         metrics = step_metrics(self, step, credited, stats, rolled_out - self.clock, trained - rolled_out)
         self.settle(step, credited)
         self.last_metrics = metrics
@@ -188,20 +203,34 @@ class _Run(Run):
         more = f", {tokens:,} tokens sampled again with the same bits" if config.debug.resample else ""
         parts.tracker.message(f"Replayed {steps} steps of {config.debug.replay}: every figure is equal{more}.")
 
-    async def publish(self) -> None:
-        """The engines get the weights as they are now, and prove that they have them."""
-        self.sent = await self.parts.publisher.publish()
+    async def publish(self, wait: bool = True) -> None:
+        """The engines get the weights as they are now, and prove that they have them; without `wait` the proof may come
+        later, but before anything is trained on that they sampled."""
+        self.sent = await self.parts.publisher.publish(wait)
 
     def settle(self, step: pipeline.Step, credited: Credited) -> None:
         """Every token of the step goes into the ledger."""
         trained = [(s, self.parts.has_gradient(s)) for s in credited.samples]
         self.ledger.settle(step.number, step.groups, step.refused, settle(step.groups, self.parts.usage, trained))
 
-    def learn(self, groups: Sequence[Group]) -> tuple[Credited, Stats]:
-        """Rewards to advantages, advantages to optimizer steps (compute thread)."""
-        trained = {g.index for g in groups}
-        greedy = {index: reward for index, reward in self.greedy.items() if index in trained}
-        self.greedy = {index: reward for index, reward in self.greedy.items() if index not in trained}
+    def begin(self, total_steps: int | None, weights: Sequence[float]) -> None:
+        """(every rank) What only rank 0 knows, as it has the data and the rewards."""
+        self.parts.total_steps, self.parts.credit.weights = total_steps, weights
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """(every rank)"""
+        state = Run.read(self, path)
+        self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
+        self.ages.starts = self.extra.get("versions", [])
+        return state
+
+    def take_greedy(self, groups: Sequence[Group]) -> dict[int, float]:
+        """The rewards of the greedy answers to these groups' prompts."""
+        return {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}
+
+    def learn(self, step: int, groups: Sequence[Group], greedy: dict[int, float]) -> tuple[Credited, Stats]:
+        """(every rank) Rewards to advantages, advantages to optimizer steps; `step` are finished."""
+        self.step = step
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
         self.check_staleness(groups)
@@ -234,15 +263,15 @@ class _Run(Run):
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        batches = pack([s for s, _ in useful], [w for _, w in useful], config.learner.tokens_per_microbatch)
+        size, shares = config.learner.tokens_per_microbatch, config.parallel.shares
+        batches = pack([s for s, _ in useful], [w for _, w in useful], size, parts=shares)
         value_weight = 1 / max(sum(lengths), 1)
         if parts.critic is not None:
             self.update_critic(batches, value_weight, stats)
         if parts.critic is None or self.step >= config.critic.freeze_steps:
             known = parts.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
-            for batch, of in zip(batches, known, strict=True):
-                parts.learner.forward_backward(batch, parts.objective.loss(of, self.kl.coef, value_weight), stats)
-                alive()
+            losses = [parts.objective.loss(of, self.kl.coef, value_weight) for of in known]
+            parts.learner.learn(list(zip(batches, losses, strict=True)), stats)
             if stats.updates == 0:
                 fresh = stats.sums["fresh"]
                 stats.first_gap = stats.sums["gap"] / fresh if fresh else nan
@@ -256,8 +285,8 @@ class _Run(Run):
         """The same for a critic with a model of its own. Its figures are means over the same tokens."""
         critic, own = self.parts.critic, Stats()
         assert critic is not None
-        for batch in batches:
-            critic.forward_backward(batch, critic_loss(self.config.critic.clip, weight), own)
+        loss = critic_loss(self.config.critic.clip, weight)
+        critic.learn([(batch, loss) for batch in batches], own)
         own.grad_norm = critic.optim_step(self.config.critic.lr)
         self.check_finite(own)
         stats.nonfinite += own.nonfinite
@@ -356,11 +385,16 @@ class _Run(Run):
         assert plan is not None
         return {
             "version": version,
-            "weights": whole(digests(published(self.parts.learner.model))),
+            "weights": whole(digests(published(self.parts.sampled))),
             "data": self.parts.validation_digest,
             "seed": self.parts.validation_rollout.seed,
             "n": plan.samples,
         }
+
+
+def versions_of(groups: Sequence[Group]) -> set[int]:
+    """All versions of the weights that sampled a token of them."""
+    return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

@@ -18,6 +18,7 @@ from birl.loops.dpo import preferred
 from birl.loops.policy import Policy
 from birl.loops.scorer import scored
 from birl.models.heads import add_score_head
+from birl.parallel.ranks import Ranks
 
 
 def train(
@@ -26,6 +27,11 @@ def train(
     """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
     can mend."""
     return offline.train(config, choices, dry_run, given, pairs, Ranking)
+
+
+def follow(config: schema.RM) -> None:
+    """Every rank but 0, until the run ends."""
+    offline.follow(config, Ranking)
 
 
 def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
@@ -43,9 +49,9 @@ class Ranking:
     def __post_init__(self) -> None:
         self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
 
-    def learner(self, policy: Policy) -> Learner:
+    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         add_score_head(policy.model, self.config.seed)
-        return build.make_learner(self.config, policy.model)
+        return build.make_learner(self.config, policy.model, ranks)
 
     def before(self, run: Path, examples: Sequence[Example]) -> None:
         pass
@@ -53,7 +59,8 @@ class Ranking:
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
         margins = torch.tensor([e.margin for e in examples])
-        batches = pack(samples, [1 / len(examples)] * len(samples), self.capacity)
+        weights = [1 / len(examples)] * len(samples)
+        batches = pack(samples, weights, self.capacity, parts=self.config.parallel.shares)
         return [(batch, self._loss(margins)) for batch in batches]
 
     def _loss(self, margins: Tensor) -> Loss:

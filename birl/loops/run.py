@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from birl.learner import checkpoint
 from birl.learner.learner import Learner, Stats
 from birl.learner.optimizer import learning_rate
 from birl.loops.run_folder import next_commands
+from birl.parallel.crew import Crew
 from birl.track.tracker import Tracker
 
 T = TypeVar("T")
@@ -37,6 +39,7 @@ class Parts(Protocol):
     learner: Learner
     tracker: Tracker
     resume_from: Path | None
+    crew: Crew
 
     @property
     def compute(self) -> Executor: ...
@@ -82,6 +85,10 @@ class Run:
 
     async def on_compute_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.parts.compute, work)
+
+    async def together(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the run on every rank, each on its compute thread."""
+        return await self.on_compute_thread(partial(self.parts.crew.call, self, method, *arguments))
 
     def learning_rate(self) -> float:
         optimizer: schema.Optimizer = self.config.optimizer
@@ -143,19 +150,29 @@ class Run:
             "spent": self.spent + began - self.started,
             "logs": parts.tracker.offsets(),
         }
-        await self.on_compute_thread(lambda: checkpoint.save(self.checkpoints, self.step, parts.tensors(), state))
+        await self.together("write", self.step, state)
         self.saved, self.saving = self.step, time.perf_counter() - began
         best = {self.best_step} if keys.keep_best and self.best_step else set()
         checkpoint.prune(self.checkpoints, keys.keep_last, best - {None})  # pyright: ignore
 
-    def resume(self) -> None:
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        """(every rank) A checkpoint."""
+        checkpoint.save(self.checkpoints, step, self.parts.tensors(), state, self.parts.crew.ranks)
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """(every rank) A checkpoint's tensors into ours; gives its state."""
+        state = checkpoint.load(path, self.parts.tensors(), self.parts.crew.ranks)
+        self.parts.loaded(state["version"])
+        self.extra = state["extra"]
+        return state
+
+    async def resume(self) -> None:
         """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""
         path = self.parts.resume_from
         if path is None:
             self.parts.tracker.rewind(None, 0)
             return
-        state = checkpoint.load(path, self.parts.tensors())
-        self.parts.loaded(state["version"])
+        state = await self.together("read", path)
         for name in REMEMBERED:
             setattr(self, name, state[name])
         self.totals.update(state["totals"])

@@ -15,6 +15,7 @@ from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
 from birl.loops import build, offline
 from birl.loops.policy import Policy
+from birl.parallel.ranks import Ranks
 
 
 def train(
@@ -23,6 +24,11 @@ def train(
     """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
     can mend."""
     return offline.train(config, choices, dry_run, given, texts, Likelihood)
+
+
+def follow(config: schema.SFT) -> None:
+    """Every rank but 0, until the run ends."""
+    offline.follow(config, Likelihood)
 
 
 def texts(policy: Policy, data: schema.Texts, which: Any, limit: int, given: Any):
@@ -45,8 +51,8 @@ class Likelihood:
     def __post_init__(self) -> None:
         self.capacity = offline.fitting(self.config, self.longest - 1, "row")
 
-    def learner(self, policy: Policy) -> Learner:
-        return build.make_learner(self.config, policy.model)
+    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
+        return build.make_learner(self.config, policy.model, ranks)
 
     def before(self, run: Path, examples: Sequence[Example]) -> None:
         pass
@@ -55,7 +61,8 @@ class Likelihood:
         samples = [e.sequences[0].sample(group=i) for i, e in enumerate(examples)]
         lengths = [sum(s.mask) for s in samples]
         weights = DENOMINATORS[self.config.denominator](lengths, [*range(len(samples))], 0)
-        return [(batch, negative_log_likelihood) for batch in pack(samples, weights, self.capacity)]
+        batches = pack(samples, weights, self.capacity, parts=self.config.parallel.shares)
+        return [(batch, negative_log_likelihood) for batch in batches]
 
     def figures(self, stats: Stats) -> dict[str, float]:
         """`nll`: mean over tokens, whatever the loss's denominator is; `perplexity` is its exponential."""

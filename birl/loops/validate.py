@@ -17,9 +17,9 @@ from birl.data.tasks import Tasks, load_tasks
 from birl.envs.calls import called
 from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
-from birl.loops.build import make_rewards, scorer, started
 from birl.loops.evaluate import CORRECT
 from birl.loops.machine import compute_thread
+from birl.loops.rewards import make_rewards, scorer, started
 from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
 from birl.rollout.session import Limits, Tools

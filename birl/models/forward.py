@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.errors import BirlError
+from birl.models import decoder, fused_decoder
 from birl.models.attention import Layout, Packed, Tree
 from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
@@ -23,6 +24,18 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: L
     body = cast(Any, model).base_model
     output = body(input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False)
     return output.last_hidden_state[0]
+
+
+def weights_changed(model: nn.Module) -> None:
+    """New values are in the parameters: forget every laid-out copy of them."""
+    decoder.weights_changed(model)
+    fused_decoder.weights_changed(model)
+
+
+def forget(model: nn.Module) -> None:
+    """Its parameters are other ones from now on: choose anew what computes it."""
+    decoder.MADE.pop(model, None)
+    fused_decoder.MADE.pop(model, None)
 
 
 def head(model: nn.Module) -> nn.Linear:

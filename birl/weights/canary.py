@@ -42,14 +42,14 @@ class Canary:
             )
             for number, ids in enumerate(self.prompts)
         ]
-        before, self.learner.temperature = self.learner.temperature, 1.0
+        before, self.learner.outputs.temperature = self.learner.outputs.temperature, 1.0
         try:
             found: list[list[float]] = [[] for _ in samples]
             for batch in pack(samples, [1.0] * len(samples), LONGEST * 4):
                 for sample, value in zip(batch.group.tolist(), self.learner.forward(batch).tolist(), strict=True):
                     found[sample].append(value)
         finally:
-            self.learner.temperature = before
+            self.learner.outputs.temperature = before
         self.expected = found
 
     async def check(self, engine: Engine, name: str) -> float:

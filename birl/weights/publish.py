@@ -14,8 +14,9 @@ What differs between the methods is how an engine comes to the tensors:
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -53,7 +54,15 @@ class Sent:
 
 class Publisher(Protocol):
     def close(self) -> None: ...
-    async def publish(self) -> Sent: ...
+    async def publish(self, wait: bool = True) -> Sent:
+        """The engines get the weights as they are now. Without `wait` their proof may come later: ask `proved`."""
+        ...
+
+    async def proved(self) -> float:
+        """Waits for what the engines still have to prove; mean |engine - learner| of the last canary, NaN without one.
+        Call before training on tokens of the newest weights."""
+        ...
+
     async def rest(self) -> None:
         """Before the learner computes: engines that share its device give their memory back."""
 
@@ -61,8 +70,33 @@ class Publisher(Protocol):
 class Memory:
     """The engine samples from the learner's own weights: there is nothing to send."""
 
-    async def publish(self) -> Sent:
+    async def publish(self, wait: bool = True) -> Sent:
         return Sent()
+
+    async def proved(self) -> float:
+        return nan
+
+    async def rest(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """The embedded engine has weights of its own, because the learner's are split over several ranks."""
+
+    refresh: Callable[[], None]
+    compute: Executor
+
+    async def publish(self, wait: bool = True) -> Sent:
+        began = time.perf_counter()
+        await asyncio.get_running_loop().run_in_executor(self.compute, self.refresh)
+        return Sent(seconds=time.perf_counter() - began)
+
+    async def proved(self) -> float:
+        return nan
 
     async def rest(self) -> None:
         return
@@ -105,37 +139,32 @@ class Sender:
     broadcast: Broadcast | None = None  # method=nccl
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
     version: int = -1  # that was sent last
+    proof: asyncio.Task[list[float]] | None = None  # of that version, still to come
+    gap: float = nan  # of the last proof
     lost: str = ""  # why an engine's canary had no answer
 
-    async def publish(self) -> Sent:
+    async def publish(self, wait: bool = True) -> Sent:
         """Raises `WeightsFailed` with its cause: the run stops rather than go on with weights nobody is sure of."""
+        await self.proved()
         if self.version == self.learner.version:
             return Sent(version=self.version)
         began, version = time.perf_counter(), self.learner.version
-        try:
-            with waiting("learner", f"version {version} of the weights to arrive", "engines", self.timeout):
-                async with asyncio.timeout(self.timeout):
-                    update = await asyncio.get_running_loop().run_in_executor(self.compute, self.update)
-                    for remote in self.sleeping:
-                        await remote.wake()
-                    if self.recreate is not None:
-                        await self.recreate(update.folder)
-                    held = await self.fleet.load(update)
-                    if self.fleet.refused:
-                        raise self.fleet.refused[0]
-                    for remote in self.sleeping:
-                        await remote.resume()
-                    gaps = await self.proofs()
-        except TimeoutError as error:
-            raise WeightsFailed(
-                "unreachable",
-                f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s: raise it, "
-                "where that is too short for the size of the model."
-                f"{f' {self.lost}' if self.lost else ''} {self.fleet.describe()}",
-            ) from error
-        except EngineDown as error:
-            raise WeightsFailed("unreachable", f"Version {version} of the weights: {error}") from error
+        with self.arriving(version):
+            async with asyncio.timeout(self.timeout):
+                update = await asyncio.get_running_loop().run_in_executor(self.compute, self.update)
+                for remote in self.sleeping:
+                    await remote.wake()
+                if self.recreate is not None:
+                    await self.recreate(update.folder)
+                held = await self.fleet.load(update)
+                if self.fleet.refused:
+                    raise self.fleet.refused[0]
+                for remote in self.sleeping:
+                    await remote.resume()
         self.version = version
+        self.proof = asyncio.create_task(self.proofs())
+        if wait:
+            await self.proved()
         if update.folder:
             await asyncio.to_thread(folder.prune, self.root, version)
         event(f"version {version} of the weights sent")
@@ -145,8 +174,34 @@ class Sender:
             seconds=time.perf_counter() - began,
             paused=held.seconds,
             bytes=held.bytes,
-            gap=max(gaps, default=nan) if self.canary.prompts else nan,
+            gap=self.gap,
         )
+
+    async def proved(self) -> float:
+        """Raises `WeightsFailed` where an engine computes something else, or none answers in time."""
+        if self.proof is not None:
+            with self.arriving(self.version):
+                async with asyncio.timeout(self.timeout):
+                    gaps = await self.proof
+            self.proof = None
+            self.gap = max(gaps, default=nan) if self.canary.prompts else nan
+        return self.gap
+
+    @contextmanager
+    def arriving(self, version: int) -> Iterator[None]:
+        """What may go wrong meanwhile, as `WeightsFailed`."""
+        try:
+            with waiting("learner", f"version {version} of the weights to arrive", "engines", self.timeout):
+                yield
+        except TimeoutError as error:
+            raise WeightsFailed(
+                "unreachable",
+                f"Version {version} of the weights did not arrive within weights.timeout={self.timeout:g} s: raise it, "
+                "where that is too short for the size of the model."
+                f"{f' {self.lost}' if self.lost else ''} {self.fleet.describe()}",
+            ) from error
+        except EngineDown as error:
+            raise WeightsFailed("unreachable", f"Version {version} of the weights: {error}") from error
 
     def update(self) -> Update:
         """A snapshot of the weights as they are now (compute thread)."""
@@ -198,6 +253,8 @@ class Sender:
 
     def close(self) -> None:
         """What is in shared memory goes; folders on a disk stay where they are."""
+        if self.proof is not None:
+            self.proof.cancel()
         if self.method == "shared":
             folder.remove(self.root)
         if self.broadcast is not None:

@@ -604,7 +604,7 @@ def spies(seen: Seen, stack: ExitStack) -> None:
         return guard(limit, *args)
 
     stack.enter_context(patch.object(rl, "Watchdog", watchdog))
-    play, measure, make_rewards = Rollout.group, evaluation.evaluation, build.make_rewards
+    play, measure, make_rewards = Rollout.group, evaluation.evaluation, evaluation.make_rewards
 
     async def group(self: Rollout, *args: Any, **keys: Any) -> Group:
         found = await play(self, *args, **keys)

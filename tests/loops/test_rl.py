@@ -131,7 +131,7 @@ def test_an_engine_with_other_weights_stops_the_run(
 
     def other_temperature(config: schema.RL, model: torch.nn.Module) -> Any:
         learner = plain(config, model)
-        learner.temperature = 5.0
+        learner.outputs.temperature = 5.0
         return learner
 
     monkeypatch.setattr(build, "make_learner", other_temperature)

@@ -17,6 +17,7 @@ from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint, export
 from birl.loops import build, sft
+from birl.loops.rewards import make_rewards
 from birl.rewards import judge as judges
 from birl.rewards.endpoint import endpoint
 from birl.rewards.requests import NoAnswer
@@ -175,7 +176,7 @@ def test_every_key_reaches_the_judge(
 
     async def score(*words: str) -> list[Score]:
         config = load(schema.Eval, ["data.validation=x", "reward=judge", f"reward.judge={server.url}/v1#m", *words])
-        rewards = build.make_rewards(config, compute)
+        rewards = make_rewards(config, compute)
         assert rewards is not None
         async with rewards:
             texts = [f"{i}" for i in range(8)]

@@ -1,0 +1,152 @@
+"""The processes of a run that trains on several ranks.
+
+`birl rl parallel.fsdp=4` is rank 0 and starts three more processes on this machine, which end with it. Where a launcher
+has started all of them (torchrun, srun, ...: RANK and WORLD_SIZE are set), each finds its place by itself.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from birl.allocator import cores, keep_memory
+from birl.config import schema
+from birl.config.load import load, to_yaml
+from birl.errors import BirlError
+from birl.models.device import choose
+from birl.parallel.crew import Crew, stop_at_once
+from birl.parallel.ranks import Grid, Ranks, join
+from birl.serve.process import WRAPPER, free_port
+
+COMMANDS: dict[str, type] = {"rl": schema.RL, "sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO}
+SHOWN = 4000  # characters of a rank's log that an error shows
+
+
+def grid_of(config: schema.RL | schema.Stage) -> Grid:
+    keys = config.parallel
+    return Grid(ddp=keys.ddp, fsdp=keys.fsdp, cp=keys.cp, tp=keys.tp)
+
+
+def leads() -> bool:
+    """Is this process rank 0, or alone?"""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def rank_threads(config: schema.RL | schema.Stage) -> int:
+    """CPU threads of each rank; 0: what PyTorch would take."""
+    ranks = grid_of(config).size
+    return config.threads or (max(1, cores() // ranks) if ranks > 1 else 0)
+
+
+@contextmanager
+def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
+    """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in `folder`."""
+    grid = grid_of(config)
+    if grid.size == 1:
+        yield Crew(Ranks())
+        return
+    with ExitStack() as stack:
+        children: list[Child] = []
+        if "WORLD_SIZE" not in os.environ:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(grid.size)}
+            for name, value in {**place, "RANK": "0", "LOCAL_RANK": "0"}.items():
+                os.environ[name] = value
+                stack.callback(os.environ.pop, name, None)
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(1, grid.size):
+                children.append(Child(config, rank, place, folder / f"rank-{rank}.log"))
+                stack.callback(children[-1].end)
+        stack.callback(leave)
+        made = Crew(join(grid, choose(config.model.device), config.parallel.timeout), config.parallel.timeout)
+        stack.callback(made.close)
+        made.watch(stop_at_once, lambda: next((word for c in children if (word := c.word())), ""))
+        yield made
+
+
+def leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Child:
+    """One more rank on this machine. It ends when this process ends, however that ends."""
+
+    def __init__(self, config: schema.RL | schema.Stage, rank: int, place: dict[str, str], log: Path) -> None:
+        self.rank, self.log = rank, log
+        self.start = log.stat().st_size if log.exists() else 0
+        threads = str(rank_threads(config))
+        env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": threads}
+        command = next(name for name, kind in COMMANDS.items() if isinstance(config, kind))
+        words = [sys.executable, "-m", "birl.loops.ranks", command]
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", WRAPPER, str(os.getpid()), *words],
+                stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True,
+            )  # fmt: skip
+        assert self.process.stdin is not None
+        self.process.stdin.write(to_yaml(config).encode())
+        self.process.stdin.close()
+
+    def word(self) -> str:
+        """What it said last, if it has ended and should not have."""
+        code = self.process.poll()
+        if code is None or code == 0:
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(self.start)
+            said = file.read().decode(errors="replace").strip()[-SHOWN:]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"rank {self.rank} {how}. The end of {self.log}:\n{said or '(empty)'}"
+
+    def end(self, patience: float = 10.0) -> None:
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> None:
+    """The life of a rank other than 0: `make` its part of the run, then do what rank 0 calls."""
+    keep_memory()
+    torch.set_num_threads(rank_threads(config) or torch.get_num_threads())
+    timeout = config.parallel.timeout
+    made = Crew(join(grid_of(config), choose(config.model.device), timeout), timeout)
+    try:
+        made.follow(make(made))
+    except BaseException as error:
+        made.report(error)
+        if not isinstance(error, BirlError):
+            raise
+        print(f"birl: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    leave()
+
+
+def idle() -> ThreadPoolExecutor:
+    """The compute thread of a rank that computes in its only thread: never started."""
+    return ThreadPoolExecutor(1)
+
+
+def main() -> None:
+    """python -m birl.loops.ranks COMMAND < the configuration"""
+    import tempfile
+
+    from birl.loops import dpo, rl, rm, sft
+
+    command, text = sys.argv[1], sys.stdin.read()
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        config: Any = load(COMMANDS[command], [file.name])
+    {"rl": rl, "sft": sft, "rm": rm, "dpo": dpo}[command].follow(config)
+
+
+if __name__ == "__main__":
+    main()

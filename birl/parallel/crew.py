@@ -1,0 +1,127 @@
+"""Rank 0 leads: it is the ordinary program. The other ranks wait for what it wants computed together.
+
+    rank 0          crew.call(run, "update", rows)       broadcasts ("update", rows), then run.update(rows)
+    the others      crew.follow(run)                     run.update(rows) with their own `run`, and so on until `close`
+
+Every rank has objects made from the same configuration, so a method does the same everywhere: it computes this rank's
+share, and the collectives inside of it (`ranks.py`, FSDP) do the rest. What rank 0 alone knows comes as arguments.
+
+When something fails in one rank, the others may be waiting for it inside of a collective. So a rank that fails leaves
+word with the store that all met at, and ends; rank 0 watches, and stops with that rank's traceback, not with the
+consequences that it had elsewhere.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from birl.errors import BirlError
+from birl.parallel.ranks import Ranks
+
+LONG = timedelta(days=365)  # the others may have nothing to do for as long as rank 0 samples
+GRACE = 5.0  # seconds in which a rank that failed may end rank 0's wait by itself
+WORD = "birl/failed"
+
+
+class Crew:
+    """All ranks of a learner; `Crew(Ranks())` is one alone, for which a call is a call."""
+
+    def __init__(self, ranks: Ranks, timeout: float = 600.0) -> None:
+        """`timeout`: longest that ranks wait for one another at the end of a call [s]."""
+        self.ranks, self.timeout = ranks, timedelta(seconds=timeout)
+        self.leads = ranks.rank == 0
+        self._control: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=LONG)
+        self._store = None if ranks.alone else dist.distributed_c10d._get_default_store()
+        self._closed = ranks.alone
+        self._watch = threading.Event()
+
+    def call(self, target: Any, name: str, *arguments: Any) -> Any:
+        """`target.name(*arguments)` on every rank; what rank 0's gives. Raises what rank 0's raises, or `BirlError`
+        with the traceback of the rank that failed first."""
+        if self.ranks.alone:
+            return getattr(target, name)(*arguments)
+        try:
+            self._say((name, arguments))
+            found = getattr(target, name)(*arguments)
+            self._check()
+            return found
+        except BaseException as error:
+            self._closed = True  # the others are somewhere in the middle; they end with the connection
+            if isinstance(error, Exception) and not isinstance(error, BirlError) and (word := self.failure(GRACE)):
+                raise BirlError(word) from error
+            raise
+
+    def follow(self, target: Any) -> None:
+        """Do what rank 0 calls, until it closes the crew."""
+        while True:
+            name, arguments = self._hear()
+            if name == "":
+                return
+            getattr(target, name)(*arguments)
+            self._check()
+
+    def close(self) -> None:
+        """Rank 0 has no more to do."""
+        self._watch.set()
+        if self._closed:
+            return
+        self._closed = True
+        self._say(("", ()))
+
+    def report(self, error: BaseException) -> None:
+        """Leave word of what ended this rank, for rank 0 to tell."""
+        if self._store is not None:
+            text = str(error) if isinstance(error, BirlError) else "".join(traceback.format_exception(error))
+            if self._store.add(WORD, 1) == 1:
+                self._store.set(f"{WORD}/text", f"rank {self.ranks.rank} of {self.ranks.grid.size}: {text}")
+
+    def failure(self, wait: float = 0.0) -> str:
+        """What the rank said that failed first; empty where none did within `wait` seconds."""
+        assert self._store is not None
+        until = time.monotonic() + wait
+        while True:
+            if self._store.check([f"{WORD}/text"]):
+                return self._store.get(f"{WORD}/text").decode()
+            if time.monotonic() >= until:
+                return ""
+            time.sleep(0.05)
+
+    def watch(self, act: Callable[[str], None], ended: Callable[[], str], interval: float = 0.5) -> None:
+        """Rank 0: look for ranks that left word or that `ended` tells of, and `act` where rank 0 itself has not noticed
+        a grace later: it is inside of a collective that will never end."""
+
+        def look() -> None:
+            while not self._watch.wait(interval):
+                word = self.failure() or ended()
+                if word:
+                    word = self.failure(GRACE) or word
+                    if not self._watch.wait(GRACE):
+                        act(word)
+                    return
+
+        threading.Thread(target=look, name="crew", daemon=True).start()
+
+    def _say(self, words: Any) -> None:
+        dist.broadcast_object_list([words], src=0, group=self._control)
+
+    def _hear(self) -> Any:
+        words: list[Any] = [None]
+        dist.broadcast_object_list(words, src=0, group=self._control)
+        return words[0]
+
+    def _check(self) -> None:
+        """Has everybody come to the end of the call? One that failed is not here, and nobody waits for it for ever."""
+        dist.monitored_barrier(group=self._control, timeout=self.timeout)
+
+
+def stop_at_once(report: str) -> None:
+    """Nothing can be saved any more: other ranks have parts of it."""
+    print(f"birl: {report}", file=sys.stderr, flush=True)
+    os._exit(2)

@@ -1,0 +1,133 @@
+"""Who computes what: the ranks as a grid ddp x fsdp x cp x tp, and how a step's work goes over it.
+
+    ddp    copies of the model, whose gradients are summed
+    fsdp   ranks that the weights, gradients and optimizer state of a copy are split over (FSDP2)
+    cp     ranks that every packed row is split over (context parallelism)
+    tp     ranks that every layer is split over (tensor parallelism)
+
+Ranks with the same place in ddp and fsdp see the same samples: there are ddp x fsdp shares of a step's micro-batches.
+A micro-batch's weights hold the step's denominator already, so that gradients and figures are summed over the shares,
+never averaged.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from birl.errors import BirlError
+
+T = TypeVar("T")
+AXES = ("ddp", "fsdp", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """How many ranks each axis has. Example: Grid(fsdp=4, tp=2) is 8 ranks, which see 4 shares of the samples."""
+
+    ddp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def size(self) -> int:
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+
+
+class Ranks:
+    """This process among its like. `Ranks()` is one process alone."""
+
+    def __init__(self, grid: Grid | None = None, mesh: DeviceMesh | None = None) -> None:
+        """`mesh` [ddp, fsdp x cp, tp]: ranks of one row share weights and sum gradients like those of other rows."""
+        self.grid = grid = grid or Grid()
+        self.mesh = mesh
+        self.rank = rank = 0 if mesh is None else dist.get_rank()
+        self.shares, self.share = grid.ddp * grid.fsdp, rank // (grid.cp * grid.tp)
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        if mesh is not None:
+            self.groups["tp"] = mesh.get_group("tp")
+            for name, step, size in (("cp", grid.tp, grid.cp), ("share", grid.cp * grid.tp, self.shares)):
+                for ranks in _groups(grid.size, step, size):
+                    made = dist.new_group(ranks)  # everybody makes all of them
+                    if rank in ranks:
+                        self.groups[name] = made  # pyright: ignore[reportArgumentType]
+
+    @property
+    def alone(self) -> bool:
+        return self.grid.size == 1
+
+    @property
+    def sharded(self) -> bool:
+        """No rank has all weights as ordinary tensors."""
+        return self.grid.fsdp * self.grid.cp * self.grid.tp > 1
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """What FSDP splits weights over: [fsdp x cp], or [ddp, fsdp x cp] where there are copies."""
+        assert self.mesh is not None
+        return self.mesh["ddp", "shard"] if self.grid.ddp > 1 else self.mesh["shard"]
+
+    def mine(self, work: Sequence[T]) -> Sequence[T]:
+        """This rank's share. All ranks must have equally many: a collective waits for everybody (`pack`'s `parts`)."""
+        if len(work) % self.shares:
+            raise ValueError(f"{len(work)} micro-batches cannot be shared out evenly among {self.shares} ranks")
+        return work[self.share :: self.shares]
+
+    def each(self, work: Sequence[T], compute: Callable[[T], Tensor]) -> list[Tensor]:
+        """What `compute` gives for each micro-batch, tensors of any shape; on the CPU where they come from other ranks,
+        which share the work out. All get all of it."""
+        own = [compute(w) for w in self.mine(work)]
+        if self.shares == 1:
+            return own
+        found: list[Any] = [None] * self.shares
+        dist.all_gather_object(found, [t.cpu() for t in own], group=self.groups["share"])
+        return [found[n % self.shares][n // self.shares] for n in range(len(work))]
+
+    def told(self, value: T) -> T:
+        """What the first rank has; the others' value does not matter."""
+        if self.alone:
+            return value
+        words: list[Any] = [value]
+        dist.broadcast_object_list(words, src=0)
+        return words[0]
+
+    def total(self, values: dict[str, float], largest: bool = False) -> dict[str, float]:
+        """Each figure summed over the shares, or the largest of them. A name that some rank lacks counts as nothing."""
+        if self.shares == 1:
+            return values
+        found: list[Any] = [None] * self.shares
+        dist.all_gather_object(found, values, group=self.groups["share"])
+        names = list(dict.fromkeys(n for one in found for n in one))
+        reduce = max if largest else sum
+        return {n: reduce(one[n] for one in found if n in one) for n in names}
+
+
+def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
+    """Meet the other ranks; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where. Raises `BirlError`."""
+    if grid.size == 1:
+        return Ranks()
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    if grid.size != dist.get_world_size():
+        raise BirlError(f"parallel: {grid} makes {grid.size} ranks, but {dist.get_world_size()} were started.")
+    shape = (grid.ddp, grid.fsdp * grid.cp, grid.tp)
+    return Ranks(grid, init_device_mesh(device.type, shape, mesh_dim_names=("ddp", "shard", "tp")))
+
+
+def _groups(ranks: int, step: int, size: int) -> list[list[int]]:
+    """All groups of `size` ranks that lie `step` apart."""
+    block = step * size
+    return [
+        [first + start + step * i for i in range(size)] for first in range(0, ranks, block) for start in range(step)
+    ]

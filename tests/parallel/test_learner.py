@@ -1,0 +1,80 @@
+"""Invariants 2 and 8 on several ranks: loss, gradient norm and parameters are those of one rank."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from birl.data.pack import Batch, pack
+from birl.learner.learner import Learner, Stats
+from birl.models import attention
+from birl.parallel.ranks import Grid, Ranks
+from tests.data.test_pack import groups
+from tests.parallel.processes import on_ranks
+from tests.tiny import tiny_model
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    counts: list[int]
+    norms: list[float]
+    entropies: list[float]
+    logprobs: list[torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def reinforce(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = -(logp * batch.advantages * batch.weights).sum() - 0.01 * (entropy * batch.weights).sum()
+    return loss, {"entropy": entropy}
+
+
+def trained(ranks: Ranks, options: dict[str, Any]) -> Outcome:
+    """Three optimizer steps on generated groups, and the log-probs afterwards."""
+    model = tiny_model(**options.pop("model", {}))
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, ranks=ranks, **{"dtype": torch.float32, "max_grad_norm": 0.5, **options})
+    losses, counts, norms, entropies = [], [], [], []
+    for step in range(STEPS):
+        samples = groups(step + 3)
+        work = pack(samples, [1 / len(samples)] * len(samples), 80, parts=ranks.shares)
+        stats = Stats()
+        learner.learn([(batch, reinforce) for batch in work], stats)
+        norms.append(learner.optim_step(1e-3))
+        losses.append(stats.loss)
+        counts.append(stats.count)
+        entropies.append(stats.mean("entropy"))
+    samples = groups(9)
+    batches = pack(samples, [0.0] * len(samples), 80, parts=ranks.shares)
+    found = learner.each(batches, learner.forward)
+    order = torch.cat([b.sample for b in batches]).argsort(stable=True)
+    weights = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in learner.weights().items()
+    }
+    return Outcome(losses, counts, norms, entropies, [torch.cat(found)[order]], weights)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Outcome:
+    return trained(Ranks(), {})
+
+
+@pytest.mark.parametrize("grid", [Grid(ddp=2), Grid(fsdp=2), Grid(ddp=2, fsdp=2), Grid(fsdp=3)], ids=str)
+def test_more_ranks_change_no_number(grid: Grid, alone: Outcome) -> None:
+    for found in on_ranks(grid, trained, {}):
+        same(found, alone, 1e-5)
+
+
+def same(found: Outcome, wanted: Outcome, near: float) -> None:
+    assert found.counts == wanted.counts
+    assert found.losses == pytest.approx(wanted.losses, abs=near)
+    assert found.norms == pytest.approx(wanted.norms, rel=near)
+    assert found.entropies == pytest.approx(wanted.entropies, rel=near)
+    for name, weight in wanted.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, atol=near, rtol=near, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(found.logprobs[0], wanted.logprobs[0], atol=10 * near, rtol=near)
