@@ -6,6 +6,7 @@ AdamW on bfloat16 weights would not move them at all at the learning rates of re
 smaller than half a unit in the last place (measured; `tests/learner/test_optimizer.py`).
 """
 
+from collections.abc import Sequence
 from math import cos, pi, prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from birl.models.forward import weights_changed
+from birl.parallel.norm import sum_gradients
 
 if TYPE_CHECKING:
     from birl.learner.lora import Adapters
@@ -70,8 +72,10 @@ class Parts:
     """This rank's parts of the parameters of a model that FSDP has split, with the same members as `Masters`. They are
     the float32 masters themselves; the copies that are computed with exist only for a moment."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, summands: Sequence[str] = (), group: Any = None) -> None:
+        """`summands`: names of parameters that the ranks of `group` have alike, but each with a part of the
+        gradient."""
+        self.model, self.summands, self.group = model, summands, group
         self.parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.tensors: dict[str, Tensor] = {n: p.to_local().detach() for n, p in self.parameters.items()}
         self.marks: dict[str, Tensor] = {}
@@ -82,6 +86,7 @@ class Parts:
             if parameter.grad is not None:
                 self.tensors[name].grad = parameter.grad.to_local()
                 parameter.grad = None
+        sum_gradients([self.tensors[name] for name in self.summands if name in self.tensors], self.group)
 
     def publish(self) -> None:
         """The parts are the parameters."""

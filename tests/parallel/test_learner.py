@@ -35,7 +35,8 @@ def reinforce(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> tuple[
 
 def trained(ranks: Ranks, options: dict[str, Any]) -> Outcome:
     """Three optimizer steps on generated groups, and the log-probs afterwards."""
-    model = tiny_model(**options.pop("model", {}))
+    options = dict(options)
+    model = options.pop("model", None) or tiny_model()
     model.set_attn_implementation(attention.NAME)
     learner = Learner(model, ranks=ranks, **{"dtype": torch.float32, "max_grad_norm": 0.5, **options})
     losses, counts, norms, entropies = [], [], [], []
