@@ -14,12 +14,13 @@ from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import Masters, Parts, adamw
 from birl.learner.outputs import Outputs
+from birl.learner.split_lora import SplitAdapters, prepare
 from birl.models.forward import forget, head
 from birl.models.heads import score_head
 from birl.models.load import cast
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
-from birl.parallel.shard import shard
+from birl.parallel.shard import drop_gathered, shard
 from birl.parallel.tensor import split
 from birl.waits import alive
 
@@ -122,8 +123,13 @@ class Learner:
             model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
             model.train()
         if ranks.sharded:
+            origin = None if lora is None else prepare(model, lora, dtype)
             summands = self._shard(dtype, offload)
-            self.masters = Parts(model, summands, ranks.groups["tp"])
+            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            if lora is None or origin is None:
+                self.masters = Parts(parameters, summands, ranks.groups["tp"])
+            else:
+                self.masters = SplitAdapters(model, lora, origin, parameters, offload)
         else:
             self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -188,6 +194,7 @@ class Learner:
     def optim_step(self, lr: float) -> float:
         """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
         afterwards."""
+        drop_gathered(self.outputs)
         self.masters.gather()
         tensors = list(self.masters.tensors.values())
         for tensor in tensors:
@@ -227,6 +234,7 @@ class Learner:
 
     def loaded(self, version: int) -> None:
         """Call after new values were written into `tensors()`. Raises `BirlError` where they belong to another base."""
+        drop_gathered(self.outputs)
         self.masters.loaded()
         self.version = version
 

@@ -155,6 +155,7 @@ class Words(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         place(module, "weight", 0, device_mesh)
+        module.padding_idx = None  # pyright: ignore  nothing is padded, and here it would be another word on each rank
         inner = module.forward
 
         def forward(tokens: Tensor) -> Tensor:

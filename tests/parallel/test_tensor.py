@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
     "tie_word_embeddings": True,
-    "pad_token_id": 2,
+    "pad_token_id": None,
 }
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 MODELS: dict[str, dict[str, Any]] = {
