@@ -44,8 +44,7 @@ def split(model: nn.Module, ranks: Ranks) -> list[str]:
     tokens went through. Raises `BirlError` for a model that cannot be split."""
     assert ranks.mesh is not None
     body: Any = cast(Any, model).base_model
-    check_sizes(body.config, ranks.grid.tp)
-    kinds = plan(body)
+    kinds = check(model, ranks.grid.tp)
     regions = Regions(ranks.groups["tp"], ranks.grid.sequence)
     styles = {"colwise": Columns(), "rowwise": Rows(regions)}
     mesh = ranks.mesh["tp"]
@@ -63,6 +62,13 @@ def split(model: nn.Module, ranks: Ranks) -> list[str]:
     inside = {id(p) for module in within for p in module.parameters()}
     between = {id(p) for p in body.parameters() if not isinstance(p, DTensor)} if regions.sequence else set()
     return [name for name, p in model.named_parameters() if id(p) in inside | between]
+
+
+def check(model: nn.Module, tp: int) -> dict[str, str]:
+    """How each module is split (`plan`). Raises `BirlError` for a model that cannot be split over so many ranks; needs
+    no weights."""
+    check_sizes(cast(Any, model).config, tp)
+    return plan(cast(Any, model).base_model)
 
 
 def check_sizes(config: PreTrainedConfig, tp: int) -> None:

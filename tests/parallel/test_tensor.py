@@ -1,5 +1,6 @@
 """Tensor parallelism: every number is that of one rank, whatever is split over the others."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from birl.models import attention
 from birl.parallel.ranks import Grid, Ranks
 from tests.parallel.processes import on_ranks
-from tests.parallel.test_learner import same, trained
+from tests.parallel.test_learner import Outcome, same, trained
 
 #: AdamW turns rounding errors of a gradient g into lr * error / (|g| + eps): with the usual 1e-8 that is not 1e-5
 EPS = 1e-5
@@ -30,6 +31,7 @@ SIZES: dict[str, Any] = {
 }
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 MODELS: dict[str, dict[str, Any]] = {
+    "many heads": {"model_type": "llama", "num_key_value_heads": 4},
     "llama": {"model_type": "llama"},
     "llama untied, with biases": {
         "model_type": "llama", "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
@@ -41,7 +43,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", "sliding_window": 16, **NO_CAPS},
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 16},
 }  # fmt: skip
-GRIDS = [Grid(tp=2), Grid(tp=2, sequence=False), Grid(fsdp=2, tp=2), Grid(ddp=2, tp=2)]
 
 
 def made(name: str) -> nn.Module:
@@ -57,16 +58,30 @@ def made(name: str) -> nn.Module:
     return model
 
 
-def trained_on(ranks: Ranks, name: str, options: dict[str, Any]) -> Any:
+def trained_on(ranks: Ranks, name: str, options: dict[str, Any]) -> Outcome:
     return trained(ranks, {"model": made(name), "eps": EPS, **options})
 
 
-def told(grid: Grid) -> str:
-    return f"{grid}{'' if grid.sequence else ' whole sequences'}"
+def both_ways(ranks: Ranks, name: str, options: dict[str, Any]) -> list[Outcome]:
+    """With sequence-parallel regions, and without."""
+    return [
+        trained_on(Ranks(replace(ranks.grid, sequence=sequence), ranks.mesh), name, options)
+        for sequence in (True, False)
+    ]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=told)
+@pytest.mark.parametrize("grid", [Grid(tp=2), Grid(tp=4), Grid(fsdp=2, tp=2), Grid(ddp=2, tp=2)], ids=str)
 def test_split_layers_change_no_number(grid: Grid) -> None:
-    alone = trained_on(Ranks(), "llama", {})
-    for found in on_ranks(grid, trained_on, "llama", {}):
-        same(found, alone, 1e-5)
+    options = {"gradient_checkpointing": grid.fsdp > 1}
+    alone = trained_on(Ranks(), "many heads", {})
+    for found in on_ranks(grid, both_ways, "many heads", options):
+        for outcome in found:
+            same(outcome, alone, 1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "many heads"])
+def test_of_every_family(name: str) -> None:
+    alone = trained_on(Ranks(), name, {})
+    for found in on_ranks(Grid(tp=2), both_ways, name, {}):
+        for outcome in found:
+            same(outcome, alone, 1e-5)
