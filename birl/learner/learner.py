@@ -217,6 +217,7 @@ class Learner:
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers,
         optimizer state. With LoRA the matrices instead of the weights, and which base they belong to."""
+        drop_gathered(self.outputs)
         found = dict(self.masters.marks)
         for name, master in self.masters.tensors.items():
             found[f"model.{name}"] = self.masters.whole(name, master.data)

@@ -1,0 +1,81 @@
+"""LoRA and DoRA on weights that are split over ranks: the matrices, norms and checkpoints of one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from birl.data.pack import pack
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.learner.learner import Learner, Stats
+from birl.learner.lora import Lora
+from birl.models.heads import add_score_head
+from birl.parallel.ranks import Grid, Ranks
+from tests.data.test_pack import groups
+from tests.parallel.processes import on_ranks
+from tests.parallel.test_learner import reinforce, same
+from tests.parallel.test_tensor import EPS, made, trained_on
+
+LORA, DORA = Lora(rank=4, seed=1), Lora(rank=4, alpha=8.0, seed=1, dora=True)
+
+
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize("grid", [Grid(fsdp=2), Grid(tp=2), Grid(fsdp=2, tp=2), Grid(ddp=2, tp=2)], ids=str)
+def test_split_weights_change_no_number(grid: Grid, lora: Lora) -> None:
+    """Biases, that nothing trains, and rows of both kinds of linear layers."""
+    name = "llama untied, with biases"
+    alone = trained_on(Ranks(), name, {"lora": lora})
+    for found in on_ranks(grid, trained_on, name, {"lora": lora}):
+        same(found, alone, 1e-5)
+
+
+def steps(ranks: Ranks, folder: str, first: int, last: int, alpha: float = 8.0) -> dict[str, Any]:
+    """Optimizer steps of a reward model with DoRA, from the checkpoint before `first` on; saves one at the end."""
+    model = made("qwen3")
+    add_score_head(model, 0)
+    dora = Lora(rank=4, alpha=alpha, seed=1, dora=True)
+    learner = Learner(model, ranks=ranks, dtype=torch.float32, max_grad_norm=0.5, eps=EPS, lora=dora)
+    if first > 0:
+        checkpoint.load(Path(folder) / f"step-{first:06d}", learner.tensors(), ranks)
+        learner.loaded(first)
+    norms = []
+    for step in range(first, last):
+        samples = groups(step + 3)
+        work = pack(samples, [1 / len(samples)] * len(samples), 80, parts=ranks.shares)
+        learner.learn([(batch, reinforce) for batch in work], Stats())
+        norms.append(learner.optim_step(1e-2))
+    path = checkpoint.save(Path(folder), last, learner.tensors(), {}, ranks)
+    return {"norms": norms, "path": path}
+
+
+def test_a_checkpoint_fits_every_layout(tmp_path: Path) -> None:
+    """Names and shapes are those of one rank: 4 ranks -> 2 -> 1 -> 2 others, and the numbers of one all along."""
+    wanted = steps(Ranks(), str(tmp_path / "one"), 0, 4)
+    other = str(tmp_path / "other")
+    norms = on_ranks(Grid(fsdp=2, tp=2), steps, other, 0, 1)[0]["norms"]
+    norms += on_ranks(Grid(tp=2), steps, other, 1, 2)[0]["norms"]
+    norms += steps(Ranks(), other, 2, 3)["norms"]
+    last = on_ranks(Grid(fsdp=2), steps, other, 3, 4)[0]
+    assert norms + last["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
+    one, two = (checkpoint.read_tensors(found["path"]) for found in (wanted, last))
+    assert one.keys() == two.keys()
+    assert {"model.score.weight", "model.model.layers.0.self_attn.o_proj.lora_magnitude"} <= one.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    assert any(t.abs().max() > 1e-2 for name, t in one.items() if name.startswith("model.") and "lora_B" in name)
+
+
+def refused(ranks: Ranks, folder: str) -> str:
+    try:
+        steps(ranks, folder, 1, 2, alpha=16.0)
+    except BirlError as error:
+        return str(error)
+    return ""
+
+
+def test_matrices_of_another_alpha_are_refused_on_every_rank(tmp_path: Path) -> None:
+    steps(Ranks(), str(tmp_path), 0, 1)
+    for said in on_ranks(Grid(tp=2), refused, str(tmp_path)):
+        assert "lora.alpha=16: the checkpoint was trained with lora.alpha=8" in said
