@@ -250,6 +250,7 @@ ENVIRONMENT: dict[str, Case] = {
 PARALLEL = {
     **{f"parallel.{axis}": Case("2", refused=f"{axis}=2 makes 2 ranks, but 1 were started") for axis in AXES},
     "parallel.timeout": Case("5", refused="there is only one process"),
+    "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
 }
 
 MODEL = {

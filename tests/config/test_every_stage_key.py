@@ -90,6 +90,7 @@ HELD_OUT = "data.validation=b.jsonl "
 PARALLEL = {
     **{f"parallel.{axis}": Case("2", refused=f"{axis}=2 makes 2 ranks, but 1 were started") for axis in AXES},
     "parallel.timeout": Case("5", refused="there is only one process"),
+    "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
 }
 KEPT = "validation.every=1 validation.at_start=false checkpoint.keep_last=1 optimizer.lr=0.9 steps=3"
 CASES = {
