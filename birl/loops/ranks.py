@@ -30,7 +30,7 @@ SHOWN = 4000  # characters of a rank's log that an error shows
 
 def grid_of(config: schema.RL | schema.Stage) -> Grid:
     keys = config.parallel
-    return Grid(ddp=keys.ddp, fsdp=keys.fsdp, cp=keys.cp, tp=keys.tp)
+    return Grid(ddp=keys.ddp, fsdp=keys.fsdp, cp=keys.cp, tp=keys.tp, context=keys.context)
 
 
 def leads() -> bool:
