@@ -41,7 +41,7 @@ class RowLayout(Layout, Protocol):
     def attend_rows(
         self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The same by birl's kernels: [T, H, D] -> [T, H * D], and log-sum-exp [T, H] where a backward pass needs it."""
+        """The same by kernels: [T, H, D] -> [T, H * D], and log-sum-exp [T, H] where a backward pass needs it."""
         ...
 
 

@@ -161,9 +161,9 @@ def copies(heads: int, kv_heads: int, ranks: int) -> int:
     if ranks % kv_heads == 0 and heads % ranks == 0:
         return ranks // kv_heads
     raise BirlError(
-        f"parallel.context=ulysses: {heads} query heads and {kv_heads} key heads cannot be shared out among parallel.cp="
-        f"{ranks} processes: each needs as many query heads, and whole key heads or the same one as its neighbours. Set "
-        "parallel.context=gather, which works with any heads, or another parallel.cp."
+        f"parallel.context=ulysses: {heads} query heads and {kv_heads} key heads cannot be shared out among "
+        f"parallel.cp={ranks} processes: each needs as many query heads, and whole key heads or a part of one's queries. "
+        "Set parallel.context=gather, which works with any heads, or another parallel.cp."
     )
 
 

@@ -15,8 +15,8 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Everybody's rows, one rank's behind another's: [T, ...] -> [n T, ...]. Backward each rank is sent the gradients of
-    its own rows, and adds them."""
+    """Everybody's rows, one rank's behind another's: [T, ...] -> [n T, ...]. Backward each rank is sent the gradients
+    of its own rows, and adds them."""
     return _Gather.apply(x, group)  # pyright: ignore
 
 

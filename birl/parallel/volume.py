@@ -64,5 +64,5 @@ def context_bytes(
 
 
 def figures_bytes(ranks: int, longest: int, figures: int = 2) -> int:
-    """The same for the float32 figures of the trained tokens: `longest` is the most that any rank has. Backward none."""
+    """The same for float32 figures of the trained tokens, of which a rank has `longest` at most. Backward none."""
     return (ranks - 1) * longest * figures * 4
