@@ -162,7 +162,7 @@ def copies(heads: int, kv_heads: int, ranks: int) -> int:
         return ranks // kv_heads
     raise BirlError(
         f"parallel.context=ulysses: {heads} query heads and {kv_heads} key heads cannot be shared out among "
-        f"parallel.cp={ranks} processes: each needs as many query heads, and whole key heads or a part of one's queries. "
+        f"parallel.cp={ranks} processes: each needs as many query heads, and whole key heads or a share of one. "
         "Set parallel.context=gather, which works with any heads, or another parallel.cp."
     )
 

@@ -1,6 +1,7 @@
 """Rows dealt to ranks: every token once, equally many for each, and the same attention work."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def stretches(trees: list[Tree], ranks: int) -> list[list[Piece]]:
     total = sum(map(len, trees))
     bounds = [total * r // ranks for r in range(ranks + 1)]
     found = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         cuts = [(line, max(first, line.first), min(last, line.last)) for line in lines(trees)]
         found.append(
             [
