@@ -65,7 +65,8 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
         stack.callback(leave)
         made = Crew(join(grid, choose(config.model.device), config.parallel.timeout), config.parallel.timeout)
         stack.callback(made.close)
-        made.watch(stop_at_once, lambda: next((word for c in children if (word := c.word())), ""))
+        made.ended = lambda: next((word for c in children if (word := c.word())), "")
+        made.watch(stop_at_once)
         yield made
 
 
