@@ -107,8 +107,7 @@ class Learner:
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm = max_grad_norm
         self.version = 0
-        multiple = ranks.grid.tp if ranks.grid.sequence else 1
-        self.outputs = Outputs(model, temperature, gradient_checkpointing, multiple)
+        self.outputs = Outputs(model, temperature, gradient_checkpointing, ranks)
         model.requires_grad_(trainable)
         if score_head(model) is not None and head(model).weight is not model.get_input_embeddings().weight:  # pyright: ignore
             head(model).requires_grad_(False)  # nothing reads it

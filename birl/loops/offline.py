@@ -20,6 +20,7 @@ import torch
 from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import flatten, run_folder
+from birl.config.words import said_capacity, said_needed
 from birl.data.examples import Example, Examples
 from birl.data.pack import Batch
 from birl.data.tasks import split_validation
@@ -209,14 +210,13 @@ def _size(example: Example) -> int:
 
 
 def fitting(config: schema.Stage, longest: int, what: str) -> int:
-    """learner.tokens_per_microbatch, which must hold the longest example; what is compared stays in one micro-batch."""
-    have = config.learner.tokens_per_microbatch
-    if longest > have:
+    """Tokens of a micro-batch, which must hold the longest example; what is compared stays in one micro-batch."""
+    if longest > config.capacity:
         raise BirlError(
-            f"learner.tokens_per_microbatch={have} cannot hold the longest {what}, {longest} tokens. Set "
-            f"learner.tokens_per_microbatch={longest}, or a smaller model.max_length, beyond which rows are dropped."
+            f"{said_capacity(config)} cannot hold the longest {what}, {longest} tokens. Set "
+            f"{said_needed(config, longest)}, or a smaller model.max_length, beyond which rows are dropped."
         )
-    return have
+    return config.capacity
 
 
 @dataclass(slots=True)

@@ -267,8 +267,8 @@ class _Run(Run):
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        size, shares = config.learner.tokens_per_microbatch, config.parallel.shares
-        batches = pack([s for s, _ in useful], [w for _, w in useful], size, parts=shares)
+        shares = config.parallel.shares
+        batches = pack([s for s, _ in useful], [w for _, w in useful], config.capacity, parts=shares)
         value_weight = 1 / max(sum(lengths), 1)
         if parts.critic is not None:
             self.update_critic(batches, value_weight, stats)

@@ -134,6 +134,8 @@ CASES = {
     "lora.alpha": Case("64", loss, under="lora.rank=2"),
     "lora.targets": Case("[q_proj]", loss, under="lora.rank=2"),
     "lora.dora": Case("true", lambda s: s.weights, under="lora.rank=2"),
+    # what it does: tests/parallel/test_context.py
+    "parallel.context": Case("ulysses", refused=r"parallel\.context=ulysses: has no effect because parallel\.cp=1"),
     "learner.tokens_per_microbatch": Case("100", lambda s: s.passes > 2, True),
     "learner.gradient_checkpointing": Case("true", refused=""),
     **PARALLEL,
