@@ -24,6 +24,7 @@ from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
+from birl.learner.writer import Writer
 from birl.loops.credit import Credit
 from birl.loops.custom import part
 from birl.loops.engines import Servers, open_servers, sender, wanted
@@ -78,6 +79,7 @@ class Parts:
     objective: Objective
     credit: Credit
     crew: Crew
+    writer: Writer = field(default_factory=Writer)
     # rank 0 alone has these
     engine: EmbeddedEngine | Servers = NOT_HERE
     copy: nn.Module | None = None  # the engine's own weights, and the learner's version that they are of
@@ -171,6 +173,7 @@ class Parts:
         return taken
 
     async def close(self) -> None:
+        await asyncio.to_thread(self.writer.finish)
         await self.opened.aclose()
         self.publisher.close()
         self.tracker.close()

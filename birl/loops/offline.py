@@ -25,6 +25,7 @@ from birl.data.pack import Batch
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.writer import Writer
 from birl.loops import build, ranks
 from birl.loops.machine import compute_thread, peak_memory
 from birl.loops.policy import Policy, load_policy
@@ -82,6 +83,7 @@ class Parts:
     tracker: Tracker = build.NOT_HERE
     resume_from: Path | None = None
     total_steps: int = 0
+    writer: Writer = field(default_factory=Writer)
 
     @property
     def compute(self) -> Executor:
@@ -136,6 +138,7 @@ async def _main(
             run = _Run(config=config, parts=parts, stop=stop)
             return await (run.tell() if dry_run else run.to_the_end())
         finally:
+            await asyncio.to_thread(parts.writer.finish)
             parts.tracker.close()
 
 
@@ -239,8 +242,7 @@ class _Run(Run):
         finished = not self.stop.is_set()
         if finished and self.plans_validation() and self.last_validation_step() != self.step:
             await self.validate()
-        if self.saved != self.step and self.step:
-            await self.save()
+        await self.save_last()
         return self.summary(finished)
 
     async def tell(self) -> dict[str, Any]:

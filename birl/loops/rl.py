@@ -143,8 +143,7 @@ class _Run(Run):
         finished = not self.stop.is_set()
         if finished and config.validation.every and parts.plan_validation and self.last_validation_step() != self.step:
             await self.validate()
-        if self.saved != self.step and self.step:
-            await self.save()
+        await self.save_last()
         return self.summary(finished)
 
     async def rollout(self, index: int, task: Task) -> Group:
