@@ -22,14 +22,15 @@ try:
 except ImportError:  # not on Windows: there, nothing keeps two processes out of one folder
     fcntl = None
 
-# Keys that may change when a run goes on: its length, and what bounds memory or time but never changes a result.
+# Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding
+# at most.
 FREE = (
     *("steps", "epochs", "resume", "run", "threads"),
     *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
     *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
     *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
 )
-FREE_SECTIONS = ("track.", "checkpoint.", "engine.")
+FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:

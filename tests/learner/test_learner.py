@@ -112,3 +112,18 @@ def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
         tensor.grad = torch.full_like(tensor, float("nan"))
     assert not torch.tensor(policy.optim_step(1e-3)).isfinite()
     assert all(torch.equal(before[n], t) for n, t in policy.weights().items())
+
+
+def test_the_padding_token_has_its_gradient_on_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' embedding leaves it out, birl's kernels do not; in chat models it is the token that ends answers."""
+    gradients = []
+    for kernels in ("1", "0"):
+        monkeypatch.setenv("BIRL_KERNELS", kernels)
+        model = tiny_model()
+        model.set_attn_implementation(attention.NAME)
+        assert model.config.pad_token_id == 2
+        learner = Learner(model, dtype=torch.float32)
+        (batch,) = pack([make((5, 2), (7, 9), 0, 0, 1.0)], [1.0], 16)
+        learner.forward_backward(batch, lambda logp, entropy, batch: (-logp.sum(), {"logp": logp}), Stats())
+        gradients.append(learner.masters.tensors["model.embed_tokens.weight"].grad)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-4, rtol=1e-4)

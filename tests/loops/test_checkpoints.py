@@ -19,7 +19,14 @@ def trained(tiny: Path, folder: Path, *words: str, run: str = "run") -> dict[str
     (folder / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     settings = [
         *(f"model.path={tiny}", "model.dtype=float32", f"data.train={folder}/a.jsonl", "batch_size=2"),
-        *("optimizer.lr=0.001", "checkpoint.every=1", "checkpoint.keep_last=0", "steps=3", "threads=1"),
+        *(
+            "optimizer.lr=0.001",
+            "optimizer.schedule=constant",
+            "checkpoint.every=1",
+            "checkpoint.keep_last=0",
+            "steps=3",
+            "threads=1",
+        ),
         *("track.console=plain", "track.tensorboard=false", "track.report=false", f"run={folder}/{run}"),
     ]
     by_key = {word.partition("=")[0]: word for word in (*settings, *words)}
@@ -97,3 +104,19 @@ def test_a_write_that_fails_stops_the_run_at_the_next_step(
     assert [s.step for s in checkpoint.saved(tmp_path / "run" / "checkpoints")] == [1]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 3
     assert trained(tiny, tmp_path, "steps=6")["step"] == 6
+
+
+@pytest.mark.timeout(180)
+def test_a_run_goes_on_with_other_ranks(tiny: Path, tmp_path: Path) -> None:
+    """Two ranks with parts of the weights, then one alone, then two copies: the losses of one rank."""
+    trained(tiny, tmp_path, "steps=6", run="whole")
+    for steps, layout in ((2, "parallel.fsdp=2"), (4, "parallel.fsdp=1"), (6, "parallel.ddp=2")):
+        assert trained(tiny, tmp_path, f"steps={steps}", layout)["step"] == steps
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "run")
+    ]
+    assert len(losses[1]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+    whole = tensors(tmp_path, 6, "whole")
+    for name, tensor in tensors(tmp_path, 6).items():
+        torch.testing.assert_close(tensor, whole[name], atol=1e-5, rtol=1e-4)
