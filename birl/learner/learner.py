@@ -107,7 +107,7 @@ class Learner:
         self.version = 0
         self.outputs = Outputs(model, temperature, gradient_checkpointing)
         model.requires_grad_(trainable)
-        # nothing is padded here, and the padding token, often the one that ends an answer, has a gradient like any other
+        # nothing is padded here: the padding token, often the one that ends an answer, has a gradient like any other
         model.get_input_embeddings().padding_idx = None  # pyright: ignore
         if score_head(model) is not None and head(model).weight is not model.get_input_embeddings().weight:  # pyright: ignore
             head(model).requires_grad_(False)  # nothing reads it

@@ -114,16 +114,19 @@ def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
     assert all(torch.equal(before[n], t) for n, t in policy.weights().items())
 
 
-def test_the_padding_token_has_its_gradient_on_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' embedding leaves it out, birl's kernels do not; in chat models it is the token that ends answers."""
-    gradients = []
-    for kernels in ("1", "0"):
-        monkeypatch.setenv("BIRL_KERNELS", kernels)
-        model = tiny_model()
-        model.set_attn_implementation(attention.NAME)
-        assert model.config.pad_token_id == 2
-        learner = Learner(model, dtype=torch.float32)
-        (batch,) = pack([make((5, 2), (7, 9), 0, 0, 1.0)], [1.0], 16)
-        learner.forward_backward(batch, lambda logp, entropy, batch: (-logp.sum(), {"logp": logp}), Stats())
-        gradients.append(learner.masters.tensors["model.embed_tokens.weight"].grad)
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2}], ids=["kernels", "transformers"])
+def test_the_padding_token_has_its_gradient(shape: dict[str, int]) -> None:
+    """transformers' embedding leaves it out; in chat models it is the token that ends answers."""
+    ids = torch.tensor([5, 2, 7, 9])
+    plain = tiny_model(**shape)
+    plain.get_input_embeddings().padding_idx = None
+    logp = plain(input_ids=ids[None]).logits[0].log_softmax(-1)
+    (-logp[1, 7] - logp[2, 9]).backward()
+    model = tiny_model(**shape)
+    assert model.config.pad_token_id == 2
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, dtype=torch.float32)
+    (batch,) = pack([make((5, 2), (7, 9), 0, 0, 1.0)], [1.0], 16)
+    learner.forward_backward(batch, lambda logp, entropy, batch: (-logp.sum(), {"logp": logp}), Stats())
+    found = learner.masters.tensors["model.embed_tokens.weight"].grad
+    torch.testing.assert_close(found, plain.get_input_embeddings().weight.grad, atol=1e-4, rtol=1e-4)
