@@ -17,9 +17,10 @@ from birl.learner.outputs import Outputs
 from birl.models.forward import forget, head
 from birl.models.heads import score_head
 from birl.models.load import cast
+from birl.models.slices import fill
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
-from birl.parallel.shard import shard
+from birl.parallel.shard import settle, shard
 from birl.waits import alive
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
@@ -82,7 +83,8 @@ class Learner:
     weights, and the model's own parameters hold the merged ones (`lora.py`).
 
     With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
-    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out.
+    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out. The model may
+    be one that has no weights yet (`models/slices.py`), where the ranks have parts of it.
     """
 
     def __init__(
@@ -238,6 +240,8 @@ class Learner:
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> None:
         shard(self.outputs, self.model, self.ranks, dtype, offload=offload)
+        if fill(self.model, offload):
+            settle(self.outputs)
         forget(self.model)
 
     def _make_optimizer_state(self) -> None:

@@ -146,7 +146,7 @@ def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objecti
     """Every rank but 0: the same learner, and none of the data."""
 
     def make(together: Crew) -> _Run:
-        policy = load_policy(config.model, idle())
+        policy = load_policy(config.model, idle(), together.ranks)
         objective_ = objective(config, policy, 0)
         parts = Parts(
             config=config,
@@ -173,7 +173,7 @@ def assembled(
 ) -> Parts:
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
     resume_from = find_checkpoint(config, run)
-    policy = load_policy(config.model, compute)
+    policy = load_policy(config.model, compute, together.ranks)
     limit = min(config.model.max_length or policy.context, policy.context)
     train = load(policy, config.data, "train", limit, given.train)
     held_out = load(policy, config.data, "validation", limit, given.validation)

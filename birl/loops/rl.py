@@ -87,7 +87,7 @@ def follow(config: schema.RL) -> None:
     """Every rank but 0: the same learner, and no engine."""
 
     def make(together: Crew) -> _Run:
-        parts = build.learning(config, load_policy(config.model, idle()), together)
+        parts = build.learning(config, load_policy(config.model, idle(), together.ranks), together)
         return _Run(config=config, parts=parts, stop=asyncio.Event())
 
     ranks.follow(config, make)
