@@ -157,7 +157,7 @@ def _built(config: Any) -> Any:
             param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = on_meta
+    nn.Module.register_parameter = on_meta  # pyright: ignore
     try:
         with quiet():
             options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}

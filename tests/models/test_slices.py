@@ -29,7 +29,7 @@ CONFIGS = {
     "llama, untied": LlamaConfig(**SMALL, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3 moe": Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=24, head_dim=16, decoder_sparse_step=1),
+    "qwen3 moe": Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=24, head_dim=16, decoder_sparse_step=1),  # pyright: ignore
 }
 
 
@@ -63,13 +63,11 @@ def test_parts_make_the_whole_model(name: str, tmp_path: Path) -> None:
     for found in on_ranks(Grid(fsdp=3), in_parts, folder, True):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[n], t) for n, t in expected.items())
-    alone = sketched(folder, CPU)
+    alone: Any = sketched(folder, CPU)
     assert fill(alone) and not fill(alone)
     assert all(torch.equal(t, expected[n]) for n, t in values(alone).items())
-    assert (
-        alone.get_output_embeddings().weight is alone.get_input_embeddings().weight
-        or not alone.config.tie_word_embeddings
-    )
+    tied = alone.get_output_embeddings().weight is alone.get_input_embeddings().weight
+    assert tied == alone.config.tie_word_embeddings
 
 
 def test_a_frozen_one_is_rounded_as_it_is_read(tmp_path: Path) -> None:
@@ -129,10 +127,10 @@ def taken(ranks: Ranks, folder: Path, parts: bool) -> tuple[int, int]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_no_rank_ever_has_the_whole_model(tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6})
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    size = sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)  # as most models are published
+    size = 2 * sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))  # in float32
     assert size > 200e6
     parts, wholes = (on_ranks(Grid(fsdp=4), taken, tmp_path, parts) for parts in (True, False))
     shares = [[round(n / size, 2) for n in one] for one in (*parts, *wholes)]
-    assert max(peak for peak, _ in parts) < size < min(peak for peak, _ in wholes), shares
+    assert max(peak for peak, _ in parts) < 0.75 * size < size < min(peak for peak, _ in wholes), shares
     assert max(left for _, left in parts) < 0.35 * size, shares
