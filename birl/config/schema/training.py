@@ -94,6 +94,8 @@ class Checkpoint:
     """How many of the newest to keep. 0: all."""
     keep_best: bool = True
     """Also keep the one with the best validation score."""
+    asynchronous: bool = True
+    """Write in the background while training goes on. Takes CPU memory for a copy of what is saved."""
 
 
 @dataclass(kw_only=True)
