@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights.method": ("auto", "memory", "reload", "shared", "volume", "direct", "nccl", "checkpoint"),
     "sandbox.kind": ("auto", "zygote", "bubblewrap", "landlock", "process", "modal"),
     "optimizer.offload": ("none", "cpu"),
+    "parallel.context": ("gather", "ulysses"),
     "track.console": ("live", "plain", "off", "auto"),
     "track.wandb": ("off", "offline", "online"),
 }

@@ -72,8 +72,8 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, p
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
         raise BirlError(
-            f"A sample of {longest} tokens does not fit into learner.tokens_per_microbatch={max_tokens}. "
-            f"Set learner.tokens_per_microbatch={longest} or more, or a smaller rollout.max_tokens."
+            f"A sample of {longest} tokens does not fit into a row of {max_tokens}: learner.tokens_per_microbatch x "
+            "parallel.cp. Set one of them higher, or a smaller rollout.max_tokens."
         )
     numbered = enumerate(samples)
     trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]

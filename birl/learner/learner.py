@@ -18,9 +18,10 @@ from birl.learner.split_lora import SplitAdapters, prepare
 from birl.models.forward import forget, head
 from birl.models.heads import score_head
 from birl.models.load import cast
+from birl.models.slices import fill
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
-from birl.parallel.shard import drop_gathered, shard
+from birl.parallel.shard import drop_gathered, settle, shard
 from birl.parallel.tensor import split
 from birl.waits import alive
 
@@ -84,7 +85,8 @@ class Learner:
     weights, and the model's own parameters hold the merged ones (`lora.py`).
 
     With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
-    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out.
+    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out. The model may
+    be one that has no weights yet (`models/slices.py`), where the ranks have parts of it.
     """
 
     def __init__(
@@ -107,9 +109,10 @@ class Learner:
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm = max_grad_norm
         self.version = 0
-        multiple = ranks.grid.tp if ranks.grid.sequence else 1
-        self.outputs = Outputs(model, temperature, gradient_checkpointing, multiple)
+        self.outputs = Outputs(model, temperature, gradient_checkpointing, ranks)
         model.requires_grad_(trainable)
+        # nothing is padded here: the padding token, often the one that ends an answer, has a gradient like any other
+        model.get_input_embeddings().padding_idx = None  # pyright: ignore
         if score_head(model) is not None and head(model).weight is not model.get_input_embeddings().weight:  # pyright: ignore
             head(model).requires_grad_(False)  # nothing reads it
         model.eval()  # no dropout: the engine and the learner must see one and the same distribution
@@ -249,6 +252,8 @@ class Learner:
         """Names of the parameters whose gradients have to be summed over the ranks of tp."""
         summands = split(self.model, self.ranks) if self.ranks.grid.tp > 1 else []
         shard(self.outputs, self.model, self.ranks, dtype, offload=offload)
+        if fill(self.model, offload):
+            settle(self.outputs)
         forget(self.model)
         return summands
 

@@ -200,8 +200,7 @@ class Credit:
         return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
 
     def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
-        weights, keys = [0.0] * len(samples), self.config
-        return pack(samples, weights, keys.learner.tokens_per_microbatch, parts=keys.parallel.shares)
+        return pack(samples, [0.0] * len(samples), self.config.capacity, parts=self.config.parallel.shares)
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
         """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""

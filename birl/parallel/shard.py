@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from birl.models.device import device_of
 from birl.parallel.ranks import Ranks
 
 
@@ -22,7 +23,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if parameters else None, cast_forward_inputs=False
     )
-    pinned = next(model.parameters()).is_cuda
+    pinned = device_of(model).type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for unit in (*layers(model), root):
         fully_shard(
@@ -36,6 +37,14 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no other, and 1 needs no factor
+
+
+def settle(root: nn.Module) -> None:
+    """Parameters that were given values after `shard` take their final place now: FSDP pads uneven parts by moving
+    them, at the first use, and whoever had hold of a part would then have an old one."""
+    assert isinstance(root, FSDPModule)
+    root.unshard()
+    root.reshard()
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

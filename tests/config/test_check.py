@@ -186,6 +186,11 @@ def test_unknown_words_are_refused_with_the_list(key: str):
         ({"model__max_length": 256}, ["rollout.max_tokens=256", "no room"]),
         ({"model__max_length": 8192}, ["learner.tokens_per_microbatch=4096", "8192"]),
         ({"rollout__max_tokens": 5000}, ["learner.tokens_per_microbatch=4096", "5000"]),
+        (
+            {"parallel__cp": 2, "model__max_length": 9001},
+            ["learner.tokens_per_microbatch=4096 x parallel.cp=2 (8192 tokens)", "9001", "per_microbatch=4501"],
+        ),
+        ({"parallel__context": "ulysses"}, ["parallel.context=ulysses: has no effect because parallel.cp=1"]),
         ({"model__max_length": 512, "data__max_prompt_tokens": 300}, ["lower it to 256"]),
         ({"model__path": " "}, ["model.path is empty"]),
         ({"model__path": "none.gguf"}, ["no such file"]),

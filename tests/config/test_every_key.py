@@ -471,6 +471,8 @@ RL_CASES = {
     "lora.alpha": Case("8", last("grad_norm"), under="lora.rank=4"),
     "lora.targets": Case("[q_proj]", weights, under="lora.rank=4"),
     "lora.dora": Case("true", weights, under="lora.rank=4"),
+    # what it does: tests/parallel/test_context.py
+    "parallel.context": Case("ulysses", refused=r"parallel\.context=ulysses: has no effect because parallel\.cp=1"),
     "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
     "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_activation_checkpointing, True),
     **PARALLEL,
@@ -479,6 +481,7 @@ RL_CASES = {
     ),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
+    "checkpoint.asynchronous": Case("false", lambda s: s.parts.writer.staged, 0),
     "checkpoint.keep_best": Case(
         "false",
         saved,
