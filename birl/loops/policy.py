@@ -53,10 +53,15 @@ class Policy:
         return context_limit(self.model)
 
     def engine(
-        self, config: schema.Generation, context: int, version: Callable[[], int] | None, longest: int | None = None
+        self,
+        config: schema.Generation,
+        context: int,
+        version: Callable[[], int] | None,
+        longest: int | None = None,
+        routes: bool = False,
     ) -> EmbeddedEngine:
         """`version` None: the engine has weights of its own. `longest`: no sequence will be longer [tokens]; `context`
-        where it is not known."""
+        where it is not known. `routes`: it says which experts computed a token."""
         return EmbeddedEngine(
             self.model,
             self.tokenizer,
@@ -68,6 +73,7 @@ class Policy:
             max_batch=config.max_batch,
             kv_cache_gb=config.kv_cache_gb or cache_bytes(self.model, config.max_batch, longest or context) / 2**30,
             draft_rows=config.draft_rows,
+            routes=routes,
         )
 
 
