@@ -280,23 +280,20 @@ class _Run(Run):
         improved = await self.validate() if self.validation_due() else False
         validated = time.perf_counter()
         tokens = sum(len(s) for e in rows for s in e.sequences)
-        metrics = (
-            self.parts.objective.figures(stats)
-            | stats.other
-            | {
-                "grad_norm": stats.grad_norm,
-                "lr": self.rate,
-                "rows": float(len(rows)),
-                "updates/nonfinite": float(stats.nonfinite),
-                "tokens/trained": float(tokens),
-                "speed/train": tokens / max(trained - began, 1e-9),
-                "time/train": trained - began,
-                "time/checkpoint": self.saving,
-                "time/validate": validated - trained,
-                "time/step": validated - self.clock,
-                "memory/peak": peak_memory(),
-            }
-        )
+        metrics = self.parts.objective.figures(stats) | {
+            "grad_norm": stats.grad_norm,
+            "lr": self.rate,
+            "rows": float(len(rows)),
+            "updates/nonfinite": float(stats.nonfinite),
+            "tokens/trained": float(tokens),
+            "speed/train": tokens / max(trained - began, 1e-9),
+            "time/train": trained - began,
+            "time/checkpoint": self.saving,
+            "time/validate": validated - trained,
+            "time/step": validated - self.clock,
+            "memory/peak": peak_memory(),
+            **stats.other,
+        }
         await self.report(metrics, ("tokens/trained",), improved)
 
     def update(self, rows: Sequence[Example]) -> Stats:
