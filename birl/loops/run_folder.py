@@ -29,7 +29,7 @@ FREE = (
     *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
     *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
 )
-FREE_SECTIONS = ("track.", "checkpoint.", "engine.")
+FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
