@@ -31,6 +31,9 @@ TINY = {
 }
 
 
+EVEN = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # 9 and 3 cannot be split in two
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--form", default="ddp", choices=["ddp", "fsdp", "tp", "cp"])
@@ -63,7 +66,8 @@ def main() -> None:
     args, size = arguments(), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     ranks = join(Grid(**{args.form: size}), torch.device("cpu"), 600.0)
-    config = LlamaConfig(num_hidden_layers=args.layers, **(TINY if args.tiny else SIZES))
+    sizes = TINY if args.tiny else SIZES | (EVEN if args.form == "tp" else {})
+    config = LlamaConfig(num_hidden_layers=args.layers, **sizes)
     model = LlamaForCausalLM(config)
     model.set_attn_implementation(attention.NAME)
     learner = Learner(model, ranks=ranks)
@@ -74,7 +78,8 @@ def main() -> None:
         seconds_of(learner, batches)
     told: dict[str, Any] = {"seconds": found[1:], "bytes": dict(traffic.bytes), "calls": dict(traffic.calls)}
     own = len(batches) // ranks.shares
-    told["least"] = least(args.form, size, shape, own, len(batches[0].tokens)) if size > 1 else 0.0
+    tokens, trained = len(batches[0].tokens), len(batches[0].source)
+    told["least"] = least(args.form, size, shape, own, tokens, trained) if size > 1 else 0.0
     told |= {"tokens": sum(len(b.tokens) for b in batches), "shape": asdict(shape)}
     if ranks.rank == 0:
         print(json.dumps(told), flush=True)

@@ -79,20 +79,21 @@ def size(value: Any) -> int:
     return sum(size(v) for v in value)
 
 
-def least(form: str, ranks: int, shape: Shape, batches: int, tokens: int) -> float:
-    """Bytes that have to come to a rank in an optimizer step of `batches` micro-batches with `tokens` packed tokens.
+def least(form: str, ranks: int, shape: Shape, batches: int, tokens: int, trained: int = 0) -> float:
+    """Bytes that have to come to a rank in an optimizer step of `batches` micro-batches with `tokens` packed tokens,
+    `trained` of them trained.
 
     ddp: float32 gradients once, 2 (n - 1) / n. fsdp: bfloat16 weights for each pass of a micro-batch, the embedding's
     for one, float32 gradients for each micro-batch, (n - 1) / n of each. tp: hidden states gathered and scattered at
-    both ends of attention and MLP, both ways. cp: keys and values gathered for both passes, their gradients scattered.
-    bfloat16 but for gradients of weights.
+    both ends of attention and MLP, behind the embedding and before the head, both ways. cp: keys and values gathered
+    for both passes, their gradients scattered. bfloat16 but for gradients of weights.
     """
-    part, layers = (ranks - 1) / ranks, shape.active
-    moved = batches * tokens * shape.layers * 2 * part
+    part = (ranks - 1) / ranks
+    moved = 2 * batches * part
     needs = {
         "ddp": 2 * part * 4 * shape.parameters,
-        "fsdp": batches * part * (2 * 2 * layers + 2 * shape.embedding + 4 * shape.parameters),
-        "tp": moved * 8 * shape.hidden,
-        "cp": moved * 3 * 2 * shape.kv_heads * shape.head_dim,
+        "fsdp": batches * part * (2 * 2 * shape.active + 2 * shape.embedding + 4 * shape.parameters),
+        "tp": moved * shape.hidden * (8 * shape.layers * tokens + 2 * (tokens + trained)),
+        "cp": moved * tokens * shape.layers * 3 * 2 * shape.kv_heads * shape.head_dim,
     }
     return needs[form]
