@@ -2,7 +2,7 @@
 
 The answers to one prompt share its tokens. Packed as a tree (`models/attention.py`), the prompt is computed once and
 its gradient is the sum of what all answers send back: the same numbers as computing it n times, for less work.
-Two bounds hold: no micro-batch has more than `max_tokens` tokens, and micro-batches are as equal as the trees allow.
+No micro-batch has more than `max_tokens` tokens, and those that are computed side by side cost alike (`balance.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from birl.data.balance import balance, imbalance, sees
 from birl.errors import BirlError
 from birl.types import Sample
+
+NOTHING = ((1, ()),)  # the trees of a micro-batch without samples: a model wants a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +77,15 @@ class Batch:
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
-def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, parts: int = 1) -> list[Batch]:
+def pack(
+    samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, parts: int = 1, pair_cost: float = 0.0
+) -> list[Batch]:
     """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
-    few samples for that, some train nothing. Raises `BirlError` when one sample alone exceeds max_tokens."""
+    few samples for that, some train nothing. `parts` in order cost alike (`balance.py`). Raises `BirlError` when one
+    sample alone exceeds max_tokens.
+
+    pair_cost: of a token and one that it attends to, by the cost of a token's products with weights.
+    """
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
         raise BirlError(
@@ -85,10 +94,28 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, p
         )
     numbered = enumerate(samples)
     trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]
+    costs = [cost(len(t.prefix), [len(tail) for tail in t.tails], pair_cost) for t in trees]
     return [
         _batch([trees[i] for i in sorted(b)], samples, weights)
-        for b in balance([len(t) for t in trees], max_tokens, parts)
+        for b in balance([len(t) for t in trees], max_tokens, parts, costs)
     ]
+
+
+def cost(prefix: int, branches: Sequence[int], pair_cost: float) -> float:
+    """Of a tree, where a token without attention costs 1."""
+    return prefix + sum(branches) + pair_cost * sees(prefix, branches)
+
+
+def packing(batches: Sequence[Batch], max_tokens: int, parts: int, pair_cost: float) -> dict[str, float]:
+    """Figures of what `pack` gave. imbalance: time that shares wait for one another in a round, by their work; padding:
+    share of the computed tokens that no sample has; filled: of the room for tokens."""
+    costs = [sum(cost(*tree, pair_cost) for tree in b.trees) for b in batches]
+    tokens, empty = sum(len(b.tokens) for b in batches), sum(b.trees == NOTHING for b in batches)
+    return {
+        "packing/imbalance": imbalance(costs, parts),
+        "packing/padding": empty / tokens,
+        "packing/filled": (tokens - empty) / (len(batches) * max_tokens),
+    }
 
 
 def branchings(numbered: Sequence[tuple[int, Sample]], max_tokens: int) -> list[Branching]:
@@ -127,25 +154,6 @@ def shared_prefix(samples: Sequence[Sample]) -> tuple[int, ...]:
     return first.tokens[:n]
 
 
-def balance(sizes: Sequence[int], capacity: int, parts: int = 1) -> list[list[int]]:
-    """Item indices in the fewest bins found, a multiple of `parts`, filled as equally as possible: largest first, into
-    the emptiest bin that fits."""
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    fewest, most = (-(-n // parts) * parts for n in (max(1, -(-sum(sizes) // capacity)), len(sizes)))
-    for count in range(fewest, most + 1, parts):
-        bins: list[list[int]] = [[] for _ in range(count)]
-        loads = [0] * count
-        for i in order:
-            emptiest = min(range(count), key=loads.__getitem__)
-            if loads[emptiest] + sizes[i] > capacity:
-                break
-            bins[emptiest].append(i)
-            loads[emptiest] += sizes[i]
-        else:
-            return bins
-    return [[i] for i in order] + [[] for _ in range(most - len(order))]
-
-
 def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Sequence[float]) -> Batch:
     tokens: list[int] = []
     positions: list[int] = []
@@ -167,7 +175,7 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
     return Batch(
         tokens=torch.tensor(tokens or [0]),  # a model wants a token where there is nothing to compute
         positions=torch.tensor(positions or [0]),
-        trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees) or ((1, ()),),
+        trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees) or NOTHING,
         source=torch.tensor(source, dtype=torch.long),
         targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),
         logprobs=_floats(s.logprobs[i] for s, _, i in rows),

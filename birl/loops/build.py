@@ -318,6 +318,7 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
         critic=says,
         teacher=teacher,
         learner=learner if remembers(config) else None,
+        pair_cost=policy.pair_cost,
     )
     return Parts(
         config=config,

@@ -22,7 +22,7 @@ from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.words import said_capacity, said_needed
 from birl.data.examples import Example, Examples
-from birl.data.pack import Batch
+from birl.data.pack import Batch, packing
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
@@ -42,6 +42,8 @@ from birl.track.tracker import Tracker
 
 class Objective(Protocol):
     """What is minimised, and what is told about it."""
+
+    capacity: int  # tokens of a micro-batch
 
     def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         """The model as it is trained."""
@@ -280,23 +282,20 @@ class _Run(Run):
         improved = await self.validate() if self.validation_due() else False
         validated = time.perf_counter()
         tokens = sum(len(s) for e in rows for s in e.sequences)
-        metrics = (
-            self.parts.objective.figures(stats)
-            | stats.other
-            | {
-                "grad_norm": stats.grad_norm,
-                "lr": self.rate,
-                "rows": float(len(rows)),
-                "updates/nonfinite": float(stats.nonfinite),
-                "tokens/trained": float(tokens),
-                "speed/train": tokens / max(trained - began, 1e-9),
-                "time/train": trained - began,
-                "time/checkpoint": self.saving,
-                "time/validate": validated - trained,
-                "time/step": validated - self.clock,
-                "memory/peak": peak_memory(),
-            }
-        )
+        metrics = self.parts.objective.figures(stats) | {
+            "grad_norm": stats.grad_norm,
+            "lr": self.rate,
+            "rows": float(len(rows)),
+            "updates/nonfinite": float(stats.nonfinite),
+            "tokens/trained": float(tokens),
+            "speed/train": tokens / max(trained - began, 1e-9),
+            "time/train": trained - began,
+            "time/checkpoint": self.saving,
+            "time/validate": validated - trained,
+            "time/step": validated - self.clock,
+            "memory/peak": peak_memory(),
+            **stats.other,
+        }
         await self.report(metrics, ("tokens/trained",), improved)
 
     def update(self, rows: Sequence[Example]) -> Stats:
@@ -309,8 +308,11 @@ class _Run(Run):
 
     def gradients(self, rows: Sequence[Example]) -> Stats:
         """(every rank)"""
-        stats = Stats()
-        self.parts.learner.learn(self.parts.objective.work(rows), stats)
+        stats, parts = Stats(), self.parts
+        work = parts.objective.work(rows)
+        shares, batches = self.config.parallel.shares, [batch for batch, _ in work]
+        stats.other = packing(batches, parts.objective.capacity, shares, parts.policy.pair_cost)
+        parts.learner.learn(work, stats)
         return stats
 
     def plans_validation(self) -> bool:

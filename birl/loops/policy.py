@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from birl.models.load import (
 )
 from birl.models.slices import sketched, verify_small
 from birl.parallel.ranks import Ranks
+from birl.planning.shape import Shape
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
 
@@ -51,6 +53,12 @@ class Policy:
     @property
     def context(self) -> int:
         return context_limit(self.model)
+
+    @property
+    def pair_cost(self) -> float:
+        """Of attention to one token, by that of a token's products with weights."""
+        config: Any = self.model.config
+        return Shape.of(config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}).pair_cost
 
     def engine(
         self,
