@@ -13,6 +13,7 @@ from torch import Tensor
 from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import clip
 from birl.config.schema import Learner as Defaults
+from birl.data.balance import sees
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models.load import load_model
@@ -85,11 +86,6 @@ def flops(model: Any, work: Sequence[Batch]) -> float:
     tokens, trained = sum(len(b.tokens) for b in work), sum(len(b.source) for b in work)
     seen = sum(sees(prefix, branches) for b in work for prefix, branches in b.trees)
     return 6.0 * (weights * tokens + head * trained + 2 * len(layers) * width * seen)
-
-
-def sees(prefix: int, branches: Sequence[int]) -> int:
-    """Pairs of a token and one that it attends to, itself included."""
-    return prefix * (prefix + 1) // 2 + sum(n * prefix + n * (n + 1) // 2 for n in branches)
 
 
 def gradient_gap(folder: Path, samples: Sequence[Sample]) -> dict[str, Any]:

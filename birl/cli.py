@@ -32,7 +32,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   rl           train a model by reinforcement learning
   eval         measure a model on data; --validate: are the right answers right?
   serve        a model behind HTTP: OpenAI's dialect and birl's own
-  plan         how much memory a training will take; --simulate: how to split GPUs
+  plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
   ledger       where every token went that a run has sampled
   checkpoints  list, verify, export and prune the checkpoints of a run
@@ -52,7 +52,10 @@ USAGE = {
     "batch that fit into --memory (default: what is free).\n\n"
     "       birl plan --simulate [RUN, FILE or PRESET] [section.key=value ...] [--measured FILE] [--json]\n\n"
     "How to split GPUs into engines and learners, simulated from the times of the parts, and who would wait for whom.\n"
-    "PRESET: smollm2_cpu (default), h200_8b.",
+    "PRESET: smollm2_cpu (default), h200_8b.\n\n"
+    "       birl plan --cluster [MODEL] [gpu=KIND] [gpus=N] [batch=TOKENS] [sequence=TOKENS] [key=value] [--json]\n\n"
+    "Which layouts ddp x fsdp x cp x tp x ep of a model fit on a cluster, and which are fastest, from data sheets.\n"
+    "MODEL: a folder with config.json, or a known name such as llama3-70b. KIND: a100-80, h100, h200, b200, gb200.",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
     "ledger": "Usage: birl ledger RUN\n\nAdds up RUN/ledger.jsonl; exits with 1 where it does not close.",
@@ -151,6 +154,8 @@ def _plain(command: str, words: list[str]) -> int:
 def _plan(words: list[str]) -> int:
     if any(word.partition("=")[0] in ("--simulate", "--measured") for word in words):
         return _simulate(words)
+    if "--cluster" in words:
+        return _cluster(words)
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
     available = None
     if "--memory" in words:
@@ -183,6 +188,18 @@ def _simulate(words: list[str]) -> int:
     if unknown:
         raise BirlError(f"{unknown[0]}: `birl plan --simulate` has --measured FILE and --json")
     command.run(words, measured=measured, as_json=as_json)
+    return 0
+
+
+def _cluster(words: list[str]) -> int:
+    from birl.planning import command
+
+    words = [word for word in words if word != "--cluster"]
+    as_json, words = "--json" in words, [word for word in words if word != "--json"]
+    unknown = [word for word in words if word.startswith("-")]
+    if unknown:
+        raise BirlError(f"{unknown[0]}: `birl plan --cluster` has --json")
+    command.run(words, as_json=as_json)
     return 0
 
 

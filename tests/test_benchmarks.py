@@ -84,3 +84,24 @@ def test_waits_and_lengths_depend_on_the_episode_alone() -> None:
     assert lengths == [length(seed, 64, 1.0, 512) for seed in range(400)]
     assert 45 < sorted(lengths)[200] < 90 and max(lengths) == 512 and min(lengths) < 20
     assert {length(seed, 64, 0.0, 64) for seed in range(9)} == {64}
+
+
+def test_packers_are_compared(tmp_path: Path) -> None:
+    """With so few sequences the goals are not reached; the figures are there."""
+    file = tmp_path / "packing.json"
+    done = run("packing", "--sequences", 300, "--rounds", 1, "--json", file)
+    assert sum(line.startswith(("| lognormal |", "| pareto |")) for line in done.stdout.splitlines()) == 18, done.stderr
+    found = json.loads(file.read_text())
+    for case in found["table"].values():
+        assert max(case["ours"]["bins"]) <= max(case["first-fit decreasing"]["bins"])
+        assert max(case["ours"]["imbalance"]) <= max(case["first-fit decreasing"]["imbalance"]) + 1e-9
+    assert found["waiting"] >= 0 and found["seconds"] > 0 and found["machine"]["load"]
+
+
+@pytest.mark.timeout(300)
+def test_scaling_counts_what_ranks_send(tmp_path: Path) -> None:
+    file = tmp_path / "scaling.json"
+    done = run("scaling", "--tiny", "--forms", "fsdp", "--rounds", 1, "--json", file)
+    assert "| fsdp=2 |" in done.stdout, done.stderr
+    row = json.loads(file.read_text())["table"]["fsdp"]
+    assert row["weak"] > 0 and row["strong"] > 0 and 1 <= row["of_least"] < 1.1

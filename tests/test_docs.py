@@ -194,7 +194,7 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             rest = [*rest, *small(command, rest, tiny), *(["--print-config"] if "--multirun" in rest else [])]
         if command != "eval" and not any(word.startswith("run=") for word in rest):
             rest.append("run=runs/here")
-    elif command == "plan" and "--simulate" not in rest:
+    elif command == "plan" and not {"--simulate", "--cluster"} & set(rest):
         rest = [*rest, f"model.path={tiny}"]
     elif command == "serve" and "--help" not in rest:  # tests/serve/test_page.py starts one
         rest = [*rest, "--print-config"]

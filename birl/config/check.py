@@ -13,6 +13,7 @@ from birl.config.help import documentation, written
 from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import algorithm_problems
 from birl.config.rules_engine import asynchronous_problems, engine_problems
+from birl.config.rules_experts import experts_problems
 from birl.config.rules_parallel import parallel_problems
 from birl.config.rules_sandbox import sandbox_problems
 from birl.config.rules_stages import stage_problems
@@ -43,6 +44,7 @@ def problems(config: Config) -> list[str]:
     if isinstance(config, Serve):
         return found + ["host is empty: name an address, as in host=127.0.0.1."] * (not config.host.strip())
     found += _model(config)
+    found += [] if isinstance(config, Eval) else experts_problems(config)
     if isinstance(config, Stage):
         found += [*_data(config), *stage_problems(config), *parallel_problems(config)]
         return [*found, *_optimizer(config, 1), *_lora(config), *_run(config)]

@@ -2,7 +2,7 @@
 
 The answers to one prompt share its tokens. Packed as a tree (`models/attention.py`), the prompt is computed once and
 its gradient is the sum of what all answers send back: the same numbers as computing it n times, for less work.
-Two bounds hold: no micro-batch has more than `max_tokens` tokens, and micro-batches are as equal as the trees allow.
+No micro-batch has more than `max_tokens` tokens, and those that are computed side by side cost alike (`balance.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from birl.data.balance import balance, imbalance, sees
 from birl.errors import BirlError
 from birl.types import Sample
+
+NOTHING = ((1, ()),)  # the trees of a micro-batch without samples: a model wants a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,8 @@ class Batch:
     same backbone says now, with its gradient;
     sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
     tokens within a sample;
-    weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`.
+    weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
+    routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
     """
@@ -60,15 +64,28 @@ class Batch:
     group: Tensor
     turn: Tensor
     said: Tensor | None = None
+    routes: Tensor | None = None
+
+    @property
+    def copies(self) -> Tensor:
+        """[T] float32: how many samples each packed token stands for; 0 where there is nothing to compute."""
+        trees = ((prefix, len(tails), sum(tails)) for prefix, tails in self.trees)
+        return _floats(n for p, b, t in trees for n in (*(b,) * p, *(1,) * t)).to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> "Batch":
-        tensors = [f.name for f in fields(self) if f.name not in ("trees", "said")]
+        tensors = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor) and f.name != "said"]
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
-def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, parts: int = 1) -> list[Batch]:
+def pack(
+    samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, parts: int = 1, pair_cost: float = 0.0
+) -> list[Batch]:
     """All samples of one optimizer step as micro-batches, whose number is a multiple of `parts`; where there are too
-    few samples for that, some train nothing. Raises `BirlError` when one sample alone exceeds max_tokens."""
+    few samples for that, some train nothing. `parts` in order cost alike (`balance.py`). Raises `BirlError` when one
+    sample alone exceeds max_tokens.
+
+    pair_cost: of a token and one that it attends to, by the cost of a token's products with weights.
+    """
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
         raise BirlError(
@@ -77,10 +94,28 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], max_tokens: int, p
         )
     numbered = enumerate(samples)
     trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]
+    costs = [cost(len(t.prefix), [len(tail) for tail in t.tails], pair_cost) for t in trees]
     return [
         _batch([trees[i] for i in sorted(b)], samples, weights)
-        for b in balance([len(t) for t in trees], max_tokens, parts)
+        for b in balance([len(t) for t in trees], max_tokens, parts, costs)
     ]
+
+
+def cost(prefix: int, branches: Sequence[int], pair_cost: float) -> float:
+    """Of a tree, where a token without attention costs 1."""
+    return prefix + sum(branches) + pair_cost * sees(prefix, branches)
+
+
+def packing(batches: Sequence[Batch], max_tokens: int, parts: int, pair_cost: float) -> dict[str, float]:
+    """Figures of what `pack` gave. imbalance: time that shares wait for one another in a round, by their work; padding:
+    share of the computed tokens that no sample has; filled: of the room for tokens."""
+    costs = [sum(cost(*tree, pair_cost) for tree in b.trees) for b in batches]
+    tokens, empty = sum(len(b.tokens) for b in batches), sum(b.trees == NOTHING for b in batches)
+    return {
+        "packing/imbalance": imbalance(costs, parts),
+        "packing/padding": empty / tokens,
+        "packing/filled": (tokens - empty) / (len(batches) * max_tokens),
+    }
 
 
 def branchings(numbered: Sequence[tuple[int, Sample]], max_tokens: int) -> list[Branching]:
@@ -119,25 +154,6 @@ def shared_prefix(samples: Sequence[Sample]) -> tuple[int, ...]:
     return first.tokens[:n]
 
 
-def balance(sizes: Sequence[int], capacity: int, parts: int = 1) -> list[list[int]]:
-    """Item indices in the fewest bins found, a multiple of `parts`, filled as equally as possible: largest first, into
-    the emptiest bin that fits."""
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    fewest, most = (-(-n // parts) * parts for n in (max(1, -(-sum(sizes) // capacity)), len(sizes)))
-    for count in range(fewest, most + 1, parts):
-        bins: list[list[int]] = [[] for _ in range(count)]
-        loads = [0] * count
-        for i in order:
-            emptiest = min(range(count), key=loads.__getitem__)
-            if loads[emptiest] + sizes[i] > capacity:
-                break
-            bins[emptiest].append(i)
-            loads[emptiest] += sizes[i]
-        else:
-            return bins
-    return [[i] for i in order] + [[] for _ in range(most - len(order))]
-
-
 def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Sequence[float]) -> Batch:
     tokens: list[int] = []
     positions: list[int] = []
@@ -159,7 +175,7 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
     return Batch(
         tokens=torch.tensor(tokens or [0]),  # a model wants a token where there is nothing to compute
         positions=torch.tensor(positions or [0]),
-        trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees) or ((1, ()),),
+        trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees) or NOTHING,
         source=torch.tensor(source, dtype=torch.long),
         targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),
         logprobs=_floats(s.logprobs[i] for s, _, i in rows),
@@ -172,7 +188,21 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
         sample=torch.tensor([n for _, n, _ in rows], dtype=torch.long),
         group=torch.tensor([s.group for s, _, _ in rows], dtype=torch.long),
         turn=torch.tensor(_turns(trained), dtype=torch.long),
+        routes=_routes(trees, samples),
     )
+
+
+def _routes(trees: Sequence[Branching], samples: Sequence[Sample]) -> Tensor | None:
+    """[T, bytes] uint8; all ones where unknown. A shared prefix was computed once, for its first sample."""
+    size = max((len(s.routes) // len(s.tokens) for t in trees for s in (samples[i] for i in t.samples)), default=0)
+    if size == 0:
+        return None
+    found = bytearray()
+    for tree in trees:
+        known = [samples[i].routes or b"\xff" * size * len(samples[i].tokens) for i in tree.samples]
+        cut = len(tree.prefix) * size
+        found += b"".join((known[0][:cut], *(routes[cut:] for routes in known)))
+    return torch.frombuffer(found, dtype=torch.uint8).view(-1, size)
 
 
 def _floats(values: Iterable[float]) -> Tensor:

@@ -248,10 +248,11 @@ def assembled(
     parts = learning(config, policy, crew)
     parts.copy, learner = copy, parts.learner
     longest = min(max(map(sum, asked)), context)
+    routes = replays(config)
     if copy is None:
-        engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest)
+        engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest, routes)
     else:
-        engine = replace(policy, model=copy).engine(config.engine, context, lambda: parts.copied, longest)
+        engine = replace(policy, model=copy).engine(config.engine, context, lambda: parts.copied, longest, routes)
     if isinstance(engine, EmbeddedEngine):
         for prompt, answer in asked:
             check_cache(config.engine, engine, prompt, answer)
@@ -299,7 +300,7 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
         path = config.critic.path
         body = other_model(config, path, policy, "critic.path", crew.ranks) if path else deepcopy(policy.model)
         add_score_head(body, config.seed)
-        critic = make_learner(config, body, crew.ranks)
+        critic = make_learner(config, body, crew.ranks, routed=False)
     elif keys.advantage in CRITIC:
         add_score_head(policy.model, config.seed, "value")
     learner = make_learner(config, policy.model, crew.ranks)
@@ -317,6 +318,7 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
         critic=says,
         teacher=teacher,
         learner=learner if remembers(config) else None,
+        pair_cost=policy.pair_cost,
     )
     return Parts(
         config=config,
@@ -355,8 +357,15 @@ def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None
         )
 
 
-def make_learner(config: schema.RL | schema.Stage, model: nn.Module, ranks: Ranks | None = None) -> Learner:
-    """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did."""
+def replays(config: schema.RL | schema.Stage) -> bool:
+    return isinstance(config, schema.RL) and config.algorithm.router_replay == "rollout"
+
+
+def make_learner(
+    config: schema.RL | schema.Stage, model: nn.Module, ranks: Ranks | None = None, routed: bool = True
+) -> Learner:
+    """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did.
+    `routed`: what the configuration says of routers is about this model."""
     optimizer = config.optimizer
     check_device(config, device_of(model))
     return Learner(
@@ -371,6 +380,8 @@ def make_learner(config: schema.RL | schema.Stage, model: nn.Module, ranks: Rank
         offload=optimizer.offload == "cpu",
         lora=lora_of(config),
         ranks=ranks,
+        router_aux_coef=config.learner.router_aux_coef if routed else 0.0,
+        router_replay=routed and replays(config),
     )
 
 

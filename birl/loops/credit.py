@@ -95,6 +95,7 @@ class Credit:
     teacher: Learner | ServedTeacher | None = None
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Sequence[float] = ()  # of the reward functions
+    pair_cost: float = 0.0  # of `pack`
     estimator: Part | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +201,8 @@ class Credit:
         return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
 
     def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
-        return pack(samples, [0.0] * len(samples), self.config.capacity, parts=self.config.parallel.shares)
+        weights, keys = [0.0] * len(samples), self.config
+        return pack(samples, weights, keys.capacity, keys.parallel.shares, self.pair_cost)
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
         """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""

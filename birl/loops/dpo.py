@@ -130,7 +130,9 @@ class Preferences:
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = self._samples(examples)
         weight = 1 / len(samples) if self.loss == "kto" else 1 / len(examples)
-        batches = pack(samples, [weight] * len(samples), self.capacity, parts=self.config.parallel.shares)
+        batches = pack(
+            samples, [weight] * len(samples), self.capacity, self.config.parallel.shares, self.policy.pair_cost
+        )
         if self.loss == "kto":
             make = partial(self._kto, self._good(examples), self._divergence(examples))
         else:
@@ -143,7 +145,7 @@ class Preferences:
     def _sums(self, learner: Learner, samples: Sequence[Sample]) -> Tensor:
         """Sum of each sample's log-probs, [samples] float32, no gradient."""
         found = torch.empty(len(samples))
-        batches = pack(samples, [0.0] * len(samples), self.capacity, parts=learner.ranks.shares)
+        batches = pack(samples, [0.0] * len(samples), self.capacity, learner.ranks.shares, self.policy.pair_cost)
         for batch, logp in zip(batches, learner.each(batches, learner.forward), strict=True):
             a = answers(logp.cpu(), batch)
             found[a.number] = a.total

@@ -22,7 +22,7 @@ from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.words import said_capacity, said_needed
 from birl.data.examples import Example, Examples
-from birl.data.pack import Batch
+from birl.data.pack import Batch, packing
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
@@ -42,6 +42,8 @@ from birl.track.tracker import Tracker
 
 class Objective(Protocol):
     """What is minimised, and what is told about it."""
+
+    capacity: int  # tokens of a micro-batch
 
     def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         """The model as it is trained."""
@@ -292,6 +294,7 @@ class _Run(Run):
             "time/validate": validated - trained,
             "time/step": validated - self.clock,
             "memory/peak": peak_memory(),
+            **stats.other,
         }
         await self.report(metrics, ("tokens/trained",), improved)
 
@@ -305,8 +308,11 @@ class _Run(Run):
 
     def gradients(self, rows: Sequence[Example]) -> Stats:
         """(every rank)"""
-        stats = Stats()
-        self.parts.learner.learn(self.parts.objective.work(rows), stats)
+        stats, parts = Stats(), self.parts
+        work = parts.objective.work(rows)
+        shares, batches = self.config.parallel.shares, [batch for batch, _ in work]
+        stats.other = packing(batches, parts.objective.capacity, shares, parts.policy.pair_cost)
+        parts.learner.learn(work, stats)
         return stats
 
     def plans_validation(self) -> bool:

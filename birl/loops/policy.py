@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from birl.models.load import (
 )
 from birl.models.slices import sketched, verify_small
 from birl.parallel.ranks import Ranks
+from birl.planning.shape import Shape
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
 
@@ -52,11 +54,22 @@ class Policy:
     def context(self) -> int:
         return context_limit(self.model)
 
+    @property
+    def pair_cost(self) -> float:
+        """Of attention to one token, by that of a token's products with weights."""
+        config: Any = self.model.config
+        return Shape.of(config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}).pair_cost
+
     def engine(
-        self, config: schema.Generation, context: int, version: Callable[[], int] | None, longest: int | None = None
+        self,
+        config: schema.Generation,
+        context: int,
+        version: Callable[[], int] | None,
+        longest: int | None = None,
+        routes: bool = False,
     ) -> EmbeddedEngine:
         """`version` None: the engine has weights of its own. `longest`: no sequence will be longer [tokens]; `context`
-        where it is not known."""
+        where it is not known. `routes`: it says which experts computed a token."""
         return EmbeddedEngine(
             self.model,
             self.tokenizer,
@@ -68,6 +81,7 @@ class Policy:
             max_batch=config.max_batch,
             kv_cache_gb=config.kv_cache_gb or cache_bytes(self.model, config.max_batch, longest or context) / 2**30,
             draft_rows=config.draft_rows,
+            routes=routes,
         )
 
 

@@ -21,7 +21,7 @@ from birl.algorithms.reduce import DENOMINATORS
 from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import run_folder
-from birl.data.pack import Batch, pack
+from birl.data.pack import Batch, pack, packing
 from birl.errors import BirlError
 from birl.learner.learner import Stats
 from birl.loops import build, ranks
@@ -266,8 +266,10 @@ class _Run(Run):
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        shares = config.parallel.shares
-        batches = pack([s for s, _ in useful], [w for _, w in useful], config.capacity, parts=shares)
+        size, shares = config.capacity, config.parallel.shares
+        pair_cost = parts.policy.pair_cost
+        batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
+        stats.other |= packing(batches, size, shares, pair_cost)
         value_weight = 1 / max(sum(lengths), 1)
         if parts.critic is not None:
             self.update_critic(batches, value_weight, stats)

@@ -60,7 +60,7 @@ class Ranking:
         samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
         margins = torch.tensor([e.margin for e in examples])
         weights = [1 / len(examples)] * len(samples)
-        batches = pack(samples, weights, self.capacity, parts=self.config.parallel.shares)
+        batches = pack(samples, weights, self.capacity, self.config.parallel.shares, self.policy.pair_cost)
         return [(batch, self._loss(margins)) for batch in batches]
 
     def _loss(self, margins: Tensor) -> Loss:

@@ -61,7 +61,7 @@ class Likelihood:
         samples = [e.sequences[0].sample(group=i) for i, e in enumerate(examples)]
         lengths = [sum(s.mask) for s in samples]
         weights = DENOMINATORS[self.config.denominator](lengths, [*range(len(samples))], 0)
-        batches = pack(samples, weights, self.capacity, parts=self.config.parallel.shares)
+        batches = pack(samples, weights, self.capacity, self.config.parallel.shares, self.policy.pair_cost)
         return [(batch, negative_log_likelihood) for batch in batches]
 
     def figures(self, stats: Stats) -> dict[str, float]:

@@ -28,7 +28,10 @@ from birl.models import varlen
 from birl.models.tree_attention import Area, tree_attention
 
 NAME = "birl"
-IGNORED = {"position_ids", "cache_position", "output_attentions", "use_cache", "is_causal", "position_embeddings"}
+IGNORED = {
+    *("position_ids", "cache_position", "output_attentions", "output_router_logits", "use_cache", "is_causal"),
+    "position_embeddings",
+}
 
 
 class Layout(Protocol):

@@ -8,8 +8,10 @@ denominator already.
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from birl.models.device import device_of
+from birl.parallel.experts import spread
 from birl.parallel.ranks import Ranks
 
 
@@ -18,13 +20,23 @@ def shard(
 ) -> None:
     """Split `model`'s parameters over `ranks`, each decoder layer as a unit and all the rest with `root`, the module
     whose forward pass is called. Computes in `dtype`; parameters stay as they are, gradients are float32. `reshard`:
-    give a layer back between the forward and the backward pass. `offload`: parts live in CPU memory."""
+    give a layer back between the forward and the backward pass. `offload`: parts live in CPU memory. Experts may be
+    spread over some of the ranks before (`experts.py`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if parameters else None, cast_forward_inputs=False
     )
     pinned = device_of(model).type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    for unit in spread(model, ranks) if ranks.grid.ep > 1 else ():
+        fully_shard(
+            unit,
+            mesh=ranks.expert_sharding,
+            mp_policy=policy,
+            offload_policy=kept,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda parameter: Shard(1),  # the first dimension is split over ep
+        )
     for unit in (*layers(model), root):
         fully_shard(
             unit,

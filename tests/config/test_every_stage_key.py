@@ -18,7 +18,7 @@ from birl.learner.learner import Learner
 from birl.learner.writer import Writer
 from birl.loops import dpo, rm, sft
 from birl.parallel.ranks import AXES
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()
 LOOPS: dict[type, Any] = {SFT: sft, RM: rm, DPO: dpo}
@@ -141,6 +141,8 @@ CASES = {
     "learner.tokens_per_microbatch": Case("100", lambda s: s.passes > 2, True),
     "learner.gradient_checkpointing": Case("true", refused=""),
     **PARALLEL,
+    "learner.router_aux_coef": Case("0.5", lambda s: s.weights, under="model.path=moe"),
+    "parallel.ep": Case("2", refused=r"parallel\.ep=2: must divide parallel\.fsdp x parallel\.cp = 1 x 1"),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"]),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "checkpoint.every=1"),
     "checkpoint.asynchronous": Case("false", lambda s: s.staged, 0),
@@ -231,6 +233,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         patches.setenv("WORLD_SIZE", "1")  # as a launcher that has started nobody else
         Path("model").symlink_to(tiny)
         tiny_model_folder("other", seed=1)
+        tiny_moe_folder("moe")
         shout = "{% for m in messages %}{{ m['role'] + m['content'] }}!{% endfor %}{% if add_generation_prompt %}"
         Path("shout.jinja").write_text(shout + "assistant{% endif %}")
         write("a.jsonl", [row(i) for i in range(6)])

@@ -49,6 +49,9 @@ class Compute:
     """Most tokens in one forward and backward pass; bounds the memory, never changes the result."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    router_aux_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture-of-experts model, over all tokens of an optimizer step (Switch
+    Transformer, arXiv:2101.03961); costs one more forward pass. 0: none."""
 
 
 @dataclass(kw_only=True)
@@ -77,6 +80,9 @@ class Parallel:
     context: str = "gather"
     """How tokens see those of the other cp processes: gather (keys and values of all come to each) | ulysses (each gets
     all tokens of some heads; the heads must be divisible)."""
+    ep: int = 1
+    """Of fsdp x cp processes, how many share out the experts of a mixture-of-experts model (expert parallelism); a
+    divisor of both numbers."""
     timeout: float = 600.0
     """Longest that a process waits for another one [s]; then the run stops."""
 

@@ -1,0 +1,99 @@
+"""What collectives bring to a rank, counted where PyTorch dispatches them, and the least that each form needs."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from birl.planning.shape import Shape
+
+#: of n ranks: bytes that a ring brings to each of them, from the bytes of the whole
+SHARES: dict[str, Callable[[int], float]] = {
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "reduce": lambda n: 2 * (n - 1) / n,
+    "exchange": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+#: operator -> kind, and which argument is the whole
+PLAIN = {
+    "_allgather_base_": ("gather", 0),
+    "allgather_": ("gather", 0),
+    "_reduce_scatter_base_": ("scatter", 1),
+    "reduce_scatter_": ("scatter", 1),
+    "allreduce_": ("reduce", 0),
+    "alltoall_base_": ("exchange", 1),
+    "alltoall_": ("exchange", 1),
+    "broadcast_": ("broadcast", 0),
+}
+FUNCTIONAL = {
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "scatter",
+    "all_reduce": "reduce",
+    "all_reduce_": "reduce",
+    "all_to_all_single": "exchange",
+    "broadcast": "broadcast",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes by kind of collective while the mode is on; the backward pass is counted, too.
+
+    Example: with Traffic() as traffic: learner.learn(work, stats); traffic.bytes["gather"]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space == "c10d" and name in PLAIN:
+            kind, place = PLAIN[name]
+            group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+            self._add(kind, size(args[place]), dist.ProcessGroup.unbox(group).size())
+        elif space == "_c10d_functional" and name in FUNCTIONAL:
+            ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
+            whole = size(args[0]) * (ranks if name == "all_gather_into_tensor" else 1)
+            self._add(FUNCTIONAL[name], whole, ranks)
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, kind: str, whole: int, ranks: int) -> None:
+        self.bytes[kind] += round(SHARES[kind](ranks) * whole)
+        self.calls[kind] += 1
+
+    @property
+    def total(self) -> int:
+        return self.bytes.total()
+
+
+def size(value: Any) -> int:
+    """Bytes of all tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(size(v) for v in value)
+
+
+def least(form: str, ranks: int, shape: Shape, batches: int, tokens: int, trained: int = 0) -> float:
+    """Bytes that have to come to a rank in an optimizer step of `batches` micro-batches with `tokens` packed tokens,
+    `trained` of them trained.
+
+    ddp: float32 gradients once, 2 (n - 1) / n. fsdp: bfloat16 weights for each pass of a micro-batch, the embedding's
+    for one, float32 gradients for each micro-batch, (n - 1) / n of each. tp: hidden states gathered and scattered at
+    both ends of attention and MLP, behind the embedding and before the head, both ways. cp: keys and values gathered
+    for both passes, their gradients scattered. bfloat16 but for gradients of weights.
+    """
+    part = (ranks - 1) / ranks
+    moved = 2 * batches * part
+    needs = {
+        "ddp": 2 * part * 4 * shape.parameters,
+        "fsdp": batches * part * (2 * 2 * shape.active + 2 * shape.embedding + 4 * shape.parameters),
+        "tp": moved * shape.hidden * (8 * shape.layers * tokens + 2 * (tokens + trained)),
+        "cp": moved * tokens * shape.layers * 3 * 2 * shape.kv_heads * shape.head_dim,
+    }
+    return needs[form]

@@ -1,0 +1,182 @@
+"""Items -> micro-batches that cost alike: largest differencing, within a bound on tokens.
+
+Ranks go through their micro-batches side by side: the i-th ones of all shares form a round, which lasts as long as its
+dearest. What is equal in tokens is not equal in cost: a token of a long sequence attends to more of them.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+
+ENOUGH = 0.998  # of what a round may cost; the rest of the items need not be tried
+NONE = np.zeros(1, dtype=bool)
+
+
+def sees(prefix: int, branches: Sequence[int]) -> int:
+    """Pairs of a token and one that it attends to, itself included, in a tree (`models/attention.py`)."""
+    return prefix * (prefix + 1) // 2 + sum(n * prefix + n * (n + 1) // 2 for n in branches)
+
+
+def balance(
+    sizes: Sequence[int], capacity: int, parts: int = 1, costs: Sequence[float] | None = None
+) -> list[list[int]]:
+    """Item indices in bins: as few as were found, a multiple of `parts`, none with more than `capacity` tokens unless
+    one item alone has more. Each `parts` bins in order cost alike, and so do the sums of every `parts`-th one.
+
+    sizes: tokens; costs: those where None. The same lists give the same bins, always.
+    """
+    costs = sizes if costs is None else costs
+    filled = first_fit(sizes, capacity)
+    least = max(-(-sum(sizes) // capacity), sum(2 * size > capacity for size in sizes), 1)
+    for count in dict.fromkeys(-(-n // parts) * parts for n in (least, max(len(filled), 1))):
+        for solve in (by_level, by_cost, by_size) if parts > 1 else (by_size,):
+            bins = solve(sizes, costs, capacity, count, parts)
+            if all(sum(sizes[i] for i in items) <= capacity for items in bins):
+                return in_rounds(bins, costs, parts)
+    return in_rounds(_spread(filled, costs, -(-len(filled) // parts) * parts), costs, parts)
+
+
+def by_cost(sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int, parts: int) -> list[list[int]]:
+    return largest_differencing(costs, count)
+
+
+def by_size(sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int, parts: int) -> list[list[int]]:
+    return largest_differencing(sizes, count)
+
+
+def by_level(sizes: Sequence[int], costs: Sequence[float], capacity: int, count: int, parts: int) -> list[list[int]]:
+    """Equal in cost; but where one item costs more than a bin should, its whole round may cost as much, so that the
+    others of the round wait for less. Such rounds are filled first, dearest items first."""
+    left = sorted(range(len(sizes)), key=lambda i: (-costs[i], i))
+    total, bins, smallest = float(sum(costs)), [], min(sizes, default=0)
+    while count - len(bins) > parts and left and (level := costs[left[0]]) > total / (count - len(bins)):
+        load, room = np.zeros(parts), np.full(parts, capacity)
+        filled: list[list[int]] = [[] for _ in range(parts)]
+        later: list[int] = []
+        gap, most = level, capacity  # of the emptiest bins
+        for n, i in enumerate(left):
+            if gap < (1 - ENOUGH) * level or most < smallest:
+                later += left[n:]
+                break
+            fits = (load + costs[i] <= level) & (room >= sizes[i]) if costs[i] <= gap and sizes[i] <= most else NONE
+            place = int(fits.argmax())
+            if not fits[place]:
+                later.append(i)
+                continue
+            filled[place].append(i)
+            load[place] += costs[i]
+            room[place] -= sizes[i]
+            gap, most = level - load.min(), room.max()
+        bins, left, total = bins + filled, later, total - float(load.sum())
+    rest = largest_differencing([costs[i] for i in left], count - len(bins))
+    return bins + [[left[place] for place in items] for items in rest]
+
+
+def imbalance(costs: Sequence[float], parts: int) -> float:
+    """sum over rounds of the dearest x parts / all - 1: the time that shares wait for others, by the time they work.
+    Never below (dearest share / mean share) - 1."""
+    total = sum(costs)
+    return sum(max(costs[i : i + parts]) for i in range(0, len(costs), parts)) * parts / total - 1 if total else 0.0
+
+
+def largest_differencing(weights: Sequence[float], count: int) -> list[list[int]]:
+    """Indices in `count` bins whose sums differ by little (Karmarkar and Karp 1982, in its k-way form: Korf 2009,
+    section 2.3): take the two partial solutions whose sums differ most, and join the largest bin of each with the
+    smallest of the other."""
+    nodes: list[tuple[int, int]] = []  # number - items: the two that were joined
+    items = len(weights)
+
+    def joined(a: int, b: int) -> int:
+        nodes.append((a, b))
+        return items + len(nodes) - 1
+
+    def whole(number: int) -> tuple[np.ndarray, np.ndarray]:
+        sums, parts = np.zeros(count), np.full(count, -1, dtype=np.int64)
+        sums[-1], parts[-1] = weights[number], number
+        return sums, parts
+
+    # (-spread, age, sums in rising order above the smallest, what each consists of; -1: nothing). One item alone, whose
+    # age is its number, has no arrays yet: all of them together would be large.
+    heap: list[Any] = [(-float(weights[i]), i, None, None) for i in range(items)]
+    heapify(heap)
+    for age in range(items, 2 * items - 1):
+        first, second = heappop(heap), heappop(heap)
+        if first[2] is None:
+            first, second = second, first
+        sums, parts = (first[2], first[3]) if first[2] is not None else whole(first[1])
+        if second[2] is None:  # goes into the smallest
+            number = second[1]
+            value, node = sums[0] + weights[number], number if parts[0] < 0 else joined(int(parts[0]), number)
+            place = int(np.searchsorted(sums[1:], value))
+            sums[:place], parts[:place] = sums[1 : place + 1], parts[1 : place + 1]
+            sums[place], parts[place] = value, node
+        else:
+            other = second[3][::-1]
+            merged = np.where(parts >= 0, parts, other)
+            for place in np.flatnonzero((parts >= 0) & (other >= 0)):
+                merged[place] = joined(int(parts[place]), int(other[place]))
+            sums = sums + second[2][::-1]
+            order = np.argsort(sums, kind="stable")
+            sums, parts = sums[order], merged[order]
+        if sums[0] > 0:
+            sums -= sums[0]
+        heappush(heap, (-float(sums[-1]), age, sums, parts))
+    parts = heap[0][3] if items > 1 else whole(0)[1] if items else np.full(count, -1)
+    return [_leaves(int(node), nodes, items) for node in parts]
+
+
+def _leaves(node: int, nodes: Sequence[tuple[int, int]], items: int) -> list[int]:
+    found, open_ = [], [node]
+    while open_:
+        node = open_.pop()
+        if node >= items:
+            open_ += nodes[node - items]
+        elif node >= 0:
+            found.append(node)
+    return sorted(found)
+
+
+def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Largest first, each into the first bin that has room: at most 11/9 of the fewest possible bins, and one."""
+    bins: list[list[int]] = []
+    room = np.full(max(len(sizes), 1), capacity, dtype=np.int64)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        place = int(np.argmax(room[: len(bins) + 1] >= sizes[i])) if sizes[i] <= capacity else len(bins)
+        if place == len(bins):
+            bins.append([])
+        bins[place].append(i)
+        room[place] -= sizes[i]
+    return bins
+
+
+def _spread(bins: list[list[int]], costs: Sequence[float], count: int) -> list[list[int]]:
+    """Bins up to `count` of them: the dearest that can be are split in two, as long as there are any."""
+    heap = [(-sum(costs[i] for i in items), items) for items in bins if len(items) > 1]
+    found = [items for items in bins if len(items) == 1]
+    heapify(heap)
+    while heap and len(heap) + len(found) < count:
+        items = heappop(heap)[1]
+        for half in largest_differencing([costs[i] for i in items], 2):
+            part = [items[place] for place in half]
+            if len(part) > 1:
+                heappush(heap, (-sum(costs[i] for i in part), part))
+            else:
+                found.append(part)
+    found += [items for _, items in heap]
+    return found + [[] for _ in range(count - len(found))]
+
+
+def in_rounds(bins: list[list[int]], costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Dearest round first. Within a round the dearest bin goes to the share that has least so far."""
+    total = {id(items): float(sum(costs[i] for i in items)) for items in bins}
+    bins = sorted(bins, key=lambda items: (-total[id(items)], items[0] if items else len(costs)))
+    loads, found = [0.0] * parts, []
+    for start in range(0, len(bins), parts):
+        lanes = sorted(range(parts), key=lambda lane: (loads[lane], lane))
+        placed: dict[int, list[int]] = dict(zip(lanes, bins[start : start + parts], strict=True))
+        for lane, items in placed.items():
+            loads[lane] += total[id(items)]
+        found += [placed[lane] for lane in range(parts)]
+    return found

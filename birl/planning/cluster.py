@@ -1,0 +1,61 @@
+"""Machines: what a GPU computes, holds and reads in a second, and what goes between GPUs."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from birl.config.words import did_you_mean
+from birl.errors import BirlError
+
+LINKS = 0.8  # of a link's bandwidth that collectives reach; assumed, for all hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`gpus` GPUs, `node` of them in each machine.
+
+    Bandwidths are of one GPU and one direction. `efficiency`: of the peak that a model's large products reach, one
+    figure for a generation of hardware (`docs/planning.md` says where it comes from).
+    """
+
+    gpus: int
+    node: int = 8
+    flops: float  # dense bfloat16 [1/s]
+    memory: float  # [bytes]
+    hbm: float  # [bytes/s]
+    inside: float  # between GPUs of a machine [bytes/s]
+    between: float  # from a GPU to other machines [bytes/s]
+    efficiency: float
+
+    def bandwidth(self, ranks: int, stride: int = 1) -> float:
+        """[bytes/s] that a ring over `ranks` GPUs, `stride` apart, gives each of them. A ring that leaves the machine
+        does so through the network cards of all its members there: the other GPUs have rings of their own."""
+        if ranks * stride <= self.node:
+            return LINKS * self.inside
+        members = max(self.node // stride, 1)
+        return LINKS * min(self.inside, self.between * members)
+
+
+def _kind(flops: float, gigabytes: float, hbm: float, inside: float, between: float, **more: Any) -> dict[str, Any]:
+    return {
+        **{"flops": flops * 1e12, "memory": gigabytes * 1e9, "hbm": hbm * 1e12},
+        **{"inside": inside * 1e9, "between": between * 1e9, **more},
+    }
+
+
+#: NVIDIA's data sheets: dense bfloat16 TFLOP/s, GB, TB/s, half of NVLink's figure (it counts both directions), and one
+#: network card for each GPU, as in DGX machines (200 Gbit/s with A100, 400 Gbit/s since)
+KINDS: dict[str, dict[str, Any]] = {
+    "a100-80": _kind(312, 80, 2.039, 300, 25, efficiency=0.65),
+    "h100": _kind(989, 80, 3.35, 450, 50, efficiency=0.5),
+    "h200": _kind(989, 141, 4.8, 450, 50, efficiency=0.5),
+    "b200": _kind(2250, 180, 7.7, 900, 50, efficiency=0.5),
+    "gb200": _kind(2500, 186, 8.0, 900, 50, efficiency=0.5, node=72),
+}
+
+
+def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None) -> Cluster:
+    """A kind in `KINDS` with some of its figures replaced. Raises `BirlError`."""
+    if kind not in KINDS:
+        raise BirlError(f"gpu={kind}: there is no such kind; {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+    found = Cluster(gpus=gpus, **KINDS[kind])
+    return replace(found, **(changes or {}))

@@ -1,0 +1,129 @@
+"""`birl plan --cluster`: which layout of a model on a cluster fits, and which is fastest."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from birl.config.words import did_you_mean
+from birl.errors import BirlError
+from birl.planning.best import GIB, Plan, best, limits
+from birl.planning.cluster import Cluster, cluster_of
+from birl.planning.shape import Shape, shape_of
+from birl.planning.work import KEEPS, Work
+
+SHOWN = 10
+CLUSTER = ("node", "flops", "memory", "hbm", "inside", "between", "efficiency")
+FIXED = ("ddp", "fsdp", "cp", "tp", "ep")
+
+
+@dataclass(kw_only=True)
+class Question:
+    """What `birl plan --cluster` is asked, each a `key=value`; 0 and empty: chosen, or the kind's own figure."""
+
+    model: str = "qwen2.5-7b"
+    """A folder with config.json, the file, or a known name."""
+    gpu: str = "h100"
+    """Kind: a100-80, h100, h200, b200, gb200."""
+    gpus: int = 8
+    """How many."""
+    batch: int = 1048576
+    """Tokens of an optimizer step."""
+    sequence: int = 4096
+    """Tokens of a sequence."""
+    microbatch: int = 0
+    """Tokens of a micro-batch: learner.tokens_per_microbatch."""
+    keep: str = ""
+    """What stays for the backward pass: all, half or inputs (learner.gradient_checkpointing)."""
+    ddp: int = 0
+    """Axes; those that are given are not searched."""
+    fsdp: int = 0
+    cp: int = 0
+    tp: int = 0
+    ep: int = 0
+    node: int = 0
+    """GPUs of a machine."""
+    flops: float = 0.0
+    """Dense bfloat16 [1/s]."""
+    memory: float = 0.0
+    """Of a GPU [bytes]."""
+    hbm: float = 0.0
+    """Its bandwidth [bytes/s]."""
+    inside: float = 0.0
+    """Bandwidth between GPUs of a machine, one direction [bytes/s]."""
+    between: float = 0.0
+    """From a GPU to other machines, one direction [bytes/s]."""
+    efficiency: float = 0.0
+    """Share of the peak that large products reach."""
+
+
+def run(words: list[str], *, as_json: bool = False) -> dict[str, Any]:
+    """Print the plans that fit, fastest first; what `--json` prints. Raises `BirlError`."""
+    asked = parse(words)
+    shape = shape_of(asked.model)
+    changes = {name: value for name in CLUSTER if (value := getattr(asked, name))}
+    cluster = cluster_of(asked.gpu, asked.gpus, changes)
+    work = Work(batch=asked.batch, microbatch=asked.microbatch or asked.sequence, sequence=asked.sequence)
+    wanted = {axis: size for axis in FIXED if (size := getattr(asked, axis))}
+    plans = best(shape, cluster, work, wanted, asked.keep, asked.microbatch)
+    found = {
+        "model": {"name": asked.model, "parameters": shape.parameters, "shape": asdict(shape)},
+        "cluster": asdict(cluster),
+        "plans": [asdict(plan) | {"bytes": plan.bytes} for plan in plans],
+    }
+    print(json.dumps(found, indent=1) if as_json else "\n".join(render(asked, shape, cluster, plans)))
+    return found
+
+
+def parse(words: list[str]) -> Question:
+    """`key=value` words; one without = is the model. Raises `BirlError` naming the key."""
+    asked, kinds = Question(), {f.name: f.type for f in fields(Question)}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            key, text = "model", word
+        if key not in kinds:
+            raise BirlError(f"{key}: there is no such key; {', '.join(kinds)}.{did_you_mean(key, kinds)}")
+        setattr(asked, key, text if kinds[key] is str else _number(key, kinds[key], text))
+    for name in ("gpus", "batch", "sequence"):
+        if getattr(asked, name) < 1:
+            raise BirlError(f"{name}=0: at least 1.")
+    if asked.keep and asked.keep not in KEEPS:
+        raise BirlError(f"keep={asked.keep}: {', '.join(KEEPS)}.{did_you_mean(asked.keep, KEEPS)}")
+    return asked
+
+
+def _number(key: str, kind: Any, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise BirlError(f"{key}={text}: {key} is a number.") from None
+    if not 0 <= value < float("inf") or (kind is int and value % 1):
+        raise BirlError(f"{key}={text}: {key} is a {'whole ' * (kind is int)}number, 0 or more.")
+    return kind(value)
+
+
+def render(asked: Question, shape: Shape, cluster: Cluster, plans: list[Plan]) -> list[str]:
+    """The lines that are printed: the fastest layouts, then memory and time of the first by part."""
+    first = plans[0]
+    active = f", {(shape.active + shape.embedding) / 1e9:,.1f} of them for a token" if shape.experts else ""
+    lines = [
+        f"{asked.model}: {shape.parameters / 1e9:,.1f} billion parameters{active}; {cluster.gpus} x {asked.gpu}, "
+        f"{cluster.node} in a machine, {limits(cluster)}",
+        f"A step: {asked.batch:,} tokens in sequences of {asked.sequence:,}. {len(plans)} layouts fit.",
+        "",
+        f"{'layout':<36}{'micro-batch':>12}{'keep':>8}{'GiB':>8}{'s/step':>10}{'tok/s/GPU':>11}{'MFU':>6}{'links':>7}",
+    ]
+    for plan in plans[:SHOWN]:
+        its, links = plan.step, sum(plan.step.exposed.values()) / plan.step.seconds
+        lines.append(
+            f"{plan.layout!s:<36}{plan.work.microbatch:>12,}{plan.work.keep:>8}{plan.bytes / GIB:>8.1f}"
+            f"{its.seconds:>10.3g}{its.tokens:>11,.0f}{its.mfu:>6.0%}{links:>7.0%}"
+        )
+    lines += ["", f"{first.layout}: GiB of a rank"]
+    lines += [f"  {name:<28}{size / GIB:8.2f}" for name, size in first.memory.items() if size]
+    lines += [f"  {'together':<28}{first.bytes / GIB:8.2f}", "", f"{first.layout}: seconds of a step"]
+    its = first.step
+    parts = {"products": its.products, "elementwise (HBM)": its.elementwise, "AdamW (HBM)": its.optimizer}
+    parts |= {f"waiting for {axis}": seconds for axis, seconds in its.exposed.items()}
+    lines += [f"  {name:<28}{seconds:8.3f}" for name, seconds in parts.items() if seconds]
+    return [*lines, f"  {'together':<28}{its.seconds:8.3f}"]

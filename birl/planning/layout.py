@@ -1,0 +1,72 @@
+"""How the ranks of a cluster share a model: the products of axes that are possible."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from birl.errors import BirlError
+from birl.planning.cluster import Cluster
+from birl.planning.shape import Shape
+
+AXES = ("ddp", "fsdp", "cp", "tp", "ep", "pp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the axes; neighbouring ranks differ in tp first, then cp, fsdp, ddp and pp. Experts are split over `ep`
+    of the fsdp x cp ranks. birl's learner has no pipeline: `pp`, in `virtual` pieces a rank, is for comparing with
+    systems that have one."""
+
+    ddp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    virtual: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.ddp * self.fsdp * self.cp * self.tp * self.pp
+
+    @property
+    def shares(self) -> int:
+        """That see different samples."""
+        return self.ddp * self.fsdp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={size}" for axis in AXES if (size := getattr(self, axis)) > 1) or "one process"
+
+
+def check(layout: Layout, shape: Shape, gpus: int) -> None:
+    """Raises `BirlError` with the numbers of whatever does not divide."""
+    if layout.size != gpus:
+        raise BirlError(f"{layout} makes {layout.size} ranks, and there are {gpus} GPUs.")
+    kv_heads = shape.heads if shape.latent else shape.kv_heads
+    if shape.heads % layout.tp or kv_heads % layout.tp:
+        raise BirlError(f"tp={layout.tp} does not divide {shape.heads} query and {kv_heads} key heads.")
+    if layout.ep > 1 and (not shape.experts or shape.experts % layout.ep):
+        raise BirlError(f"ep={layout.ep} does not divide {shape.experts} experts.")
+    if layout.fsdp * layout.cp % layout.ep:
+        raise BirlError(f"ep={layout.ep} does not divide fsdp x cp = {layout.fsdp * layout.cp}.")
+    if shape.layers < layout.pp:
+        raise BirlError(f"pp={layout.pp} is more than {shape.layers} layers.")
+
+
+def layouts(shape: Shape, cluster: Cluster) -> Iterator[Layout]:
+    """All that divide. Tensor parallelism stays within a machine."""
+    for tp in divisors(math.gcd(cluster.gpus, cluster.node)):
+        for cp in divisors(cluster.gpus // tp):
+            for fsdp in divisors(cluster.gpus // (tp * cp)):
+                ddp = cluster.gpus // (tp * cp * fsdp)
+                for ep in divisors(math.gcd(shape.experts, fsdp * cp)) if shape.experts else (1,):
+                    layout = Layout(ddp=ddp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
+                    try:
+                        check(layout, shape, cluster.gpus)
+                    except BirlError:
+                        continue
+                    yield layout
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

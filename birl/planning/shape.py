@@ -1,0 +1,172 @@
+"""The numbers of an architecture that cost anything: parameters, and multiplications for a token."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from birl.config.words import did_you_mean
+from birl.errors import BirlError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder-only transformer. Norms and biases are left out: they are below a thousandth of the parameters.
+
+    Example: Shape.of({"hidden_size": 4096, "num_hidden_layers": 32, ...}) from a model's config.json
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int  # of a dense MLP
+    vocabulary: int
+    tied: bool = False  # the head is the embedding
+    gated: bool = True  # three matrices in an MLP, not two
+    experts: int = 0  # of a layer; 0: dense
+    chosen: int = 0  # experts of a token
+    expert_inner: int = 0
+    shared_inner: int = 0  # of the MLP that all tokens of a mixture-of-experts layer go through
+    dense_layers: int = 0  # of a mixture of experts: the first ones
+    query_rank: int = 0  # multi-head latent attention (DeepSeek-V3)
+    latent: int = 0  # width of its compressed keys and values
+    rope_dim: int = 0  # of a head, in queries and keys only; head_dim is the rest
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Shape":
+        """`config`: what config.json of a Hugging Face model holds. Raises `BirlError` naming the key that is
+        missing."""
+        config = config.get("text_config") or config
+        try:
+            heads, hidden = config["num_attention_heads"], config["hidden_size"]
+            inner, experts = config.get("intermediate_size") or 4 * hidden, 0
+            for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+                experts = experts or config.get(name) or 0
+            expert_inner = config.get("moe_intermediate_size") or inner
+            shared = config.get("n_shared_experts") or 0
+            return cls(
+                layers=config["num_hidden_layers"],
+                hidden=hidden,
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("qk_nope_head_dim") or config.get("head_dim") or hidden // heads,
+                inner=inner,
+                vocabulary=config["vocab_size"],
+                tied=bool(config.get("tie_word_embeddings")),
+                experts=experts,
+                chosen=(config.get("num_experts_per_tok") or 0) if experts else 0,
+                expert_inner=expert_inner if experts else 0,
+                shared_inner=(config.get("shared_expert_intermediate_size") or shared * expert_inner) if experts else 0,
+                dense_layers=(config.get("first_k_dense_replace") or 0) if experts else 0,
+                query_rank=config.get("q_lora_rank") or 0,
+                latent=config.get("kv_lora_rank") or 0,
+                rope_dim=(config.get("qk_rope_head_dim") or 0) if config.get("kv_lora_rank") else 0,
+            )
+        except KeyError as error:
+            raise BirlError(f"config.json: {error.args[0]} is missing; the planner needs it.") from error
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a layer's attention."""
+        width = self.heads * self.head_dim
+        if not self.latent:
+            return 2 * self.hidden * (width + self.kv_heads * self.head_dim)
+        query = self.heads * (self.head_dim + self.rope_dim)
+        queries = self.query_rank * (self.hidden + query) if self.query_rank else self.hidden * query
+        keys = self.hidden * (self.latent + self.rope_dim) + self.latent * 2 * width
+        return queries + keys + width * self.hidden
+
+    @property
+    def matrices(self) -> int:
+        """Of an MLP."""
+        return 3 if self.gated else 2
+
+    @property
+    def sparse_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of all layers: what expert parallelism splits."""
+        return self.sparse_layers * self.experts * self.matrices * self.hidden * self.expert_inner
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        dense = (self.layers - self.sparse_layers) * self.matrices * self.hidden * self.inner
+        return self._shared + dense + self.expert_parameters + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def active(self) -> int:
+        """Parameters of the layers that a token is multiplied with; the head is not among them."""
+        dense = (self.layers - self.sparse_layers) * self.matrices * self.hidden * self.inner
+        return self._shared + dense + self.sparse_layers * self.chosen * self.matrices * self.hidden * self.expert_inner
+
+    @property
+    def _shared(self) -> int:
+        """Attention, routers and shared experts."""
+        sparse = self.matrices * self.hidden * self.shared_inner + self.hidden * self.experts
+        return self.layers * self.attention + self.sparse_layers * sparse
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of a layer's queries (and keys, once they are repeated for all heads), and of its values."""
+        return self.heads * (self.head_dim + self.rope_dim), self.heads * self.head_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Forward, for a token and one that it attends to, in all layers: the score and the weighted sum."""
+        return 2 * self.layers * sum(self.widths)
+
+    @property
+    def pair_cost(self) -> float:
+        """Of a pair of tokens, where a token's products with the layers' weights cost 1."""
+        return self.pair_flops / (2 * self.active)
+
+    def flops(self, sequence: float, factor: float = 3.0) -> float:
+        """Of a token in a sequence of so many tokens; `factor` 3: forward, and twice as much backward. Half of all
+        pairs: attention is causal (Korthikanti et al. 2022, appendix A, with half of its attention term)."""
+        return factor * (2 * (self.active + self.embedding) + self.pair_flops * (sequence + 1) / 2)
+
+
+def _llama(layers: int, hidden: int, heads: int, inner: int, vocabulary: int, **more: Any) -> Shape:
+    known: dict[str, Any] = {"kv_heads": 8, "head_dim": 128} | more
+    return Shape(layers=layers, hidden=hidden, heads=heads, inner=inner, vocabulary=vocabulary, **known)
+
+
+#: from each model's config.json on its hub page
+KNOWN: dict[str, Shape] = {
+    "qwen2.5-7b": _llama(28, 3584, 28, 18944, 152064, kv_heads=4),
+    "qwen2.5-32b": _llama(64, 5120, 40, 27648, 152064),
+    "qwen2.5-72b": _llama(80, 8192, 64, 29568, 152064),
+    "llama3-8b": _llama(32, 4096, 32, 14336, 128256),
+    "llama3-70b": _llama(80, 8192, 64, 28672, 128256),
+    "llama3-405b": _llama(126, 16384, 128, 53248, 128256),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 6144, 151936, kv_heads=4, experts=128, chosen=8, expert_inner=768),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 12288, 151936, kv_heads=4, experts=128, chosen=8, expert_inner=1536),
+    "deepseek-v3": _llama(
+        *(61, 7168, 128, 18432, 129280),
+        **{"kv_heads": 128, "experts": 256, "chosen": 8, "expert_inner": 2048, "shared_inner": 2048},
+        **{"dense_layers": 3, "query_rank": 1536, "latent": 512, "rope_dim": 64},
+    ),
+}
+
+
+def shape_of(model: str) -> Shape:
+    """A name in `KNOWN`, a folder with config.json, or the file itself. Raises `BirlError`."""
+    if model.lower() in KNOWN:
+        return KNOWN[model.lower()]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        near = did_you_mean(model, KNOWN)
+        raise BirlError(f"model={model}: neither a config.json nor one of {', '.join(KNOWN)}.{near}") from error
+    return Shape.of(config)

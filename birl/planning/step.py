@@ -1,0 +1,169 @@
+"""Seconds of a training step, from a roofline: products, HBM, links inside and between machines.
+
+What overlaps: gathering and reducing weights (FSDP) with computing, within each pass of each layer: the longer of the
+two counts. What does not: tensor, context and expert parallelism, the first gather, the sum over copies (ddp), AdamW.
+"""
+
+from dataclasses import dataclass
+
+from birl.planning.cluster import LINKS, Cluster
+from birl.planning.layout import Layout
+from birl.planning.memory import mlp_width, whole
+from birl.planning.shape import Shape
+from birl.planning.work import Work
+
+ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm
+LOGIT = 20  # bytes read and written for a logit, forward and backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Seconds of one step, and where they go. `exposed`: of the links, not behind computing."""
+
+    seconds: float
+    products: float  # as if nothing else were, the elementwise part of layers aside
+    elementwise: float  # HBM
+    exposed: dict[str, float]  # axis -> seconds
+    bubble: float  # of a pipeline
+    optimizer: float
+    tokens: float  # a second and GPU
+    mfu: float  # model FLOP/s by the peak; causal attention
+
+
+def step(shape: Shape, cluster: Cluster, layout: Layout, work: Work) -> Step:
+    """The time of one optimizer step. Micro-batches are full, except that there is at least one for each share."""
+    rounds = max(work.batch / (work.microbatch * layout.shares), 1.0)
+    batch = rounds * work.microbatch * layout.shares
+    layer = Layer(shape, cluster, layout, work)
+    own = shape.layers / layout.pp
+    forward, backward = layer.forward, layer.backward
+    gather, reduce = layer.gathering
+    links = {"tp": layer.tensor, "cp": layer.context, "ep": layer.experts}
+    wait = max(gather - forward, 0.0) + max(gather + reduce - backward, 0.0)
+    ends = layer.ends / layout.pp
+    micro = own * (forward + backward + wait + sum(links.values())) + ends
+    bubble = micro * (layout.pp - 1) / layout.virtual
+    split = layout.fsdp * layout.cp * layout.tp * layout.pp
+    optimizer = ADAMW * shape.parameters / split / cluster.hbm
+    copies = 0.0
+    if layout.ddp > 1:  # each micro-batch's where FSDP sums them, once otherwise
+        times = rounds if layout.fsdp * layout.cp > 1 else 1.0
+        ring = cluster.bandwidth(layout.ddp, layout.fsdp * layout.cp * layout.tp)
+        copies = times * 2 * (layout.ddp - 1) / layout.ddp * 4 * shape.parameters / split / ring
+    seconds = rounds * micro + bubble + gather + copies + optimizer
+    per_gpu = batch / seconds / layout.size
+    return Step(
+        seconds=seconds,
+        products=rounds * (own * sum(layer.products) + ends),
+        elementwise=rounds * own * sum(layer.elementwise),
+        exposed={name: rounds * own * value for name, value in links.items()}
+        | {"fsdp": rounds * own * wait + gather, "ddp": copies},
+        bubble=bubble,
+        optimizer=optimizer,
+        tokens=per_gpu,
+        mfu=per_gpu * shape.flops(work.sequence) / cluster.flops,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Seconds of one micro-batch in one layer on one rank; two figures are the forward and the backward pass."""
+
+    shape: Shape
+    cluster: Cluster
+    layout: Layout
+    work: Work
+
+    @property
+    def tokens(self) -> float:
+        return self.work.microbatch / (self.layout.cp * self.layout.tp)
+
+    @property
+    def again(self) -> float:
+        """How much of the forward pass's products the backward pass computes once more."""
+        return {"all": 0.0, "half": 0.5, "inputs": 1.0}[self.work.keep]
+
+    @property
+    def products(self) -> tuple[float, float]:
+        """Forward 1, backward 2 and what is computed again; attention's backward has 5 products for 2 (FlashAttention,
+        Dao et al. 2022, algorithm 4). Weights are read once a pass: with few tokens an expert, that is what counts."""
+        shape, cluster = self.shape, self.cluster
+        speed = cluster.flops * cluster.efficiency
+        linear = 2 * shape.active / shape.layers * self.tokens / speed
+        attention = shape.pair_flops / shape.layers * (self.work.sequence + 1) / 2 * self.tokens / speed
+        read = 2 * whole(shape, self.layout)[0] / cluster.hbm
+        once = max(linear, read)
+        return once + attention, (2 + self.again) * once + (2.5 + (self.again == 1)) * attention
+
+    @property
+    def elementwise(self) -> tuple[float, float]:
+        """Norms, residual sums, rotary embeddings and the activation read and write HBM in bfloat16, backward twice
+        as much; a mixture of experts moves tokens to their experts and back."""
+        shape = self.shape
+        turned = shape.widths[0] + shape.kv_heads * (shape.head_dim + shape.rope_dim)  # queries and keys
+        numbers = 10 * shape.hidden + 2 * turned + shape.matrices * mlp_width(shape)
+        numbers += 4 * shape.chosen * shape.hidden * shape.sparse_layers / shape.layers
+        once = 2 * numbers * self.tokens / self.cluster.hbm
+        return once, (3 if self.work.keep != "all" else 2) * once
+
+    @property
+    def forward(self) -> float:
+        return self.products[0] + self.elementwise[0]
+
+    @property
+    def backward(self) -> float:
+        return self.products[1] + self.elementwise[1]
+
+    @property
+    def ends(self) -> float:
+        """The head's products and its logits in HBM, once a micro-batch."""
+        shape, cluster = self.shape, self.cluster
+        products = 6 * shape.embedding * self.tokens / (cluster.flops * cluster.efficiency)
+        return products + LOGIT * shape.vocabulary * self.tokens / cluster.hbm
+
+    @property
+    def gathering(self) -> tuple[float, float]:
+        """FSDP: a layer's bfloat16 weights gathered, for each pass, and its float32 gradients reduced and scattered."""
+        shape, layout, cluster = self.shape, self.layout, self.cluster
+        ranks = layout.fsdp * layout.cp
+        experts = shape.expert_parameters / layout.ep / shape.layers / layout.tp
+        dense = whole(shape, layout)[0] - experts
+        seconds = (ranks - 1) / ranks * dense / cluster.bandwidth(ranks, layout.tp)
+        rest = ranks // layout.ep
+        seconds += (rest - 1) / rest * experts / cluster.bandwidth(rest, layout.tp * layout.ep)
+        return 2 * seconds, 4 * seconds
+
+    @property
+    def tensor(self) -> float:
+        """Two gathers and two reduce-scatters of the hidden states forward, as many backward, and the forward ones
+        again where it is computed again (Korthikanti et al. 2022, section 4.2.2)."""
+        ranks = self.layout.tp
+        size = 2 * self.shape.hidden * self.work.microbatch / self.layout.cp
+        one = (ranks - 1) / ranks * size / self.cluster.bandwidth(ranks)
+        return (8 + 4 * (self.again > 0)) * one
+
+    @property
+    def context(self) -> float:
+        """Keys and values gathered forward and backward, their gradients reduced and scattered."""
+        shape, layout = self.shape, self.layout
+        keys = sum(shape.widths) if shape.latent else 2 * shape.kv_heads * shape.head_dim
+        size = 2 * keys * self.work.microbatch / layout.tp
+        one = (layout.cp - 1) / layout.cp * size / self.cluster.bandwidth(layout.cp, layout.tp)
+        return (3 + (self.again > 0)) * one
+
+    @property
+    def experts(self) -> float:
+        """All-to-all of each token to its experts and back, forward and backward, with experts as good as drawn. Each
+        GPU sends what leaves the machine through its own network card."""
+        shape, layout, cluster = self.shape, self.layout, self.cluster
+        if layout.ep == 1:
+            return 0.0
+        near = min(max(cluster.node // layout.tp, 1), layout.ep)
+        machines = layout.ep / near
+        far, close = shape.chosen * (1 - 1 / machines), shape.chosen * (near - 1) / layout.ep
+        if self.work.once:
+            far = (machines - 1) * (1 - (1 - 1 / machines) ** shape.chosen)
+            close = (1 - 1 / near) * layout.ep * (1 - (1 - 1 / layout.ep) ** shape.chosen)
+        token = 2 * shape.hidden * shape.sparse_layers / shape.layers
+        one = self.tokens * token * max(far / cluster.between, close / cluster.inside) / LINKS
+        return (4 + 2 * (self.again > 0)) * one

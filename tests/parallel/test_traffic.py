@@ -1,0 +1,52 @@
+"""What ranks send each other is what the form needs, and hardly more."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.traffic import Traffic, least
+from birl.data.pack import pack
+from birl.learner.learner import Learner, Stats
+from birl.models import attention
+from birl.parallel.ranks import Grid, Ranks
+from birl.planning.shape import Shape
+from tests.data.test_pack import groups
+from tests.parallel.processes import on_ranks
+from tests.parallel.test_learner import reinforce
+from tests.tiny import tiny_model
+
+
+def traffic(ranks: Ranks) -> tuple[int, dict[str, int], float]:
+    """Bytes of a step, by kind, and the least, in which norms are not counted."""
+    model = tiny_model()
+    model.set_attn_implementation(attention.NAME)
+    learner = Learner(model, ranks=ranks)
+    samples = groups(3, count=6)
+    work = pack(samples, [1 / len(samples)] * len(samples), 40, parts=ranks.shares)
+    with Traffic() as counted:
+        learner.learn([(batch, reinforce) for batch in work], Stats())
+        learner.optim_step(1e-3)
+    shape = Shape.of(model.config.to_dict())
+    form = "ddp" if ranks.grid.ddp > 1 else "fsdp"
+    micro = len(work) // ranks.shares
+    return counted.total, dict(counted.bytes), least(form, ranks.grid.size, shape, micro, 40)
+
+
+@pytest.mark.parametrize(
+    ("grid", "kind"), [(Grid(ddp=2), "reduce"), (Grid(fsdp=2), "gather"), (Grid(fsdp=3), "scatter")]
+)
+def test_a_step_sends_little_more_than_it_must(grid: Grid, kind: str) -> None:
+    found = on_ranks(grid, traffic)
+    for total, by_kind, bound in found:
+        assert bound <= total < 1.06 * bound
+        assert by_kind[kind] > 0.3 * total
+    assert len({total for total, _, _ in found}) == 1
+
+
+def test_the_least_grows_with_what_it_must() -> None:
+    shape = Shape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, inner=16, vocabulary=32, tied=True)
+    assert least("ddp", 2, shape, 1, 64) == least("ddp", 2, shape, 5, 64) == 4 * shape.parameters
+    assert least("fsdp", 2, shape, 2, 64) == 2 * least("fsdp", 2, shape, 1, 64)
+    assert least("tp", 2, shape, 1, 128) == 2 * least("tp", 2, shape, 1, 64)
+    wide = replace(shape, kv_heads=2)
+    assert least("cp", 4, wide, 1, 64) == 2 * least("cp", 4, shape, 1, 64)
