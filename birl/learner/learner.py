@@ -137,7 +137,7 @@ class Learner:
             model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
             model.train()
         if ranks.sharded:
-            origin = None if lora is None else prepare(model, lora, dtype)
+            origin = None if lora is None else prepare(model, lora, dtype, ranks)
             summands = self._shard(dtype, offload)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             if lora is None or origin is None:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from birl.errors import BirlError
 from birl.learner.optimizer import Masters, move_grad_to
 from birl.models.heads import HEADS, score_head
 from birl.models.load import cast
+from birl.models.slices import values
 
 ALL = "all-linear"
 #: a part of a sum, [N] -> the sum over the ranks that have the other parts
@@ -247,10 +247,9 @@ class Adapters:
 def digest(model: nn.Module) -> bytes:
     """SHA-256 of all float32 weights but new heads. A checkpoint has it, since it has not the weights."""
     found = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, value in values(model):
         if name.removesuffix(".weight") in HEADS:
             continue
-        found.update(f"{name} {tuple(parameter.shape)}".encode())
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        found.update(whole.detach().float().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        found.update(f"{name} {tuple(value.shape)}".encode())
+        found.update(value.detach().float().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.digest()

@@ -22,13 +22,14 @@ from birl.learner.optimizer import Parts
 from birl.models.heads import HEADS, score_head
 from birl.parallel.layout import Layout
 from birl.parallel.norm import sum_gradients
+from birl.parallel.ranks import Ranks
 
 ROWS, COLUMNS = 0, 1
 
 
-def prepare(model: nn.Module, lora: Lora, dtype: torch.dtype) -> Origin:
+def prepare(model: nn.Module, lora: Lora, dtype: torch.dtype, ranks: Ranks) -> Origin:
     """Before the model is split: what is trained keeps float32, in which FSDP sums gradients; the rest is cast."""
-    origin = Origin(digest(model), lora.alpha)
+    origin = Origin(ranks.told(digest(model) if ranks.rank == 0 else b""), lora.alpha)
     model.requires_grad_(False)
     for name in targets(model, lora.targets):
         model.get_submodule(name).weight.requires_grad_(True)  # pyright: ignore

@@ -127,6 +127,24 @@ def fill(model: nn.Module, offload: bool = False) -> bool:
     return True
 
 
+def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole value of each parameter, sorted by name and one at a time: gathered from the ranks, or, of a model
+    without weights, read from the files."""
+    pending: Pending | None = getattr(model, "pending", None)
+    known = {} if pending is None else pending.boxes
+    boxes = {id(t): known[n] for n, t in _targets(model).items() if n in known}
+    with _opened() as read:
+        for name, parameter in sorted(model.named_parameters()):
+            if isinstance(parameter, DTensor):
+                yield name, parameter.full_tensor()
+            elif parameter.is_meta:
+                value = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                _read(value, (0,) * value.ndim, boxes.get(id(parameter), ()), read)
+                yield name, value
+            else:
+                yield name, parameter
+
+
 def verify_small(folder: Path, device: torch.device) -> None:
     """`forward.verify` of a model of the same class and widths with few layers and words and random weights: packing is
     right or wrong for an architecture, whatever its weights are. Raises `BirlError`."""

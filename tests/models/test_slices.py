@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.learner.lora import digest
 from birl.models.load import load_model
 from birl.models.slices import fill, sketched, verify_small
 from birl.parallel.ranks import Grid, Ranks
@@ -60,14 +61,22 @@ def in_parts(ranks: Ranks, folder: Path, trainable: bool) -> dict[str, torch.Ten
 def test_parts_make_the_whole_model(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path, size="40KB")  # several files
     expected = values(load_model(folder))
-    for found in on_ranks(Grid(fsdp=3), in_parts, folder, True):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[n], t) for n, t in expected.items())
+    dense = "experts" not in " ".join(expected)
+    for grid in (Grid(fsdp=3), *([Grid(fsdp=2, tp=2)] if dense else [])):
+        for found in on_ranks(grid, in_parts, folder, True):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[n], t) for n, t in expected.items())
     alone: Any = sketched(folder, CPU)
     assert fill(alone) and not fill(alone)
     assert all(torch.equal(t, expected[n]) for n, t in values(alone).items())
     tied = alone.get_output_embeddings().weight is alone.get_input_embeddings().weight
     assert tied == alone.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_its_digest_is_that_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    folder = folder_of(name, tmp_path)
+    assert digest(sketched(folder, CPU)) == digest(load_model(folder))
 
 
 def test_a_frozen_one_is_rounded_as_it_is_read(tmp_path: Path) -> None:

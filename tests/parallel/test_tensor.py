@@ -185,13 +185,13 @@ def test_sequence_parallel_regions_take_less_memory(checkpointing: bool, share: 
 )
 def test_heads_are_not_cut(options: dict[str, Any], tp: int, said: str) -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))
+        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))  # pyright: ignore
     with pytest.raises(BirlError, match=said):
         check(model, tp)
 
 
 def test_what_nobody_knows_to_split_is_refused() -> None:
-    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_moe"](**SIZES, **sizes))
     with pytest.raises(BirlError, match=r"layers\.0\.mlp\.\S+ of Qwen3MoeModel is nothing that birl can split"):
