@@ -22,7 +22,7 @@ LORA, DORA = Lora(rank=4, seed=1), Lora(rank=4, alpha=8.0, seed=1, dora=True)
 
 
 @pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
-@pytest.mark.parametrize("grid", [Grid(fsdp=2), Grid(tp=2), Grid(fsdp=2, tp=2), Grid(ddp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(fsdp=2), Grid(tp=2), Grid(fsdp=2, tp=2), Grid(cp=2, tp=2)], ids=str)
 def test_split_weights_change_no_number(grid: Grid, lora: Lora) -> None:
     """Biases, that nothing trains, and rows of both kinds of linear layers."""
     name = "llama untied, with biases"

@@ -77,7 +77,10 @@ def both_ways(ranks: Ranks, name: str, options: dict[str, Any]) -> list[Outcome]
     ]
 
 
-@pytest.mark.parametrize("grid", [Grid(tp=2), Grid(tp=4), Grid(fsdp=2, tp=2), Grid(ddp=2, tp=2)], ids=str)
+GRIDS = [Grid(tp=2), Grid(tp=4), Grid(fsdp=2, tp=2), Grid(ddp=2, tp=2), Grid(cp=2, tp=2)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_split_layers_change_no_number(grid: Grid) -> None:
     options = {"gradient_checkpointing": grid.fsdp > 1}
     alone = trained_on(Ranks(), "many heads", {})
