@@ -248,3 +248,35 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_the_numbers(heads: int
 def test_a_model_is_refused_before_it_is_split() -> None:
     with pytest.raises(BirlError, match="4 query heads and 2 key heads"):
         Outputs(llama(), 1.0, False, Ranks(Grid(cp=8, context="ulysses")))
+
+
+def kept(ranks: Ranks, tokens: int) -> int:
+    """Bytes that the forward pass of one sequence keeps for the backward pass, weights left out."""
+    model = llama()
+    model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    learner = Learner(model, ranks=ranks, dtype=torch.float32)
+    (batch,) = pack([make((5,) * (tokens - 60), (7,) * 60, 0, 0)], [1.0], tokens)
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = learner._outputs(batch)
+    assert outputs[0].requires_grad
+    return sum(found.values())
+
+
+def kept_for_each_token(ranks: Ranks) -> float:
+    return (kept(ranks, 480) - kept(ranks, 80)) / 400
+
+
+@pytest.mark.parametrize(
+    "grid", [Grid(cp=2), Grid(cp=4), Grid(cp=4, context="ulysses")], ids=lambda g: f"{g} {g.context}"
+)
+def test_a_rank_keeps_its_share_of_the_activations(grid: Grid) -> None:
+    """But in the gather form the keys and values of all tokens: 2 layers, 2 heads of 16, float32."""
+    seen = 2 * 2 * 2 * 16 * 4 if grid.context == "gather" else 0
+    found = on_ranks(grid, kept_for_each_token)
+    assert sum(found) / grid.cp == pytest.approx((kept_for_each_token(Ranks()) - seen) / grid.cp + seen, rel=0.1)
