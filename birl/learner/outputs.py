@@ -1,5 +1,7 @@
 """What a model says of the trained tokens of a micro-batch: the forward pass of training, as one module."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,8 @@ class Outputs(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. Third, what a critic on the same
         backbone says [N]. Ranks that share a row each compute their part of it, and all get all of it."""
-        model = self.model
+        model, grid = self.model, self.ranks.grid
+        batch = padded(batch, grid.cp * (grid.tp if grid.sequence else 1))
         if decoder := decoder_for(model):
             decoder.checkpointing = self.checkpointing
         if fused := fused_for(model):
@@ -39,3 +42,17 @@ class Outputs(nn.Module):
             figures.append(scores(hidden, value))
         logp, entropy, *said = part.joined(*figures)
         return logp, entropy, said[0] if said else None
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """With a sequence of its own behind the others, which nothing attends to and nothing reads, so that the number of
+    tokens is a multiple."""
+    extra = -len(batch.tokens) % multiple
+    if extra == 0:
+        return batch
+    return replace(
+        batch,
+        tokens=torch.cat([batch.tokens, batch.tokens.new_zeros(extra)]),
+        positions=torch.cat([batch.positions, torch.arange(extra, device=batch.positions.device)]),
+        trees=(*batch.trees, (extra, ())),
+    )

@@ -29,6 +29,8 @@ from birl.models.load import (
     resolve,
     skeleton,
 )
+from birl.models.slices import sketched, verify_small
+from birl.parallel.ranks import Ranks
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
 
@@ -89,8 +91,9 @@ def load_reader(config: schema.Model) -> Reader:
     return Reader(folder=folder, chat=chat, context=context_limit(model))
 
 
-def load_policy(config: schema.Model, compute: Executor) -> Policy:
-    """The model is verified in float32 on the device that it will run on, so with that device's kernels."""
+def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = None) -> Policy:
+    """The model is verified in float32 on the device that it will run on, so with that device's kernels. Where `ranks`
+    will have parts of it, it gets no weights yet (`models/slices.py`), and a small one like it is verified instead."""
     device = choose(config.device)
     folder = resolve(config.path)
     if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
@@ -105,8 +108,13 @@ def load_policy(config: schema.Model, compute: Executor) -> Policy:
             chat.render(PROBE[:1])
         except BirlError as error:
             raise BirlError(f"model.chat_template={config.chat_template}: {error}") from error
-    model = load_model(folder).to(device)
-    verify(model)
+    if ranks is not None and ranks.sharded:
+        model = sketched(folder, device)
+        if ranks.rank == 0:
+            verify_small(folder, device)
+    else:
+        model = load_model(folder).to(device)
+        verify(model)
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)

@@ -32,12 +32,14 @@ AXES = ("ddp", "fsdp", "cp", "tp")
 class Grid:
     """How many ranks each axis has. Example: Grid(fsdp=4, tp=2) is 8 ranks, which see 4 shares of the samples.
 
+    sequence: those of tp share out the tokens between split blocks, too.
     context: how the tokens of a row see those of other ranks, "gather" or "ulysses" (`context.py`)."""
 
     ddp: int = 1
     fsdp: int = 1
     cp: int = 1
     tp: int = 1
+    sequence: bool = True
     context: str = "gather"
 
     @property

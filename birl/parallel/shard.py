@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from birl.models.device import device_of
 from birl.parallel.ranks import Ranks
 
 
@@ -22,7 +23,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if parameters else None, cast_forward_inputs=False
     )
-    pinned = next(model.parameters()).is_cuda
+    pinned = device_of(model).type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for unit in (*layers(model), root):
         fully_shard(
@@ -38,10 +39,25 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no other, and 1 needs no factor
 
 
+def settle(root: nn.Module) -> None:
+    """Parameters that were given values after `shard` take their final place now: FSDP pads uneven parts by moving
+    them, at the first use, and whoever had hold of a part would then have an old one."""
+    assert isinstance(root, FSDPModule)
+    root.unshard()
+    root.reshard()
+
+
 def layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers: the modules that transformers says must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def drop_gathered(root: nn.Module) -> None:
+    """Before weights change: FSDP keeps what it has gathered for `root` itself until the next backward pass, and after
+    a forward pass without one would go on with the old values."""
+    if isinstance(root, FSDPModule):
+        root.reshard()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -250,6 +250,7 @@ ENVIRONMENT: dict[str, Case] = {
 PARALLEL = {
     **{f"parallel.{axis}": Case("2", refused=f"{axis}=2 makes 2 ranks, but 1 were started") for axis in AXES},
     "parallel.timeout": Case("5", refused="there is only one process"),
+    "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
 }
 
 MODEL = {
@@ -480,6 +481,7 @@ RL_CASES = {
     ),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
+    "checkpoint.asynchronous": Case("false", lambda s: s.parts.writer.staged, 0),
     "checkpoint.keep_best": Case(
         "false",
         saved,

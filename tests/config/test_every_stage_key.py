@@ -15,6 +15,7 @@ from birl.config.schema import DPO, RM, SFT
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
+from birl.learner.writer import Writer
 from birl.loops import dpo, rm, sft
 from birl.parallel.ranks import AXES
 from tests.tiny import tiny_model_folder
@@ -37,6 +38,7 @@ class Seen:
     passes: int
     printed: str
     dtype: torch.dtype
+    staged: int
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
@@ -90,6 +92,7 @@ HELD_OUT = "data.validation=b.jsonl "
 PARALLEL = {
     **{f"parallel.{axis}": Case("2", refused=f"{axis}=2 makes 2 ranks, but 1 were started") for axis in AXES},
     "parallel.timeout": Case("5", refused="there is only one process"),
+    "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
 }
 KEPT = "validation.every=1 validation.at_start=false checkpoint.keep_last=1 optimizer.lr=0.9 steps=3"
 CASES = {
@@ -140,6 +143,7 @@ CASES = {
     **PARALLEL,
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"]),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "checkpoint.every=1"),
+    "checkpoint.asynchronous": Case("false", lambda s: s.staged, 0),
     "checkpoint.keep_best": Case("false", saved, ["step-000003"], HELD_OUT + KEPT),
     "track.console": Case("plain", lambda s: "step    2/2" in s.printed, True),
     "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
@@ -199,7 +203,11 @@ class Bench:
         words = f"{BASE} run=run{self.runs} {settings}"
         by_key = dict(word.partition("=")[::2] for word in words.split())
         config, choices = load_with_choices(schema, [f"{k}={v.replace('_brief', ' brief')}" for k, v in by_key.items()])
-        passes, threads, original = [], [], Learner.forward_backward
+        passes, threads, original, staged, begin = [], [], Learner.forward_backward, [], Writer.begin
+
+        def begun(writer: Writer, *args: Any) -> None:
+            begin(writer, *args)
+            staged.append(writer.staged)
 
         def counted(learner: Learner, *args: Any) -> None:
             passes.append(learner.model.dtype)
@@ -209,9 +217,10 @@ class Bench:
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(Learner, "forward_backward", counted)
+            patches.setattr(Writer, "begin", begun)
             summary = LOOPS[schema].train(config, choices)
         run = Path(summary["run"])
-        return Seen(run, summary, threads[0], len(passes), capsys.readouterr().out, passes[0])
+        return Seen(run, summary, threads[0], len(passes), capsys.readouterr().out, passes[0], sum(staged))
 
 
 @pytest.fixture(scope="module")

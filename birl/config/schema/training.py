@@ -72,6 +72,8 @@ class Parallel:
     learner.tokens_per_microbatch tokens on each of them."""
     tp: int = 1
     """Processes that every layer is split over (tensor parallelism)."""
+    sequence: bool = True
+    """With tp: between attention and MLP each of its processes has T / tp of the T packed tokens, for less memory."""
     context: str = "gather"
     """How tokens see those of the other cp processes: gather (keys and values of all come to each) | ulysses (each gets
     all tokens of some heads; the heads must be divisible)."""
@@ -92,6 +94,8 @@ class Checkpoint:
     """How many of the newest to keep. 0: all."""
     keep_best: bool = True
     """Also keep the one with the best validation score."""
+    asynchronous: bool = True
+    """Write in the background while training goes on. Takes CPU memory for a copy of what is saved."""
 
 
 @dataclass(kw_only=True)
