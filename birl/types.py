@@ -99,7 +99,8 @@ class SamplingParams:
 class Completion:
     """What an engine sampled: ids, the log-prob of each under the distribution it was sampled from, and the version of
     the weights that sampled it. Token ids, never text. The end token is part of it when it was sampled, and absent when
-    it was not.
+    it was not. `routes`: which experts computed each token of the prompt and of the answer but its last, equally many
+    bytes for each (`birl/models/routing.py`); empty where the engine does not tell.
 
     Example: Completion(tokens=(45, 2), logprobs=(-0.1, -0.02), versions=(3, 3), stop=Stop.STOP)
     """
@@ -108,6 +109,7 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     stop: Stop
+    routes: bytes = b""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
@@ -182,7 +184,8 @@ class Sample:
     token: only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
     `advantage` is one number for all trained tokens, or a list beside the others, as are `returns` and `values`, what a
     critic aims at and what it said (empty without one), and `proximal`, the learner's own log-probs before the batch's
-    first update (empty where they are not asked for). `group` and `episode` say where the sample comes from.
+    first update (empty where they are not asked for). `routes`: which experts computed each token, equally many bytes
+    for each; empty where nobody asked. `group` and `episode` say where the sample comes from.
 
     Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
                     versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
@@ -198,6 +201,7 @@ class Sample:
     returns: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
     proximal: tuple[float, ...] = ()
+    routes: bytes = b""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.mask), len(self.logprobs), len(self.versions)}
@@ -206,6 +210,8 @@ class Sample:
         }
         if len(lengths) != 1:
             raise ValueError(f"a Sample's lists must be equally long, got {sorted(lengths)}")
+        if self.routes and len(self.routes) % len(self.tokens):
+            raise ValueError(f"{len(self.routes)} bytes of routes for {len(self.tokens)} tokens")
         if self.mask and self.mask[0]:
             raise ValueError("the first token of a Sample has no context to be predicted from, so it cannot be trained")
 

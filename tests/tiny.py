@@ -5,7 +5,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # 0, 1, 2, as in SmolLM2
 END = "<|im_end|>"
@@ -75,6 +85,41 @@ def tiny_model(
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     return model
+
+
+def tiny_moe(kind: str = "qwen3_moe", *, vocab: int = 320, experts: int = 4, seed: int = 0) -> PreTrainedModel:
+    """Random float32 Qwen3-MoE (2 of `experts` for each token, in both layers) or Mixtral with untied embeddings."""
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "num_experts_per_tok": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "mixtral":
+            model = MixtralForCausalLM(MixtralConfig(**shape, intermediate_size=48, num_local_experts=experts))
+        else:
+            config = Qwen3MoeConfig(**shape, moe_intermediate_size=48, num_experts=experts, norm_topk_prob=True)
+            model = Qwen3MoeForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    return model
+
+
+def tiny_moe_folder(path: Path | str, kind: str = "qwen3_moe") -> Path:
+    """Save `tiny_moe` and `tiny_tokenizer` as a Hugging Face folder and return it."""
+    tokenizer = tiny_tokenizer()
+    tiny_moe(kind, vocab=len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return Path(path)
 
 
 def tiny_model_folder(

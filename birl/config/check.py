@@ -13,11 +13,12 @@ from birl.config.help import documentation, written
 from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import algorithm_problems
 from birl.config.rules_engine import asynchronous_problems, engine_problems
+from birl.config.rules_experts import experts_problems
 from birl.config.rules_parallel import parallel_problems
 from birl.config.rules_sandbox import sandbox_problems
 from birl.config.rules_stages import stage_problems
 from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
-from birl.config.words import command, did_you_mean, said, value_of, without_effect
+from birl.config.words import command, did_you_mean, said, said_capacity, said_needed, value_of, without_effect
 from birl.named import TEMPLATES, template_file
 
 REWARDS = ("math", "code", "format", "length", "model", "judge")
@@ -43,6 +44,7 @@ def problems(config: Config) -> list[str]:
     if isinstance(config, Serve):
         return found + ["host is empty: name an address, as in host=127.0.0.1."] * (not config.host.strip())
     found += _model(config)
+    found += [] if isinstance(config, Eval) else experts_problems(config)
     if isinstance(config, Stage):
         found += [*_data(config), *stage_problems(config), *parallel_problems(config)]
         return [*found, *_optimizer(config, 1), *_lora(config), *_run(config)]
@@ -296,7 +298,7 @@ def _sampling(config: RL) -> list[str]:
 
 def _sizes(config: RL) -> list[str]:
     budget, longest, answer, found = (
-        config.learner.tokens_per_microbatch,
+        config.capacity,
         config.model.max_length,
         config.rollout.max_tokens,
         [],
@@ -321,8 +323,8 @@ def _sizes(config: RL) -> list[str]:
     if budget < needed:
         why = f"model.max_length={longest}" if longest else f"data.max_prompt_tokens + rollout.max_tokens = {needed}"
         found.append(
-            f"learner.tokens_per_microbatch={budget}: the longest sequence ({why}) does not fit into one micro-batch; "
-            f"set learner.tokens_per_microbatch={needed} or more."
+            f"{said_capacity(config)}: the longest sequence ({why}) does not fit into one micro-batch; "
+            f"set {said_needed(config, needed)} or more."
         )
     return found
 

@@ -10,4 +10,6 @@ def parallel_problems(config: RL | Stage) -> list[str]:
         found += without_effect(config, "parallel.timeout", "there is only one process; set parallel.fsdp, say")
     if keys.tp == 1:
         found += without_effect(config, "parallel.sequence", "parallel.tp=1")
+    if keys.cp == 1:
+        found += without_effect(config, "parallel.context", "parallel.cp=1 splits no row; set parallel.cp=2, say")
     return found

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from birl.config.help import documentation, written
-from birl.config.schema import Config
+from birl.config.schema import RL, Config, Stage
 
 
 def command(config: Config | type) -> str:
@@ -27,6 +27,17 @@ def value_of(config: Any, key: str) -> Any:
 
 def said(config: Config, key: str) -> str:
     return f"{key}={written(value_of(config, key))}"
+
+
+def said_capacity(config: RL | Stage) -> str:
+    """How many tokens a packed row may have, and why."""
+    each, cp = said(config, "learner.tokens_per_microbatch"), config.parallel.cp
+    return each if cp == 1 else f"{each} x parallel.cp={cp} ({config.capacity} tokens)"
+
+
+def said_needed(config: RL | Stage, tokens: int) -> str:
+    """The setting that lets a packed row have so many tokens."""
+    return f"learner.tokens_per_microbatch={-(-tokens // config.parallel.cp)}"
 
 
 def changed(config: Config, key: str) -> bool:

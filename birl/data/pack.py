@@ -42,7 +42,8 @@ class Batch:
     same backbone says now, with its gradient;
     sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
     tokens within a sample;
-    weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`.
+    weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
+    routes [T, bytes] uint8: which experts computed each token in the engine, where samples say so.
 
     Example: pack([Sample(...)], weights=[0.5], max_tokens=4096)[0]
     """
@@ -63,9 +64,16 @@ class Batch:
     group: Tensor
     turn: Tensor
     said: Tensor | None = None
+    routes: Tensor | None = None
+
+    @property
+    def copies(self) -> Tensor:
+        """[T] float32: how many samples each packed token stands for; 0 where there is nothing to compute."""
+        trees = ((prefix, len(tails), sum(tails)) for prefix, tails in self.trees)
+        return _floats(n for p, b, t in trees for n in (*(b,) * p, *(1,) * t)).to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> "Batch":
-        tensors = [f.name for f in fields(self) if f.name not in ("trees", "said")]
+        tensors = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor) and f.name != "said"]
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
@@ -81,8 +89,8 @@ def pack(
     longest = max((len(s.tokens) for s in samples), default=0)
     if longest > max_tokens:
         raise BirlError(
-            f"A sample of {longest} tokens does not fit into learner.tokens_per_microbatch={max_tokens}. "
-            f"Set learner.tokens_per_microbatch={longest} or more, or a smaller rollout.max_tokens."
+            f"A sample of {longest} tokens does not fit into a row of {max_tokens}: learner.tokens_per_microbatch x "
+            "parallel.cp. Set one of them higher, or a smaller rollout.max_tokens."
         )
     numbered = enumerate(samples)
     trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]
@@ -180,7 +188,21 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
         sample=torch.tensor([n for _, n, _ in rows], dtype=torch.long),
         group=torch.tensor([s.group for s, _, _ in rows], dtype=torch.long),
         turn=torch.tensor(_turns(trained), dtype=torch.long),
+        routes=_routes(trees, samples),
     )
+
+
+def _routes(trees: Sequence[Branching], samples: Sequence[Sample]) -> Tensor | None:
+    """[T, bytes] uint8; all ones where unknown. A shared prefix was computed once, for its first sample."""
+    size = max((len(s.routes) // len(s.tokens) for t in trees for s in (samples[i] for i in t.samples)), default=0)
+    if size == 0:
+        return None
+    found = bytearray()
+    for tree in trees:
+        known = [samples[i].routes or b"\xff" * size * len(samples[i].tokens) for i in tree.samples]
+        cut = len(tree.prefix) * size
+        found += b"".join((known[0][:cut], *(routes[cut:] for routes in known)))
+    return torch.frombuffer(found, dtype=torch.uint8).view(-1, size)
 
 
 def _floats(values: Iterable[float]) -> Tensor:

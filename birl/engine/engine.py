@@ -57,7 +57,7 @@ class EmbeddedEngine:
 
     `version` is asked for at every step, and stamped on the tokens of that step; without it the engine has weights of
     its own, which `load` replaces. `context` is the longest sequence [tokens], `kv_cache_gb` the memory for keys and
-    values [GiB].
+    values [GiB]. With `routes` completions say which experts computed their tokens.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class EmbeddedEngine:
         max_batch: int = 64,
         kv_cache_gb: float = 1.0,
         draft_rows: int = 16,
+        routes: bool = False,
     ) -> None:
         self.tokenizer, self.end_ids, self.context = tokenizer, end_ids, context
         self.compute, self.recompute_kv = compute, recompute_kv
@@ -80,7 +81,7 @@ class EmbeddedEngine:
         self._version = version or (lambda: self.weights.version if self.weights else 0)
         self._seen = self._version()  # version of the keys and values in the cache
         self.paused = self.asleep = False
-        self.runner = Runner(model)
+        self.runner = Runner(model, routes)
         pages = min(int(kv_cache_gb * 2**30) // page_bytes(model), max_batch * pages_for(context))
         on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU launches captured graphs instead of guessing
         self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages), drafts=Drafts(draft_rows if on_cpu else 0))

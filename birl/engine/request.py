@@ -35,6 +35,7 @@ class Request:
     computed: int = 0  # positions whose keys and values are there
     daring: int = 2  # tokens to guess ahead (`Drafts`),
     guess_from: int = 0  # once so many are sampled
+    routes: list[bytes] = field(default_factory=list)  # which experts computed each position, where that is recorded
     stop: Stop | None = None
     aborted: bool = False
     _uniforms: list[float] = field(default_factory=list)
@@ -83,10 +84,18 @@ class Request:
         elif len(self.tokens) >= self.max_tokens:
             self.stop = Stop.LENGTH
 
+    def known_routes(self) -> bytes:
+        """Of all positions but the last; all ones where one was never computed."""
+        if not self.routes:
+            return b""
+        known = self.routes[: len(self) - 1]
+        return b"".join(known).ljust((len(self) - 1) * len(self.routes[0]), b"\xff")
+
     def completion(self) -> Completion:
         return Completion(
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             stop=self.stop or Stop.ABORT,
+            routes=self.known_routes(),
         )

@@ -1,7 +1,7 @@
 """One forward pass of generation, over the very module that is trained."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +18,16 @@ from birl.models.forward import head, hidden_states
 from birl.models.fused_decoder import fused_for
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
+from birl.models.routing import routing_for
 
 
 class Runner:
     """Prompts and single tokens go through the model together, as rows over a paged cache."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, routes: bool = False) -> None:
+        """`routes`: write down in each request which experts computed its tokens."""
         self.model = model
+        self.routing = routing_for(model) if routes else None
         self.packed = PackedLinears(model)
         self.cache: Cache | None = None
         self.graphs: Graphs | None = None  # on CUDA
@@ -42,7 +45,10 @@ class Runner:
             layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths))
         else:
             layout = Paged.repeated(self.cache, [w.request.pages for w in plan], counts, lengths)
-        hidden = hidden_states(self.model, tokens, torch.tensor(lengths, device=device) - 1, layout)
+        with nullcontext({}) if self.routing is None else self.routing.watching() as seen:
+            hidden = hidden_states(self.model, tokens, torch.tensor(lengths, device=device) - 1, layout)
+        if self.routing is not None:
+            record(plan, self.routing.routes(seen))
         rows: list[int] = []
         copies: list[tuple[int, int]] = []
         end = 0
@@ -134,6 +140,17 @@ class Runner:
     @property
     def kernels(self) -> kernels.Kernels | None:
         return kernels.load(torch.float32, 64) if head(self.model).weight.device.type == "cpu" else None
+
+
+def record(plan: Sequence[Work], routes: Tensor) -> None:
+    """Routes [T, bytes] of everything in `plan`, guesses included, to the requests that it was computed for."""
+    size, data, place = routes.shape[1], routes.numpy().tobytes(), 0
+    for work in plan:
+        request, count = work.request, len(work.tokens) + len(work.drafts)
+        request.routes[work.start :] = [data[i * size : (i + 1) * size] for i in range(place, place + count)]
+        place += count
+        for follower in work.followers:
+            follower.routes = request.routes[: len(follower)]
 
 
 def cache_shape(model: nn.Module) -> dict[str, Any]:

@@ -159,23 +159,24 @@ class Scheduler:
     def admit(self, request: Request, leader: Work | None) -> bool:
         """Pages for what the request has, some of them those of a running one with the same prompt."""
         if leader is not None:
-            known, computed = leader.request.pages[: len(request) // PAGE], len(request)
+            known, computed, routes = leader.request.pages[: len(request) // PAGE], len(request), []
         else:
-            known = self.known_pages(request)
+            known, routes = self.known_pages(request)
             computed = len(known) * PAGE
         need = pages_for(len(request)) - len(known)
         spare = min(len(self.running), self.pages.total // 8)  # so that it is not preempted at once
         if need + spare > len(self.pages.free):
             return False
         request.pages = [*map(self.pages.share, known), *(self.pages.take() for _ in range(need))]
-        request.computed = computed
+        request.computed, request.routes = computed, routes  # a leader's are recorded when they are computed
         return True
 
-    def known_pages(self, request: Request) -> list[int]:
-        """Full pages of a running request with the same prompt; at least one token is left to compute."""
+    def known_pages(self, request: Request) -> tuple[list[int], list[bytes]]:
+        """Full pages of a running request with the same prompt, and their routes; at least one token is left to
+        compute."""
         full = min(len(request.prompt), len(request) - 1) // PAGE
         donor = next((r for r in self.running if r.computed >= full * PAGE and r.prompt == request.prompt), None)
-        return donor.pages[:full] if donor is not None else []
+        return (donor.pages[:full], donor.routes[: full * PAGE]) if donor is not None else ([], [])
 
     def retire(self) -> list[Request]:
         """Take out finished and aborted requests."""

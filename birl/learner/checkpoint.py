@@ -17,11 +17,13 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from birl.errors import BirlError
 from birl.parallel.ranks import Ranks
 
+T = TypeVar("T")
 FORMAT = 1
 
 
@@ -40,28 +43,28 @@ class Saved:
     step: int
 
 
-def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], ranks: Ranks | None = None) -> Path:
-    """Write a checkpoint of `step` under `root`; with `ranks` all of them, each its own parts. Raises `BirlError` when
-    the disk is full; nothing but a `.part` folder is left."""
+def save(
+    root: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    ranks: Ranks | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint of `step` under `root`; with `ranks` all of them, each its own parts, planned over `group`
+    (None: the default one). Raises `BirlError` on all of them when the disk of one is full; nothing but a `.part`
+    folder is left."""
     ranks = ranks or Ranks()
     target = root / f"step-{step:06d}"
     part = root / f"{target.name}.part"
     try:
-        if ranks.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        with _quiet():  # the ranks plan together before the first file is opened
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(part / "tensors"), no_dist=ranks.alone)
-        if ranks.rank > 0:
-            return target
-        (part / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
-        files = {str(f.relative_to(part)): {"bytes": f.stat().st_size, "sha256": digest(f)} for f in _files(part)}
-        (part / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-        for file in _files(part):
-            _sync(file)
-        shutil.rmtree(target, ignore_errors=True)
-        part.rename(target)
-        _sync(root)
+        agreed(lambda: _prepare(part) if ranks.rank == 0 else None, ranks, group)
+        with _quiet():
+            writer = dcp.FileSystemWriter(part / "tensors")
+            dcp.save(dict(tensors), storage_writer=writer, no_dist=ranks.alone, process_group=group)
+        found = agreed(lambda: _entries(part, own_files(part, ranks.rank)), ranks, group)
+        entries = {name: entry for one in found for name, entry in one.items()}
+        agreed(lambda: _complete(part, target, step, state, entries) if ranks.rank == 0 else None, ranks, group)
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         shutil.rmtree(part, ignore_errors=True)
         raise BirlError(
@@ -72,15 +75,45 @@ def save(root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any
     return target
 
 
+def agreed(work: Callable[[], T], ranks: Ranks, group: dist.ProcessGroup | None) -> list[T]:
+    """What `work` gives on each rank. Raises on all of them where it raises on one: none waits for one that failed."""
+    if ranks.alone:
+        return [work()]
+    value, error = None, None
+    try:
+        value = work()
+    except Exception as raised:
+        error = raised
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (value, None if error is None else f"{_reason(error)}"), group=group)
+    if error is not None:
+        raise error
+    if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(found) if why is not None]:
+        raise OSError(failed[0])
+    return [value for value, _ in found]
+
+
+def own_files(folder: Path, rank: int) -> list[Path]:
+    """The files of a checkpoint's tensors that this rank writes; the first one also writes the index."""
+    found = list((folder / "tensors").glob(f"__{rank}_*"))
+    return sorted([*found, folder / "tensors" / ".metadata"] if rank == 0 else found)
+
+
 def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
-    """Read a checkpoint into the given tensors, in place, and return its state; with `ranks` each its own parts,
-    however many had written it. Every key, shape and type must match both ways, and every file its digest; otherwise
-    nothing is written and `BirlError` names what is wrong."""
-    damage = verify(path)
+    """`fill`, once every file is found to have its digest; otherwise nothing is written and `BirlError` names what is
+    wrong."""
+    damage = verify(path, ranks)
     if damage:
         raise BirlError(
             f"The checkpoint {path} is damaged: {'; '.join(damage)}. Resume from an older one: resume=FOLDER."
         )
+    return fill(path, tensors, ranks)
+
+
+def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
+    """Read a checkpoint into the given tensors, in place, and return its state; with `ranks` each its own parts,
+    however many had written it and however it was split. Every key, shape and type must match both ways; otherwise
+    nothing is written and `BirlError` names what is wrong."""
     reader = dcp.FileSystemReader(path / "tensors")
     found = {k: (tuple(m.size), m.properties.dtype) for k, m in reader.read_metadata().state_dict_metadata.items()}  # pyright: ignore
     wanted = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()}
@@ -118,13 +151,24 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_text())
 
 
-def verify(path: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint; empty when all digests hold."""
+def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
+    """What is wrong with the files of a checkpoint; empty when all digests hold. `ranks` share the files out, and all
+    get the same answer."""
+    ranks = ranks or Ranks()
+    problems = agreed(lambda: _damage(path, ranks.rank, ranks.grid.size), ranks, None)
+    return list(dict.fromkeys(problem for one in problems for problem in one))
+
+
+def _damage(path: Path, first: int, every: int) -> list[str]:
     manifest = path / "manifest.json"
     if not manifest.is_file():
         return [f"{manifest} is missing" if path.is_dir() else f"there is no folder {path}"]
+    try:
+        files = json.loads(manifest.read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{manifest} cannot be read ({error})"]
     problems = []
-    for name, expected in json.loads(manifest.read_text())["files"].items():
+    for name, expected in list(files.items())[first::every]:
         file = path / name
         if not file.is_file():
             problems.append(f"{name} is missing")
@@ -157,9 +201,39 @@ def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
     return removed
 
 
+def set_aside(path: Path) -> Path:
+    """A damaged checkpoint gets a name under which it counts no more: going on from an older one would otherwise leave
+    it the newest. Nothing of it is deleted."""
+    aside = path.with_name(f"{path.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
 def digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _prepare(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+
+
+def _entries(folder: Path, files: list[Path]) -> dict[str, dict[str, Any]]:
+    """Name -> bytes and SHA-256, as the manifest has them."""
+    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": digest(f)} for f in files}
+
+
+def _complete(part: Path, target: Path, step: int, state: dict[str, Any], entries: dict[str, Any]) -> None:
+    """All but the tensors, and the name under which it counts."""
+    (part / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
+    entries = entries | _entries(part, [part / "state.json"])
+    (part / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
+    for file in _files(part):
+        _sync(file)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+    _sync(target.parent)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ Not here: what is minimised (a loss is a function that is passed in), where the 
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,14 +19,18 @@ from birl.learner.split_lora import SplitAdapters, prepare
 from birl.models.forward import forget, head
 from birl.models.heads import score_head
 from birl.models.load import cast
+from birl.models.routing import Seen, balance, load_counts, routing_for
+from birl.models.slices import fill
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
-from birl.parallel.shard import drop_gathered, shard
+from birl.parallel.shard import drop_gathered, settle, shard
 from birl.parallel.tensor import split
 from birl.waits import alive
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+BALANCE = "router/balance"
 
 
 @dataclass(slots=True)
@@ -84,7 +89,8 @@ class Learner:
     weights, and the model's own parameters hold the merged ones (`lora.py`).
 
     With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
-    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out.
+    micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out. The model may
+    be one that has no weights yet (`models/slices.py`), where the ranks have parts of it.
     """
 
     def __init__(
@@ -102,14 +108,22 @@ class Learner:
         offload: bool = False,
         lora: Lora | None = None,
         ranks: Ranks | None = None,
+        router_aux_coef: float = 0.0,
+        router_replay: bool = False,
     ) -> None:
+        """`router_aux_coef`: weight of the balance of a mixture-of-experts model's experts (`routing.balance`) beside
+        every loss. `router_replay`: tokens take the routes that their batch names."""
         self.model = model
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm = max_grad_norm
         self.version = 0
-        multiple = ranks.grid.tp if ranks.grid.sequence else 1
-        self.outputs = Outputs(model, temperature, gradient_checkpointing, multiple)
+        self.router_aux_coef = router_aux_coef
+        self.replays = routing_for(model) if router_replay else None
+        self.watched = routing_for(model) if router_aux_coef > 0 else None
+        self.outputs = Outputs(model, temperature, gradient_checkpointing, ranks)
         model.requires_grad_(trainable)
+        # nothing is padded here: the padding token, often the one that ends an answer, has a gradient like any other
+        model.get_input_embeddings().padding_idx = None  # pyright: ignore
         if score_head(model) is not None and head(model).weight is not model.get_input_embeddings().weight:  # pyright: ignore
             head(model).requires_grad_(False)  # nothing reads it
         model.eval()  # no dropout: the engine and the learner must see one and the same distribution
@@ -145,20 +159,44 @@ class Learner:
         the state that each of them is predicted from."""
         return self._outputs(batch.to(self.device))[0]
 
-    def forward_backward(self, batch: Batch, loss: Loss, stats: Stats) -> None:
-        """Add this micro-batch's gradient to what is there, and its figures to `stats`."""
+    def forward_backward(self, batch: Batch, loss: Loss, stats: Stats, chosen: Tensor | None = None) -> None:
+        """Add this micro-batch's gradient to what is there, and its figures to `stats`. `chosen` [layers, experts]: how
+        often the whole step chooses each expert, for `router_aux_coef`."""
         batch = batch.to(self.device)
-        value, figures = loss(*self._outputs(batch))
-        value.backward()
+        with self._routed(batch):  # the backward pass may compute layers again
+            logp, entropy, batch, seen = self._passed(batch)
+            value, figures = loss(logp, entropy, batch)
+            total = value
+            if chosen is not None:
+                part = balance(seen, batch.copies, chosen)
+                total = value + self.router_aux_coef * part
+                stats.other[BALANCE] = stats.other.get(BALANCE, 0.0) + part.item()
+            total.backward()
         stats.add(value.detach(), {n: v.detach() for n, v in figures.items()}, len(batch.tokens))
 
     def learn(self, work: Sequence[tuple[Batch, Loss]], stats: Stats) -> None:
         """Add the gradients of a step's micro-batches, which the ranks share out, and the figures of all to `stats`."""
         own = Stats()
+        chosen = self._chosen([batch for batch, _ in work]) if self.router_aux_coef > 0 else None
         for batch, loss in self.ranks.mine(work):
-            self.forward_backward(batch, loss, own)
+            self.forward_backward(batch, loss, own, chosen)
             alive()
         stats.merge(own, self.ranks)
+        if chosen is not None:
+            stats.other |= self.ranks.total(own.other)
+
+    @torch.no_grad()
+    def _chosen(self, batches: Sequence[Batch]) -> Tensor:
+        """How often each expert is chosen in a step, [layers, experts] float64. Its micro-batches go through the model
+        once more for that: what is balanced is the step, however it is packed and shared out."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in self.ranks.mine(batches):
+            batch = batch.to(self.device)
+            total = total + load_counts(self._passed(batch)[3], batch.copies)
+            alive()
+        if self.ranks.shares > 1:
+            torch.distributed.all_reduce(total, group=self.ranks.groups["share"])
+        return total
 
     def survey(self, work: Sequence[tuple[Batch, Loss]], stats: Stats) -> None:
         """The figures that `learn` would give, and no gradient."""
@@ -241,13 +279,24 @@ class Learner:
     def _outputs(self, batch: Batch) -> tuple[Tensor, Tensor, Batch]:
         """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. A critic on the same backbone puts
         what it says into the batch."""
-        logp, entropy, said = self.outputs(batch)
-        return logp, entropy, batch if said is None else replace(batch, said=said)
+        return self._passed(batch)[:3]
+
+    def _passed(self, batch: Batch) -> tuple[Tensor, Tensor, Batch, Seen]:
+        """The same, and what the routers did, where `router_aux_coef` asks for it."""
+        watching = nullcontext({}) if self.watched is None else self.watched.watching()
+        with self._routed(batch), watching as seen:
+            logp, entropy, said = self.outputs(batch)
+        return logp, entropy, batch if said is None else replace(batch, said=said), seen
+
+    def _routed(self, batch: Batch) -> AbstractContextManager[None]:
+        return nullcontext() if self.replays is None else self.replays.replaying(batch.routes)
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> list[str]:
         """Names of the parameters whose gradients have to be summed over the ranks of tp."""
         summands = split(self.model, self.ranks) if self.ranks.grid.tp > 1 else []
         shard(self.outputs, self.model, self.ranks, dtype, offload=offload)
+        if fill(self.model, offload):
+            settle(self.outputs)
         forget(self.model)
         return summands
 

@@ -7,38 +7,41 @@ from torch import Tensor, nn
 
 from birl.data.pack import Batch
 from birl.models.decoder import decoder_for
-from birl.models.forward import head, hidden_states, packed
+from birl.models.forward import head, hidden_states
 from birl.models.fused_decoder import fused_for
 from birl.models.heads import score_head, scores
 from birl.models.logprobs import token_logprobs
+from birl.parallel import context
+from birl.parallel.ranks import Ranks
 
 
 class Outputs(nn.Module):
     """A module, so that FSDP gathers the head together with the body: the head's own forward pass is never called."""
 
-    def __init__(self, model: nn.Module, temperature: float, checkpointing: bool, multiple: int = 1) -> None:
-        """`multiple`: of how many tokens a row must be, because ranks share them out."""
+    def __init__(self, model: nn.Module, temperature: float, checkpointing: bool, ranks: Ranks) -> None:
         super().__init__()
-        self.model, self.temperature, self.checkpointing, self.multiple = model, temperature, checkpointing, multiple
+        self.model, self.temperature, self.checkpointing, self.ranks = model, temperature, checkpointing, ranks
+        context.check_heads(model, ranks)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs [N] and entropies [N]; with a score head, scores [N] and zeros. Third, what a critic on the same
-        backbone says [N]."""
-        model, batch = self.model, padded(batch, self.multiple)
+        backbone says [N]. Ranks that share a row each compute their part of it, and all get all of it."""
+        model, grid = self.model, self.ranks.grid
+        batch = padded(batch, grid.cp * (grid.tp if grid.sequence else 1))
         if decoder := decoder_for(model):
             decoder.checkpointing = self.checkpointing
         if fused := fused_for(model):
             fused.checkpointing = self.checkpointing
-        hidden = hidden_states(model, batch.tokens, batch.positions, packed(batch.trees, batch.tokens.device))
+        part = context.split(batch, self.ranks)
+        hidden = hidden_states(model, part.tokens, part.positions, part.layout)[part.source]
         if score := score_head(model):
-            values = scores(hidden[batch.source], score)
+            (values,) = part.joined(scores(hidden, score))
             return values, torch.zeros_like(values), None
-        value = score_head(model, "value")
-        said = None if value is None else scores(hidden[batch.source], value)
-        logp, entropy = token_logprobs(
-            hidden[batch.source], head(model), batch.targets, self.temperature, decoder=decoder
-        )
-        return logp, entropy, said
+        figures = list(token_logprobs(hidden, head(model), part.targets, self.temperature, decoder=decoder))
+        if value := score_head(model, "value"):
+            figures.append(scores(hidden, value))
+        logp, entropy, *said = part.joined(*figures)
+        return logp, entropy, said[0] if said else None
 
 
 def padded(batch: Batch, multiple: int) -> Batch:

@@ -24,6 +24,7 @@ from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
+from birl.learner.writer import Writer
 from birl.loops.credit import Credit
 from birl.loops.custom import part
 from birl.loops.engines import Servers, open_servers, sender, wanted
@@ -35,10 +36,12 @@ from birl.loops.rewards import make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.loops.tasks import check_lengths, lengths, load_data, report_data, stream, total_steps
 from birl.loops.teacher import ServedTeacher
-from birl.models.forward import head, weights_changed
+from birl.models.device import device_of
+from birl.models.forward import weights_changed
 from birl.models.heads import add_score_head
 from birl.models.load import cast as cast_model
 from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
+from birl.models.slices import fill, sketched, sketched_reward_model
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
 from birl.rewards.score import Rewards
@@ -79,6 +82,7 @@ class Parts:
     objective: Objective
     credit: Credit
     crew: Crew
+    writer: Writer = field(default_factory=Writer)
     # rank 0 alone has these
     engine: EmbeddedEngine | Servers = NOT_HERE
     copy: nn.Module | None = None  # the engine's own weights, and the learner's version that they are of
@@ -172,6 +176,7 @@ class Parts:
         return taken
 
     async def close(self) -> None:
+        await asyncio.to_thread(self.writer.finish)
         await self.opened.aclose()
         self.publisher.close()
         self.tracker.close()
@@ -188,7 +193,7 @@ async def training(
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
         starting = await started(rewards, opened)
-        policy = await loop.run_in_executor(compute, load_policy, config.model, compute)
+        policy = await loop.run_in_executor(compute, load_policy, config.model, compute, crew.ranks)
         context = min(config.model.max_length or policy.context, policy.context)
         world = await open_world(config.env, policy.chat.text, given.env)
         opened.push_async_callback(world.close)
@@ -238,14 +243,16 @@ def assembled(
     """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
     copy = None
     if crew.ranks.sharded and servers is None:
-        copy = cast_model(deepcopy(policy.model), DTYPES[config.model.dtype]).requires_grad_(False)
+        copy = cast_model(sketched(policy.folder, device_of(policy.model)), DTYPES[config.model.dtype])
+        fill(copy.requires_grad_(False))
     parts = learning(config, policy, crew)
     parts.copy, learner = copy, parts.learner
     longest = min(max(map(sum, asked)), context)
+    routes = replays(config)
     if copy is None:
-        engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest)
+        engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest, routes)
     else:
-        engine = replace(policy, model=copy).engine(config.engine, context, lambda: parts.copied, longest)
+        engine = replace(policy, model=copy).engine(config.engine, context, lambda: parts.copied, longest, routes)
     if isinstance(engine, EmbeddedEngine):
         for prompt, answer in asked:
             check_cache(config.engine, engine, prompt, answer)
@@ -288,12 +295,12 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
     if keys.teacher.startswith(("http://", "https://")):
         teacher = ServedTeacher(keys.teacher)
     elif keys.teacher:
-        teacher = frozen(other_model(config, keys.teacher, policy, "algorithm.teacher"))
+        teacher = frozen(other_model(config, keys.teacher, policy, "algorithm.teacher", crew.ranks))
     if own:
         path = config.critic.path
-        body = other_model(config, path, policy, "critic.path") if path else deepcopy(policy.model)
+        body = other_model(config, path, policy, "critic.path", crew.ranks) if path else deepcopy(policy.model)
         add_score_head(body, config.seed)
-        critic = make_learner(config, body, crew.ranks)
+        critic = make_learner(config, body, crew.ranks, routed=False)
     elif keys.advantage in CRITIC:
         add_score_head(policy.model, config.seed, "value")
     learner = make_learner(config, policy.model, crew.ranks)
@@ -326,7 +333,7 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
     )
 
 
-def other_model(config: schema.RL, path: str, policy: Policy, key: str) -> nn.Module:
+def other_model(config: schema.RL, path: str, policy: Policy, key: str, ranks: Ranks) -> nn.Module:
     """A model that reads the policy's own tokens."""
     folder = resolve(path, key=key)
     tokenizer = load_tokenizer(folder)
@@ -337,8 +344,9 @@ def other_model(config: schema.RL, path: str, policy: Policy, key: str) -> nn.Mo
         )
     check_split(config, folder)
     scores = key == "critic.path" and any(score_weight(file) is not None for file in folder.glob("*.safetensors"))
-    load = load_reward_model if scores else load_model
-    return load(folder).to(head(policy.model).weight.device)
+    if ranks.sharded:
+        return (sketched_reward_model if scores else sketched)(folder, device_of(policy.model))
+    return (load_reward_model if scores else load_model)(folder).to(device_of(policy.model))
 
 
 def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None:
@@ -349,10 +357,17 @@ def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None
         )
 
 
-def make_learner(config: schema.RL | schema.Stage, model: nn.Module, ranks: Ranks | None = None) -> Learner:
-    """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did."""
+def replays(config: schema.RL | schema.Stage) -> bool:
+    return isinstance(config, schema.RL) and config.algorithm.router_replay == "rollout"
+
+
+def make_learner(
+    config: schema.RL | schema.Stage, model: nn.Module, ranks: Ranks | None = None, routed: bool = True
+) -> Learner:
+    """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did.
+    `routed`: what the configuration says of routers is about this model."""
     optimizer = config.optimizer
-    check_device(config, head(model).weight.device)
+    check_device(config, device_of(model))
     return Learner(
         model,
         dtype=DTYPES[config.model.dtype],
@@ -365,6 +380,8 @@ def make_learner(config: schema.RL | schema.Stage, model: nn.Module, ranks: Rank
         offload=optimizer.offload == "cpu",
         lora=lora_of(config),
         ranks=ranks,
+        router_aux_coef=config.learner.router_aux_coef if routed else 0.0,
+        router_replay=routed and replays(config),
     )
 
 

@@ -202,7 +202,7 @@ class Credit:
 
     def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
         weights, keys = [0.0] * len(samples), self.config
-        return pack(samples, weights, keys.learner.tokens_per_microbatch, keys.parallel.shares, self.pair_cost)
+        return pack(samples, weights, keys.capacity, keys.parallel.shares, self.pair_cost)
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
         """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""

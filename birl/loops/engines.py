@@ -39,7 +39,7 @@ from birl.types import Completion, SamplingParams
 from birl.waits import alive, event
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
-from birl.weights.publish import Sender, Volume, shared_memory
+from birl.weights.publish import Sender, Volume, published, released, shared_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,6 +390,7 @@ def sender(
         compute=policy.compute,
         canary=Canary(learner, prompts[: config.weights.canary], config.weights.max_gap),
         timeout=config.weights.timeout,
+        tensors=published if config.engine.kind == "birl" else released,
         broadcast=servers.broadcast,
         sleeping=list(servers.remotes.values()) if config.engine.sleep else (),
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,

@@ -20,11 +20,13 @@ import torch
 from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import flatten, run_folder
+from birl.config.words import said_capacity, said_needed
 from birl.data.examples import Example, Examples
 from birl.data.pack import Batch, packing
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.writer import Writer
 from birl.loops import build, ranks
 from birl.loops.machine import compute_thread, peak_memory
 from birl.loops.policy import Policy, load_policy
@@ -84,6 +86,7 @@ class Parts:
     tracker: Tracker = build.NOT_HERE
     resume_from: Path | None = None
     total_steps: int = 0
+    writer: Writer = field(default_factory=Writer)
 
     @property
     def compute(self) -> Executor:
@@ -138,6 +141,7 @@ async def _main(
             run = _Run(config=config, parts=parts, stop=stop)
             return await (run.tell() if dry_run else run.to_the_end())
         finally:
+            await asyncio.to_thread(parts.writer.finish)
             parts.tracker.close()
 
 
@@ -145,7 +149,7 @@ def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objecti
     """Every rank but 0: the same learner, and none of the data."""
 
     def make(together: Crew) -> _Run:
-        policy = load_policy(config.model, idle())
+        policy = load_policy(config.model, idle(), together.ranks)
         objective_ = objective(config, policy, 0)
         parts = Parts(
             config=config,
@@ -172,7 +176,7 @@ def assembled(
 ) -> Parts:
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
     resume_from = find_checkpoint(config, run)
-    policy = load_policy(config.model, compute)
+    policy = load_policy(config.model, compute, together.ranks)
     limit = min(config.model.max_length or policy.context, policy.context)
     train = load(policy, config.data, "train", limit, given.train)
     held_out = load(policy, config.data, "validation", limit, given.validation)
@@ -211,14 +215,13 @@ def _size(example: Example) -> int:
 
 
 def fitting(config: schema.Stage, longest: int, what: str) -> int:
-    """learner.tokens_per_microbatch, which must hold the longest example; what is compared stays in one micro-batch."""
-    have = config.learner.tokens_per_microbatch
-    if longest > have:
+    """Tokens of a micro-batch, which must hold the longest example; what is compared stays in one micro-batch."""
+    if longest > config.capacity:
         raise BirlError(
-            f"learner.tokens_per_microbatch={have} cannot hold the longest {what}, {longest} tokens. Set "
-            f"learner.tokens_per_microbatch={longest}, or a smaller model.max_length, beyond which rows are dropped."
+            f"{said_capacity(config)} cannot hold the longest {what}, {longest} tokens. Set "
+            f"{said_needed(config, longest)}, or a smaller model.max_length, beyond which rows are dropped."
         )
-    return have
+    return config.capacity
 
 
 @dataclass(slots=True)
@@ -241,8 +244,7 @@ class _Run(Run):
         finished = not self.stop.is_set()
         if finished and self.plans_validation() and self.last_validation_step() != self.step:
             await self.validate()
-        if self.saved != self.step and self.step:
-            await self.save()
+        await self.save_last()
         return self.summary(finished)
 
     async def tell(self) -> dict[str, Any]:

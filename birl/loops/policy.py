@@ -30,6 +30,8 @@ from birl.models.load import (
     resolve,
     skeleton,
 )
+from birl.models.slices import sketched, verify_small
+from birl.parallel.ranks import Ranks
 from birl.planning.shape import Shape
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
@@ -59,10 +61,15 @@ class Policy:
         return Shape.of(config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}).pair_cost
 
     def engine(
-        self, config: schema.Generation, context: int, version: Callable[[], int] | None, longest: int | None = None
+        self,
+        config: schema.Generation,
+        context: int,
+        version: Callable[[], int] | None,
+        longest: int | None = None,
+        routes: bool = False,
     ) -> EmbeddedEngine:
         """`version` None: the engine has weights of its own. `longest`: no sequence will be longer [tokens]; `context`
-        where it is not known."""
+        where it is not known. `routes`: it says which experts computed a token."""
         return EmbeddedEngine(
             self.model,
             self.tokenizer,
@@ -74,6 +81,7 @@ class Policy:
             max_batch=config.max_batch,
             kv_cache_gb=config.kv_cache_gb or cache_bytes(self.model, config.max_batch, longest or context) / 2**30,
             draft_rows=config.draft_rows,
+            routes=routes,
         )
 
 
@@ -97,8 +105,9 @@ def load_reader(config: schema.Model) -> Reader:
     return Reader(folder=folder, chat=chat, context=context_limit(model))
 
 
-def load_policy(config: schema.Model, compute: Executor) -> Policy:
-    """The model is verified in float32 on the device that it will run on, so with that device's kernels."""
+def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = None) -> Policy:
+    """The model is verified in float32 on the device that it will run on, so with that device's kernels. Where `ranks`
+    will have parts of it, it gets no weights yet (`models/slices.py`), and a small one like it is verified instead."""
     device = choose(config.device)
     folder = resolve(config.path)
     if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
@@ -113,8 +122,13 @@ def load_policy(config: schema.Model, compute: Executor) -> Policy:
             chat.render(PROBE[:1])
         except BirlError as error:
             raise BirlError(f"model.chat_template={config.chat_template}: {error}") from error
-    model = load_model(folder).to(device)
-    verify(model)
+    if ranks is not None and ranks.sharded:
+        model = sketched(folder, device)
+        if ranks.rank == 0:
+            verify_small(folder, device)
+    else:
+        model = load_model(folder).to(device)
+        verify(model)
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)

@@ -32,7 +32,8 @@ SHOWN = 4000  # characters of a rank's log that an error shows
 
 def grid_of(config: schema.RL | schema.Stage) -> Grid:
     keys = config.parallel
-    return Grid(ddp=keys.ddp, fsdp=keys.fsdp, cp=keys.cp, tp=keys.tp, sequence=keys.sequence)
+    names = ("ddp", "fsdp", "cp", "tp", "ep", "sequence", "context")
+    return Grid(**{name: getattr(keys, name) for name in names})
 
 
 def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:

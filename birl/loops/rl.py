@@ -87,7 +87,7 @@ def follow(config: schema.RL) -> None:
     """Every rank but 0: the same learner, and no engine."""
 
     def make(together: Crew) -> _Run:
-        parts = build.learning(config, load_policy(config.model, idle()), together)
+        parts = build.learning(config, load_policy(config.model, idle(), together.ranks), together)
         return _Run(config=config, parts=parts, stop=asyncio.Event())
 
     ranks.follow(config, make)
@@ -143,8 +143,7 @@ class _Run(Run):
         finished = not self.stop.is_set()
         if finished and config.validation.every and parts.plan_validation and self.last_validation_step() != self.step:
             await self.validate()
-        if self.saved != self.step and self.step:
-            await self.save()
+        await self.save_last()
         return self.summary(finished)
 
     async def rollout(self, index: int, task: Task) -> Group:
@@ -267,7 +266,7 @@ class _Run(Run):
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        size, shares = config.learner.tokens_per_microbatch, config.parallel.shares
+        size, shares = config.capacity, config.parallel.shares
         pair_cost = parts.policy.pair_cost
         batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
         stats.other |= packing(batches, size, shares, pair_cost)

@@ -4,6 +4,7 @@ The loops themselves (`rl.py`, `offline.py`) say what a step is.
 """
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner, Stats
 from birl.learner.optimizer import learning_rate
+from birl.learner.writer import Writer
 from birl.loops.run_folder import next_commands
 from birl.parallel.crew import Crew
 from birl.track.tracker import Tracker
@@ -40,6 +42,7 @@ class Parts(Protocol):
     tracker: Tracker
     resume_from: Path | None
     crew: Crew
+    writer: Writer
 
     @property
     def compute(self) -> Executor: ...
@@ -132,15 +135,18 @@ class Run:
         return False
 
     async def report(self, metrics: dict[str, float], counted: tuple[str, ...], improved: bool) -> None:
-        """The end of a step: its figures, and a checkpoint where it is time for one."""
+        """The end of a step: its figures, and a checkpoint where it is time for one. Raises what the one before failed
+        with."""
         keys: schema.Checkpoint = self.config.checkpoint
         self.totals.update({k: int(metrics[k]) for k in counted})
         self.parts.tracker.step(self.step, metrics)
         self.clock, self.saving = time.perf_counter(), 0.0
+        self.parts.writer.check()
         if (keys.every and self.step % keys.every == 0) or (improved and keys.keep_best):
             await self.save()
 
     async def save(self) -> None:
+        """With checkpoint.asynchronous it is complete some time later: `save_last` waits for that."""
         parts, keys = self.parts, self.config.checkpoint
         parts.tracker.phase("saving a checkpoint")
         began = time.perf_counter()
@@ -150,28 +156,51 @@ class Run:
             "spent": self.spent + began - self.started,
             "logs": parts.tracker.offsets(),
         }
-        await self.together("write", self.step, state)
+        kept = {self.best_step} if keys.keep_best and self.best_step else set()
+        await self.together("write", self.step, json.loads(json.dumps(state)), kept)  # as it is now
         self.saved, self.saving = self.step, time.perf_counter() - began
-        best = {self.best_step} if keys.keep_best and self.best_step else set()
-        checkpoint.prune(self.checkpoints, keys.keep_last, best - {None})  # pyright: ignore
 
-    def write(self, step: int, state: dict[str, Any]) -> None:
-        """(every rank) A checkpoint."""
-        checkpoint.save(self.checkpoints, step, self.parts.tensors(), state, self.parts.crew.ranks)
+    async def save_last(self) -> None:
+        """The end of the run: everything is saved when this returns."""
+        if self.saved != self.step and self.step:
+            await self.save()
+        await self.together("saving_done")
+
+    def write(self, step: int, state: dict[str, Any], kept: set[int]) -> None:
+        """(every rank) A checkpoint; then the old ones go, but for the newest and those of the steps in `kept`."""
+        ranks, keys, root = self.parts.crew.ranks, self.config.checkpoint, self.checkpoints
+
+        def work(tensors: dict[str, torch.Tensor], group: Any) -> None:
+            checkpoint.save(root, step, tensors, state, ranks, group)
+            if ranks.rank == 0:
+                checkpoint.prune(root, keys.keep_last, kept)
+
+        if keys.asynchronous:
+            self.parts.writer.begin(self.parts.tensors(), work, ranks)
+        else:
+            work(self.parts.tensors(), None)
+
+    def saving_done(self) -> None:
+        """(every rank)"""
+        self.parts.writer.wait()
 
     def read(self, path: Path) -> dict[str, Any]:
         """(every rank) A checkpoint's tensors into ours; gives its state."""
-        state = checkpoint.load(path, self.parts.tensors(), self.parts.crew.ranks)
+        state = checkpoint.fill(path, self.parts.tensors(), self.parts.crew.ranks)
         self.parts.loaded(state["version"])
         self.extra = state["extra"]
         return state
 
+    def damage(self, path: Path) -> list[str]:
+        """(every rank) What is wrong with the files of a checkpoint."""
+        return checkpoint.verify(path, self.parts.crew.ranks)
+
     async def resume(self) -> None:
         """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""
-        path = self.parts.resume_from
-        if path is None:
+        if self.parts.resume_from is None:
             self.parts.tracker.rewind(None, 0)
             return
+        path, warnings = await self.intact(self.parts.resume_from)
         state = await self.together("read", path)
         for name in REMEMBERED:
             setattr(self, name, state[name])
@@ -179,7 +208,35 @@ class Run:
         own = path.resolve().parent == self.checkpoints.resolve()
         self.saved = self.step if own else None
         self.parts.tracker.rewind(state["logs"] if own else None, self.step)
-        self.parts.tracker.message(f"Resumed from {path} at step {self.step}.")
+        for text in (*warnings, f"Resumed from {path} at step {self.step}."):
+            self.parts.tracker.message(text)
+
+    async def intact(self, chosen: Path) -> tuple[Path, list[str]]:
+        """The checkpoint to go on from, and warnings: where the newest of a run is damaged, the newest that is not.
+        Raises `BirlError` where there is none, or where the damaged one was asked for by name."""
+        found = {chosen: await self.together("damage", chosen)}
+        if not found[chosen]:
+            return chosen, []
+        if self.config.resume != "auto":
+            raise BirlError(
+                f"The checkpoint {chosen} is damaged: {'; '.join(found[chosen])}. Choose an older one: resume=FOLDER."
+            )
+        for entry in reversed(checkpoint.saved(self.checkpoints)):
+            damage = found[entry.path] = found.get(entry.path) or await self.together("damage", entry.path)
+            if damage:
+                continue
+            del found[entry.path]
+            aside = {path: checkpoint.set_aside(path) for path in found}
+            return entry.path, [
+                f"WARNING: the checkpoint {path.name} is damaged ({'; '.join(found[path][:3])}). It is {where.name} "
+                f"from now on, and the run goes on from {entry.path.name}."
+                for path, where in aside.items()
+            ]
+        raise BirlError(
+            f"All {len(found)} checkpoints of {self.parts.run} are damaged:\n"
+            + "\n".join(f"  {path.name}: {'; '.join(damage[:3])}" for path, damage in found.items())
+            + "\nNothing can be resumed: begin anew with run=ANOTHER_FOLDER, or put back a copy of a checkpoint."
+        )
 
     def summary(self, finished: bool) -> dict[str, Any]:
         self.spent += time.perf_counter() - self.started

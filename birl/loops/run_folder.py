@@ -22,7 +22,8 @@ try:
 except ImportError:  # not on Windows: there, nothing keeps two processes out of one folder
     fcntl = None
 
-# Keys that may change when a run goes on: its length, and what bounds memory or time but never changes a result.
+# Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding
+# at most.
 FREE = (
     *("steps", "epochs", "resume", "run", "threads"),
     *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),

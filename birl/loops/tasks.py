@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from birl.config import schema
+from birl.config.words import said_capacity, said_needed
 from birl.data.stream import Source, Stream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.envs.open import World
@@ -78,20 +79,19 @@ def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
 def check_lengths(config: schema.RL, world: World, train: Sequence[Tasks], chat: Chat, context: int) -> None:
     """A sample must fit into one micro-batch; better to know now than at step 300."""
     if world.turns:
-        if context > config.learner.tokens_per_microbatch:
+        if context > config.capacity:
             raise BirlError(
-                f"learner.tokens_per_microbatch={config.learner.tokens_per_microbatch} cannot hold an episode of "
-                f"several turns, which may have as many tokens as the context, {context}. Set model.max_length to the "
-                "longest that an episode should get, or raise learner.tokens_per_microbatch."
+                f"{said_capacity(config)} cannot hold an episode of several turns, which may have as many tokens as "
+                f"the context, {context}. Set model.max_length to the longest that an episode should get, or "
+                f"{said_needed(config, context)}."
             )
         return
     longest = max(len(chat.render(t[i].prompt)) for t in train for i in range(len(t)))
-    need, have = longest + config.rollout.max_tokens, config.learner.tokens_per_microbatch
-    if need > have:
+    need = longest + config.rollout.max_tokens
+    if need > config.capacity:
         raise BirlError(
-            f"learner.tokens_per_microbatch={have} cannot hold the longest possible sample: a prompt of {longest} "
-            "tokens and "
-            f"rollout.max_tokens={config.rollout.max_tokens}. Set learner.tokens_per_microbatch={need}, or lower "
+            f"{said_capacity(config)} cannot hold the longest possible sample, {need} tokens: a prompt of {longest} "
+            f"and rollout.max_tokens={config.rollout.max_tokens}. Set {said_needed(config, need)}, or lower "
             "data.max_prompt_tokens or rollout.max_tokens."
         )
 

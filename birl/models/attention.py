@@ -25,10 +25,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from birl.errors import BirlError
 from birl.kernels import Kernels
 from birl.models import varlen
-from birl.models.tree_attention import tree_attention
+from birl.models.tree_attention import Area, tree_attention
 
 NAME = "birl"
-IGNORED = {"position_ids", "cache_position", "output_attentions", "use_cache", "is_causal", "position_embeddings"}
+IGNORED = {
+    *("position_ids", "cache_position", "output_attentions", "output_router_logits", "use_cache", "is_causal"),
+    "position_embeddings",
+}
 
 
 class Layout(Protocol):
@@ -36,6 +39,8 @@ class Layout(Protocol):
         """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
         ...
 
+
+class RowLayout(Layout, Protocol):
     def attend_rows(
         self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -71,8 +76,7 @@ class Packed:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if query.device.type == "cpu":
-            biases = [self.bias(tree, window) for tree in self.trees]
-            return tree_attention(query[0], key[0], value[0], biases, scale)[None]
+            return tree_attention(query[0], key[0], value[0], self.areas(window), scale)[None]
         if len(query) == 1 and varlen.takes(query, value) and (window is None or varlen.windows()):
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             return varlen.attend(self.cut, q, k, v, scale, window)[None]
@@ -127,23 +131,32 @@ class Packed:
             self.masks[tree, window] = tree_mask(tree, window).to(self.device)
         return self.masks[tree, window]
 
-    def bias(self, tree: Tree, window: int | None) -> Tensor:
-        """The same as 0 and -inf, float32 [n, n]."""
-        if (tree, window) not in self.masks:
-            hidden = ~tree_mask(tree, window)
-            self.masks[tree, window] = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-        return self.masks[tree, window]
+    def areas(self, window: int | None) -> list[Area]:
+        """Each tree with its mask as 0 and -inf."""
+        found, start = [], 0
+        for tree in self.trees:
+            if (tree, window) not in self.masks:
+                self.masks[tree, window] = bias(tree_mask(tree, window))
+            found.append((start, start, self.masks[tree, window]))
+            start += len(tree)
+        return found
 
 
-def tree_mask(tree: Tree, window: int | None) -> Tensor:
-    """mask[i, j] = token i may attend to token j: j is not later, and belongs to the prefix or to i's own branch."""
-    branch = torch.tensor([-1] * tree.prefix + [b for b, n in enumerate(tree.branches) for _ in range(n)])
-    order = torch.arange(len(tree))
-    mask = (order[:, None] >= order) & ((branch == -1) | (branch[:, None] == branch))
+def tree_mask(tree: Tree, window: int | None, first: int = 0, last: int | None = None) -> Tensor:
+    """mask[i, j] = token first + i may attend to token j: j is not later, and belongs to the prefix or to i's own
+    branch. bool [last - first, last]; without `last` to the tree's end."""
+    branch = torch.tensor([-1] * tree.prefix + [b for b, n in enumerate(tree.branches) for _ in range(n)])[:last]
+    order = torch.arange(len(branch))
+    mask = (order[first:, None] >= order) & ((branch == -1) | (branch[first:, None] == branch))
     if window is not None:
-        position = torch.tensor(tree.positions())
-        mask &= position[:, None] - position < window
+        position = torch.tensor(tree.positions())[:last]
+        mask &= position[first:, None] - position < window
     return mask
+
+
+def bias(mask: Tensor) -> Tensor:
+    """0 where a mask is true and -inf elsewhere, float32."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def attention(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from birl import kernels
 from birl.kernels import Kernels, PackedWeight
-from birl.models.attention import Layout, Packed
+from birl.models.attention import Packed, RowLayout
 from birl.models.paged import Cache, Paged
 
 MADE: "WeakKeyDictionary[nn.Module, tuple[torch.dtype, Decoder | None]]" = WeakKeyDictionary()
@@ -219,7 +219,7 @@ class Decoder:
             scale=attention.scaling,
         )
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, layout: RowLayout) -> Tensor:
         """Last hidden state of each token, normed: tokens [T], positions [T] -> [T, H]."""
         x: Tensor = _Embed.apply(tokens, self.body.embed_tokens.weight)  # pyright: ignore
         cosine, sine = self.rotations(positions)
@@ -274,7 +274,7 @@ class Decoder:
         return self.cosine[positions], self.sine[positions]
 
     def forward(
-        self, layer: Layer, x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout, in_place: bool
+        self, layer: Layer, x: Tensor, cosine: Tensor, sine: Tensor, layout: RowLayout, in_place: bool
     ) -> tuple[Tensor, Kept | None]:
         """One layer: x [T, H] float32 -> the same. In place nothing is kept."""
         k = self.kernels

@@ -1,6 +1,7 @@
 """Where a model computes, and in which precision there."""
 
 import torch
+from torch import nn
 
 from birl.errors import BirlError
 
@@ -25,3 +26,9 @@ def exact() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's weights are, or will be once it is given them (`slices.py`)."""
+    pending = getattr(model, "pending", None)
+    return next(model.parameters()).device if pending is None else pending.device

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from birl.errors import BirlError
 from birl.models import decoder, fused_decoder
-from birl.models.attention import Layout, Packed, Tree
+from birl.models.attention import Layout, Packed, RowLayout, Tree
 from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
 
@@ -18,7 +18,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: L
     """Last hidden state of each token: tokens [T], positions [T] -> [T, H]. On birl's kernels where they fit, on CUDA
     on the fused ones."""
     if decoder := decoder_for(model):
-        return decoder.hidden_states(tokens, positions, layout)
+        return decoder.hidden_states(tokens, positions, cast(RowLayout, layout))  # sharded models have no decoder
     if fused := fused_for(model):
         return fused.hidden_states(tokens, positions, layout)
     body = cast(Any, model).base_model

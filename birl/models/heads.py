@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from birl.errors import BirlError
+from birl.models.device import device_of
 from birl.models.forward import head
 
 HEADS = ("score", "value")
@@ -24,9 +25,8 @@ def add_score_head(model: nn.Module, seed: int, name: str = "score") -> None:
     """
     if score_head(model, name) is not None:
         return
-    lm_head = head(model)
-    width = lm_head.weight.shape[1]
-    score = nn.Linear(width, 1, bias=False, device=lm_head.weight.device)
+    width = head(model).weight.shape[1]
+    score = nn.Linear(width, 1, bias=False, device=device_of(model))
     generator = torch.Generator().manual_seed(seed)
     score.weight.data.copy_(torch.randn(1, width, generator=generator) / (width + 1))
     model.add_module(name, score)

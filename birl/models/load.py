@@ -28,6 +28,7 @@ from birl.named import template_file
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+REWARD_MODEL = {"beside": {"score.weight"}, "without": {"lm_head.weight"}}  # beyond a language model's weights
 
 
 def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:
@@ -64,6 +65,12 @@ def from_hub(name: str, wanted: list[str], key: str = "model.path") -> Path:
 def load_reward_model(folder: Path) -> nn.Module:
     """The language model's body with its score head (`models/heads.py`), from a sequence-classification folder with one
     label. Raises `BirlError` for anything else."""
+    weight = reward_head(folder)
+    return with_head(load_model(folder, **REWARD_MODEL), weight)
+
+
+def reward_head(folder: Path) -> Tensor:
+    """The score head [1, H] of a reward model's folder. Raises `BirlError` where there is none, or several scores."""
     check_files(folder)
     weight = next((w for file in sorted(folder.glob("*.safetensors")) if (w := score_weight(file)) is not None), None)
     if weight is None:
@@ -73,7 +80,10 @@ def load_reward_model(folder: Path) -> nn.Module:
         )
     if weight.shape[0] != 1:
         raise BirlError(f"{folder}: gives {weight.shape[0]} scores for a text, a reward model gives one.")
-    model = load_model(folder, beside={"score.weight"}, without={"lm_head.weight"})
+    return weight
+
+
+def with_head(model: nn.Module, weight: Tensor) -> nn.Module:
     add_score_head(model, 0)
     model.get_submodule("score").weight.data.copy_(weight)  # pyright: ignore
     return model
@@ -121,16 +131,7 @@ def load_model(
     report["unexpected_keys"] = set(report.get("unexpected_keys") or ()) - beside
     check_report(folder, model, report)
     model.config.use_cache = False
-    forget_padding(model)
     return model.eval()
-
-
-def forget_padding(model: nn.Module) -> None:
-    """Nothing here is padded, and in many models (SmolLM2, Qwen) the padding token is one that they write, the end of a
-    turn or of a text: with `padding_idx` its embedding would get no gradient from where it is read."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
 
 
 def skeleton(folder: Path, scores: bool = False) -> nn.Module:

@@ -14,16 +14,18 @@ from torch import Tensor
 
 SCORES = 2**22  # attention scores that exist at once: 16 MiB, and as much again for what is computed from them
 
+Area = tuple[int, int, Tensor]  # first row, first column, and 0 or -inf for each pair, float32 [rows, columns]
 Block = tuple[slice, slice, Tensor]  # rows, the columns they may see, and 0 or -inf for each pair
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Tensor], scale: float) -> Tensor:
-    """softmax(scale q k' + bias) v within each tree: query [H, T, D], key [K, T, D], value [K, T, D'] -> [T, H, D'].
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, areas: Sequence[Area], scale: float) -> Tensor:
+    """softmax(scale q k' + bias) v within each area: query [H, T, D], key [K, S, D], value [K, S, D'] -> [T, H, D'].
 
-    `biases` has one [n, n] float32 tensor for each tree, in order: 0 where row may see column, else -inf. Columns later
-    than their row are never seen.
+    Every row belongs to one area, every column to any number of them. An area's last column is its last row's own
+    token, and so on upwards: columns later than their row are never seen. In a row of trees that is whole, each tree is
+    an area with rows = columns.
     """
-    return _TreeAttention.apply(query, key, value, biases, scale)  # pyright: ignore
+    return _TreeAttention.apply(query, key, value, areas, scale)  # pyright: ignore
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -31,15 +33,15 @@ class _TreeAttention(torch.autograd.Function):
     dk = scale ds' q.  Heads of one key head are rows of one product."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Tensor], scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, areas: Sequence[Area], scale: float) -> Tensor:
         output = value.new_empty(query.shape[1], query.shape[0], value.shape[2])
-        for block in blocks(biases, query.shape[0]):
+        for block in blocks(areas, query.shape[0]):
             rows, columns, _ = block
             p = probabilities(query, key, block, scale)[0]
             result = torch.bmm(p, value[:, columns].float())
             output[rows] = result.view(query.shape[0], -1, value.shape[2]).transpose(0, 1)
         ctx.save_for_backward(query, key, value)
-        ctx.biases, ctx.scale = biases, scale
+        ctx.areas, ctx.scale = areas, scale
         return output
 
     @staticmethod
@@ -47,9 +49,9 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         kv_heads = key.shape[0]
         grad_query = torch.empty_like(query)
-        grad_key = torch.zeros(key.shape, dtype=torch.float32)
-        grad_value = torch.zeros(value.shape, dtype=torch.float32)
-        for block in blocks(ctx.biases, query.shape[0]):
+        grad_key = torch.zeros(key.shape, dtype=torch.float32, device=key.device)
+        grad_value = torch.zeros(value.shape, dtype=torch.float32, device=key.device)
+        for block in blocks(ctx.areas, query.shape[0]):
             rows, columns, _ = block
             p, q, k = probabilities(query, key, block, ctx.scale)
             grad = grads[0][rows].transpose(0, 1).reshape(kv_heads, -1, value.shape[2]).float()
@@ -72,13 +74,12 @@ def probabilities(query: Tensor, key: Tensor, block: Block, scale: float) -> tup
     return scores.softmax(-1), q, k
 
 
-def blocks(biases: Sequence[Tensor], heads: int) -> Iterator[Block]:
-    """Rows of each tree in pieces of at most `SCORES` scores, with all columns that are not later than the last row."""
-    start = 0
-    for bias in biases:
-        n = len(bias)
-        step = max(1, SCORES // (heads * n))
-        for first in range(0, n, step):
-            last = min(first + step, n)
-            yield slice(start + first, start + last), slice(start, start + last), bias[first:last, :last]
-        start += n
+def blocks(areas: Sequence[Area], heads: int) -> Iterator[Block]:
+    """Rows of each area in pieces of at most `SCORES` scores, with all columns that are not later than the last row."""
+    for row, column, bias in areas:
+        rows, columns = bias.shape
+        step = max(1, SCORES // (heads * columns))
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            seen = columns - rows + last
+            yield slice(row + first, row + last), slice(column, column + seen), bias[first:last, :seen]

@@ -31,9 +31,7 @@ class Segments:
 
 def segments(trees: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Segments:
     """`trees`: (prefix, branch lengths) of each stretch of the row. Made on the host, brought to `device` once."""
-    queries: list[int] = []
-    keys: list[int] = []
-    ranges: list[range] = []
+    seen: list[tuple[int, Sequence[range]]] = []
     place = 0
     for prefix, branches in trees:
         if len(branches) < 2:  # one plain sequence
@@ -41,17 +39,29 @@ def segments(trees: Sequence[tuple[int, Sequence[int]]], device: torch.device) -
         stem = range(place, place + prefix)
         place += prefix
         if prefix:
-            queries.append(prefix)
-            keys.append(prefix)
-            ranges.append(stem)
+            seen.append((prefix, [stem]))
         for n in branches:
             if n:
-                queries.append(n)
-                keys.append(prefix + n)
-                ranges += [stem, range(place, place + n)]
+                seen.append((n, [stem, range(place, place + n)]))
             place += n
-    gathered = sum(keys) != sum(queries)
-    index = torch.cat([torch.arange(r.start, r.stop) for r in ranges]).to(device) if gathered else None
+    gathered = sum(len(r) for _, ranges in seen for r in ranges) != sum(n for n, _ in seen)
+    return cut(seen, device, gathered)
+
+
+def cut(
+    seen: Sequence[tuple[int, Sequence[range]]],
+    device: torch.device,
+    gathered: bool = True,
+    places: Tensor | None = None,
+) -> Segments:
+    """`seen`: of each segment its number of queries, and the tokens that its last one sees, in order. Not `gathered`:
+    they are the row of keys as it is. `places` [T]: where the keys have each token, if not in the row's order."""
+    queries = [n for n, _ in seen]
+    keys = [sum(map(len, ranges)) for _, ranges in seen]
+    tokens = [torch.arange(r.start, r.stop) for _, ranges in seen for r in ranges]
+    index = torch.cat(tokens).to(device) if gathered else None
+    if index is not None and places is not None:
+        index = places[index]
     starts = torch.tensor([[0, *queries], [0, *keys]], dtype=torch.int32).cumsum(1, dtype=torch.int32).to(device)
     return Segments(starts[0], starts[1], max(queries, default=0), max(keys, default=0), index)
 

@@ -5,6 +5,7 @@
     cp     ranks that every packed row is split over (context parallelism)
     tp     ranks that every layer is split over (tensor parallelism)
 
+Of fsdp x cp ranks `ep` neighbours at a time share the experts of a mixture-of-experts model (`experts.py`).
 Ranks with the same place in ddp and fsdp see the same samples: there are ddp x fsdp shares of a step's micro-batches.
 A micro-batch's weights hold the step's denominator already, so that gradients and figures are summed over the shares,
 never averaged.
@@ -30,30 +31,37 @@ AXES = ("ddp", "fsdp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """How many ranks each axis has; `sequence`: those of tp share out the tokens between split blocks, too. Example:
-    Grid(fsdp=4, tp=2) is 8 ranks, which see 4 shares of the samples."""
+    """How many ranks each axis has. Example: Grid(fsdp=4, tp=2) is 8 ranks, which see 4 shares of the samples.
+
+    sequence: those of tp share out the tokens between split blocks, too.
+    context: how the tokens of a row see those of other ranks, "gather" or "ulysses" (`context.py`)."""
 
     ddp: int = 1
     fsdp: int = 1
     cp: int = 1
     tp: int = 1
     sequence: bool = True
+    context: str = "gather"
+    ep: int = 1  # divides fsdp x cp, and adds no ranks
 
     @property
     def size(self) -> int:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={n}" for axis in AXES if (n := getattr(self, axis)) > 1) or "one rank"
+        return " x ".join(f"{axis}={n}" for axis in (*AXES, "ep") if (n := getattr(self, axis)) > 1) or "one rank"
 
 
 class Ranks:
     """This process among its like. `Ranks()` is one process alone."""
 
-    def __init__(self, grid: Grid | None = None, mesh: DeviceMesh | None = None) -> None:
-        """`mesh` [ddp, fsdp x cp, tp]: ranks of one row share weights and sum gradients like those of other rows."""
+    def __init__(
+        self, grid: Grid | None = None, mesh: DeviceMesh | None = None, experts: DeviceMesh | None = None
+    ) -> None:
+        """`mesh` [ddp, fsdp x cp, tp]: ranks of one row share weights and sum gradients like those of other rows.
+        `experts` [ddp, fsdp x cp / ep, ep]: the same ranks, where experts are spread over some."""
         self.grid = grid = grid or Grid()
-        self.mesh = mesh
+        self.mesh, self.experts = mesh, experts
         self.rank = rank = 0 if mesh is None else dist.get_rank()
         self.shares, self.share = grid.ddp * grid.fsdp, rank // (grid.cp * grid.tp)
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -79,6 +87,12 @@ class Ranks:
         """What FSDP splits weights over: [fsdp x cp], or [ddp, fsdp x cp] where there are copies."""
         assert self.mesh is not None
         return self.mesh["ddp", "shard"] if self.grid.ddp > 1 else self.mesh["shard"]
+
+    @property
+    def expert_sharding(self) -> DeviceMesh:
+        """The same for experts that are spread over ep already: [fsdp x cp / ep], with [ddp] before where there is."""
+        assert self.experts is not None
+        return self.experts["ddp", "rest"] if self.grid.ddp > 1 else self.experts["rest"]
 
     def mine(self, work: Sequence[T]) -> Sequence[T]:
         """This rank's share. All ranks must have equally many: a collective waits for everybody (`pack`'s `parts`)."""
@@ -128,8 +142,14 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    shape = (grid.ddp, grid.fsdp * grid.cp, grid.tp)
-    return Ranks(grid, init_device_mesh(device.type, shape, mesh_dim_names=("ddp", "shard", "tp")))
+    shard = grid.fsdp * grid.cp
+    mesh = init_device_mesh(device.type, (grid.ddp, shard, grid.tp), mesh_dim_names=("ddp", "shard", "tp"))
+    if grid.ep == 1:
+        return Ranks(grid, mesh)
+    if shard % grid.ep or grid.tp > 1:
+        raise BirlError(f"parallel: {grid}: ep must divide fsdp x cp = {shard}, and tp must be 1.")
+    rest = (grid.ddp, shard // grid.ep, grid.ep)
+    return Ranks(grid, mesh, init_device_mesh(device.type, rest, mesh_dim_names=("ddp", "rest", "ep")))
 
 
 def _groups(ranks: int, step: int, size: int) -> list[list[int]]:

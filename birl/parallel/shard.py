@@ -8,7 +8,10 @@ denominator already.
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
+from birl.models.device import device_of
+from birl.parallel.experts import spread
 from birl.parallel.ranks import Ranks
 
 
@@ -17,13 +20,23 @@ def shard(
 ) -> None:
     """Split `model`'s parameters over `ranks`, each decoder layer as a unit and all the rest with `root`, the module
     whose forward pass is called. Computes in `dtype`; parameters stay as they are, gradients are float32. `reshard`:
-    give a layer back between the forward and the backward pass. `offload`: parts live in CPU memory."""
+    give a layer back between the forward and the backward pass. `offload`: parts live in CPU memory. Experts may be
+    spread over some of the ranks before (`experts.py`)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if parameters else None, cast_forward_inputs=False
     )
-    pinned = next(model.parameters()).is_cuda
+    pinned = device_of(model).type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    for unit in spread(model, ranks) if ranks.grid.ep > 1 else ():
+        fully_shard(
+            unit,
+            mesh=ranks.expert_sharding,
+            mp_policy=policy,
+            offload_policy=kept,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda parameter: Shard(1),  # the first dimension is split over ep
+        )
     for unit in (*layers(model), root):
         fully_shard(
             unit,
@@ -36,6 +49,14 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no other, and 1 needs no factor
+
+
+def settle(root: nn.Module) -> None:
+    """Parameters that were given values after `shard` take their final place now: FSDP pads uneven parts by moving
+    them, at the first use, and whoever had hold of a part would then have an old one."""
+    assert isinstance(root, FSDPModule)
+    root.unshard()
+    root.reshard()
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

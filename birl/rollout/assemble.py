@@ -100,9 +100,21 @@ def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: i
                 advantage=advantage if isinstance(advantage, float | int) else tuple(own),
                 group=group,
                 episode=episode,
+                routes=routes(trajectory, chain),
             )
         )
     return found
+
+
+def routes(trajectory: Trajectory, chain: Chain) -> bytes:
+    """Which experts computed each token when it was first computed. That of the last one is unknown: no engine has
+    computed it."""
+    completions = [(trajectory.turns[number].completion, where) for number, where in chain.turns]
+    size = max(len(c.routes) // max(where.stop - 1, 1) for c, where in completions)
+    found = b""
+    for completion, _ in completions:
+        found += completion.routes[len(found) :]
+    return found.ljust(len(chain.tokens) * size, b"\xff")
 
 
 def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list[float]]:

@@ -20,14 +20,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
 from birl.models.heads import HEADS
+from birl.parallel.experts import experts_of
 from birl.serve.peer import size
 from birl.serve.remote import Remote
 from birl.types import Held, Update
@@ -111,6 +113,13 @@ def published(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.data for name, p in model.named_parameters() if name.split(".")[0] not in HEADS}
 
 
+def released(model: nn.Module) -> dict[str, Tensor]:
+    """The same by the names of the model's own files, which other engines know: of a mixture of experts, which the
+    module holds together, each expert by itself. No copies."""
+    tensors = published(model)
+    return revert_weight_conversion(cast(Any, model), tensors) if experts_of(model) else tensors
+
+
 class Fleet(Protocol):
     """What sending needs of the engines: `serve.router.Router`."""
 
@@ -136,6 +145,7 @@ class Sender:
     canary: Canary
     timeout: float
     sleeping: Sequence[Remote] = ()
+    tensors: Callable[[nn.Module], dict[str, Tensor]] = published  # by the names that the engines know
     broadcast: Broadcast | None = None  # method=nccl
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
     version: int = -1  # that was sent last
@@ -205,7 +215,7 @@ class Sender:
 
     def update(self) -> Update:
         """A snapshot of the weights as they are now (compute thread)."""
-        tensors, version = published(self.learner.model), self.learner.version
+        tensors, version = self.tensors(self.learner.model), self.learner.version
         found = digests(tensors)
         self.canary.compute()
         if self.broadcast is not None:

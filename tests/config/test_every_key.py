@@ -32,7 +32,7 @@ from birl.loops import build, evaluation, rl
 from birl.parallel.ranks import AXES
 from birl.rollout.group import Rollout
 from birl.types import Group
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()
 
@@ -398,6 +398,7 @@ RL_CASES = {
     "algorithm.overlong_buffer": Case("7", advantages, under="algorithm.baseline=none"),
     "algorithm.overlong_penalty": Case("3", advantages, under="algorithm.baseline=none algorithm.overlong_buffer=7"),
     "algorithm.mask_truncated": Case("true", last("tokens/trained"), 0.0, "rollout.max_tokens=2"),  # all are cut
+    "algorithm.router_replay": Case("rollout", weights, under="model.path=moe algorithm.passes=4"),
     "algorithm.passes": Case("2", last("updates/done"), 2.0),
     "algorithm.updates_per_batch": Case("2", last("updates/done"), 2.0),
     "algorithm.credit": Case("turn", weights, under=WORLD),
@@ -471,14 +472,19 @@ RL_CASES = {
     "lora.alpha": Case("8", last("grad_norm"), under="lora.rank=4"),
     "lora.targets": Case("[q_proj]", weights, under="lora.rank=4"),
     "lora.dora": Case("true", weights, under="lora.rank=4"),
+    # what it does: tests/parallel/test_context.py
+    "parallel.context": Case("ulysses", refused=r"parallel\.context=ulysses: has no effect because parallel\.cp=1"),
     "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
     "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_activation_checkpointing, True),
     **PARALLEL,
+    "learner.router_aux_coef": Case("0.5", weights, under="model.path=moe"),
+    "parallel.ep": Case("2", refused=r"parallel\.ep=2: must divide parallel\.fsdp x parallel\.cp = 1 x 1"),
     "learner.max_logprob_gap": Case(
         "1e-12", refused=r"learner\.max_logprob_gap=1e-12 is allowed", under="model.path=plain"
     ),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
+    "checkpoint.asynchronous": Case("false", lambda s: s.parts.writer.staged, 0),
     "checkpoint.keep_best": Case(
         "false",
         saved,
@@ -650,6 +656,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         patches.setenv("WORLD_SIZE", "1")  # as a launcher that has started nobody else
         Path("model").symlink_to(tiny)
         tiny_model_folder("other", seed=1)
+        tiny_moe_folder("moe")
         tiny_model_folder("plain", heads=4, kv_heads=2)  # not on birl's kernels
         Path("shout.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}!!!")
         Path("rewards.py").write_text(FILE)

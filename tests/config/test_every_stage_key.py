@@ -15,9 +15,10 @@ from birl.config.schema import DPO, RM, SFT
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
+from birl.learner.writer import Writer
 from birl.loops import dpo, rm, sft
 from birl.parallel.ranks import AXES
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()
 LOOPS: dict[type, Any] = {SFT: sft, RM: rm, DPO: dpo}
@@ -37,6 +38,7 @@ class Seen:
     passes: int
     printed: str
     dtype: torch.dtype
+    staged: int
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
@@ -134,11 +136,16 @@ CASES = {
     "lora.alpha": Case("64", loss, under="lora.rank=2"),
     "lora.targets": Case("[q_proj]", loss, under="lora.rank=2"),
     "lora.dora": Case("true", lambda s: s.weights, under="lora.rank=2"),
+    # what it does: tests/parallel/test_context.py
+    "parallel.context": Case("ulysses", refused=r"parallel\.context=ulysses: has no effect because parallel\.cp=1"),
     "learner.tokens_per_microbatch": Case("100", lambda s: s.passes > 2, True),
     "learner.gradient_checkpointing": Case("true", refused=""),
     **PARALLEL,
+    "learner.router_aux_coef": Case("0.5", lambda s: s.weights, under="model.path=moe"),
+    "parallel.ep": Case("2", refused=r"parallel\.ep=2: must divide parallel\.fsdp x parallel\.cp = 1 x 1"),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"]),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "checkpoint.every=1"),
+    "checkpoint.asynchronous": Case("false", lambda s: s.staged, 0),
     "checkpoint.keep_best": Case("false", saved, ["step-000003"], HELD_OUT + KEPT),
     "track.console": Case("plain", lambda s: "step    2/2" in s.printed, True),
     "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
@@ -198,7 +205,11 @@ class Bench:
         words = f"{BASE} run=run{self.runs} {settings}"
         by_key = dict(word.partition("=")[::2] for word in words.split())
         config, choices = load_with_choices(schema, [f"{k}={v.replace('_brief', ' brief')}" for k, v in by_key.items()])
-        passes, threads, original = [], [], Learner.forward_backward
+        passes, threads, original, staged, begin = [], [], Learner.forward_backward, [], Writer.begin
+
+        def begun(writer: Writer, *args: Any) -> None:
+            begin(writer, *args)
+            staged.append(writer.staged)
 
         def counted(learner: Learner, *args: Any) -> None:
             passes.append(learner.model.dtype)
@@ -208,9 +219,10 @@ class Bench:
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(Learner, "forward_backward", counted)
+            patches.setattr(Writer, "begin", begun)
             summary = LOOPS[schema].train(config, choices)
         run = Path(summary["run"])
-        return Seen(run, summary, threads[0], len(passes), capsys.readouterr().out, passes[0])
+        return Seen(run, summary, threads[0], len(passes), capsys.readouterr().out, passes[0], sum(staged))
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +233,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
         patches.setenv("WORLD_SIZE", "1")  # as a launcher that has started nobody else
         Path("model").symlink_to(tiny)
         tiny_model_folder("other", seed=1)
+        tiny_moe_folder("moe")
         shout = "{% for m in messages %}{{ m['role'] + m['content'] }}!{% endfor %}{% if add_generation_prompt %}"
         Path("shout.jinja").write_text(shout + "assistant{% endif %}")
         write("a.jsonl", [row(i) for i in range(6)])

@@ -63,9 +63,8 @@ def test_segments_are_the_trees(
         for _ in range(2)
     )
     found = varlen.attend(layout.cut, ours[0], ours[1], ours[2], 0.4, window)
-    biases = [layout.bias(tree, window) for tree in layout.trees]
     q, k, v = (x.transpose(0, 1) for x in theirs)
-    expected = tree_attention(q, k, v, biases, 0.4)
+    expected = tree_attention(q, k, v, layout.areas(window), 0.4)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     grad = torch.randn(found.shape, generator=generator)
     found.backward(grad)

@@ -13,7 +13,7 @@ from birl.models import attention
 from birl.parallel.ranks import Grid, Ranks
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_moe
 
 STEPS = 3
 
@@ -36,12 +36,14 @@ def reinforce(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> tuple[
 def trained(ranks: Ranks, options: dict[str, Any]) -> Outcome:
     """Three optimizer steps on generated groups, and the log-probs afterwards."""
     options = dict(options)
-    model = options.pop("model", None) or tiny_model()
+    kind, given = options.pop("moe", ""), options.pop("model", None)
+    model = tiny_moe(kind) if kind else given or tiny_model()
+    samples_of = options.pop("samples", groups)
     model.set_attn_implementation(attention.NAME)
     learner = Learner(model, ranks=ranks, **{"dtype": torch.float32, "max_grad_norm": 0.5, **options})
     losses, counts, norms, entropies = [], [], [], []
     for step in range(STEPS):
-        samples = groups(step + 3)
+        samples = samples_of(step + 3)
         work = pack(samples, [1 / len(samples)] * len(samples), 80, parts=ranks.shares)
         stats = Stats()
         learner.learn([(batch, reinforce) for batch in work], stats)
@@ -49,7 +51,7 @@ def trained(ranks: Ranks, options: dict[str, Any]) -> Outcome:
         losses.append(stats.loss)
         counts.append(stats.count)
         entropies.append(stats.mean("entropy"))
-    samples = groups(9)
+    samples = samples_of(9)
     batches = pack(samples, [0.0] * len(samples), 80, parts=ranks.shares)
     found = learner.each(batches, learner.forward)
     order = torch.cat([b.sample for b in batches]).argsort(stable=True)

@@ -75,6 +75,11 @@ class RL:
     threads: int = 0
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a packed row: learner.tokens_per_microbatch on each process that it is split over."""
+        return self.learner.tokens_per_microbatch * self.parallel.cp
+
 
 @dataclass(kw_only=True)
 class Stage:
@@ -104,6 +109,11 @@ class Stage:
     checkpoint folder."""
     threads: int = 0
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a packed row: learner.tokens_per_microbatch on each process that it is split over."""
+        return self.learner.tokens_per_microbatch * self.parallel.cp
 
 
 @dataclass(kw_only=True)

@@ -111,6 +111,9 @@ class Algorithm:
     """Optimizer steps in one pass over a batch of rollouts; the batch is split by groups."""
     passes: int = 1
     """Passes over each batch of rollouts (PPO's epochs)."""
+    router_replay: str = "none"
+    """Which experts of a mixture-of-experts model compute a token in training: none (those that its routers choose
+    then) | rollout (those that computed it in the rollout; R3, arXiv:2510.11370)."""
 
 
 @dataclass(kw_only=True)

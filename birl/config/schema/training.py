@@ -49,6 +49,9 @@ class Compute:
     """Most tokens in one forward and backward pass; bounds the memory, never changes the result."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    router_aux_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture-of-experts model, over all tokens of an optimizer step (Switch
+    Transformer, arXiv:2101.03961); costs one more forward pass. 0: none."""
 
 
 @dataclass(kw_only=True)
@@ -68,11 +71,18 @@ class Parallel:
     """Processes that the weights, gradients and optimizer state of a copy are split over, each with its own samples
     (FSDP2)."""
     cp: int = 1
-    """Processes that every packed row of tokens is split over (context parallelism)."""
+    """Processes that every packed row of tokens is split over (context parallelism); a row may have
+    learner.tokens_per_microbatch tokens on each of them."""
     tp: int = 1
     """Processes that every layer is split over (tensor parallelism)."""
     sequence: bool = True
     """With tp: between attention and MLP each of its processes has T / tp of the T packed tokens, for less memory."""
+    context: str = "gather"
+    """How tokens see those of the other cp processes: gather (keys and values of all come to each) | ulysses (each gets
+    all tokens of some heads; the heads must be divisible)."""
+    ep: int = 1
+    """Of fsdp x cp processes, how many share out the experts of a mixture-of-experts model (expert parallelism); a
+    divisor of both numbers."""
     timeout: float = 600.0
     """Longest that a process waits for another one [s]; then the run stops."""
 
@@ -90,6 +100,8 @@ class Checkpoint:
     """How many of the newest to keep. 0: all."""
     keep_best: bool = True
     """Also keep the one with the best validation score."""
+    asynchronous: bool = True
+    """Write in the background while training goes on. Takes CPU memory for a copy of what is saved."""
 
 
 @dataclass(kw_only=True)

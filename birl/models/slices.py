@@ -1,0 +1,287 @@
+"""A model of which every rank has parts only: shapes first, then its own slices of the weights.
+
+    sketched(folder)     all parameters on the meta device, buffers real; what does not fit is refused already
+    ... `parallel/shard.py` splits the parameters over the ranks ...
+    fill(model)          each parameter gets memory, and what this rank has of it is read from the safetensors files
+
+No rank ever holds the whole model, and none reads more than its slices. A weight may be made of several tensors in the
+files, each a box in it: transformers fuses the experts of mixture-of-experts models.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from birl.errors import BirlError
+from birl.models import attention
+from birl.models.forward import verify
+from birl.models.load import REWARD_MODEL, check_files, check_report, quiet, reward_head, with_head
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A tensor in a file, and where it lies in the parameter that it is a part of: from `start`, `shape` of it."""
+
+    file: Path
+    key: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]  # its shape in the file, which may lack a first dimension of 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What `fill` will need: for each parameter or buffer its boxes, and the device that it goes to."""
+
+    boxes: dict[str, list[Box]]
+    device: torch.device
+
+
+def sketched(
+    folder: Path,
+    device: torch.device,
+    beside: AbstractSet[str] = frozenset(),
+    without: AbstractSet[str] = frozenset(),
+) -> nn.Module:
+    """`load_model` without the weights. Raises `BirlError` for what that would refuse."""
+    check_files(folder)
+    try:
+        model = _built(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    except Exception as error:
+        raise BirlError(f"{folder}: not loadable as a causal language model: {error}") from error
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.use_cache = False
+    targets = _targets(model)
+    boxes, unexpected = _boxes(folder, model, targets)
+    names = {id(t): n for n, t in targets.items()}
+    missing = {names[id(t)] for t in targets.values()} - {names[id(targets[n])] for n in boxes} - without
+    mismatched = {
+        (name, _extent(found), tuple(targets[name].shape))
+        for name, found in boxes.items()
+        if _extent(found) != tuple(targets[name].shape)
+    }
+    ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    report = {
+        "missing_keys": missing,
+        "unexpected_keys": {k for k in unexpected - beside if not any(p.search(k) for p in ignored)},
+        "mismatched_keys": mismatched,
+    }
+    check_report(folder, model, report)
+    for name, tensor in model.named_buffers():
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module)._buffers[own] = tensor.to(device)
+    model.pending = Pending(boxes, device)
+    return model.eval()
+
+
+def sketched_reward_model(folder: Path, device: torch.device) -> nn.Module:
+    """`load_reward_model` without the weights; the head, a single row, has them already."""
+    weight = reward_head(folder)
+    return with_head(sketched(folder, device, **REWARD_MODEL), weight)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, offload: bool = False) -> bool:
+    """Give every parameter that is on the meta device memory (of the CPU with `offload`) and its values: of a DTensor
+    this rank's part. False for a model that has its weights."""
+    pending: Pending | None = getattr(model, "pending", None)
+    if pending is None:
+        return False
+    device = torch.device("cpu") if offload else pending.device
+    made: dict[int, nn.Parameter] = {}
+    boxes = {id(t): pending.boxes[n] for n, t in _targets(model).items() if n in pending.boxes}
+    with _opened() as read:
+        for module in list(model.modules()):
+            for name, old in list(module._parameters.items()):
+                if old is None or not old.is_meta:
+                    continue
+                if id(old) not in made:
+                    made[id(old)] = _made(old, device, boxes.get(id(old), ()), read)
+                module._parameters[name] = made[id(old)]
+            for buffer in module._buffers.values():
+                if buffer is not None and id(buffer) in boxes:
+                    _read(buffer, (0,) * buffer.ndim, boxes[id(buffer)], read)
+    model.pending = None  # pyright: ignore
+    return True
+
+
+def verify_small(folder: Path, device: torch.device) -> None:
+    """`forward.verify` of a model of the same class and widths with few layers and words and random weights: packing is
+    right or wrong for an architecture, whatever its weights are. Raises `BirlError`."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or ())
+    layers = min(text.num_hidden_layers, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = layers, min(text.vocab_size, 512), None
+    if kinds:
+        text.layer_types = kinds[:layers]
+    for width in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(text, width, None):
+            setattr(text, width, min(getattr(text, width), 256))
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
+        model = AutoModelForCausalLM.from_config(config, **options)
+    verify(model.to(device).eval())
+
+
+def _built(config: Any) -> Any:
+    """The model with its parameters on the meta device. Its buffers are computed as ever: rotary frequencies have no
+    other source."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # pyright: ignore
+    try:
+        with quiet():
+            options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
+            model = AutoModelForCausalLM.from_config(config, **options)
+    finally:
+        nn.Module.register_parameter = register
+    model.tie_weights()
+    return model
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and the buffers that are saved, by every name that they have: tied ones have several."""
+    kept = model.state_dict(keep_vars=True).keys()
+    found = dict(model.named_parameters(remove_duplicate=False))
+    return found | {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in kept}
+
+
+def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[str, list[Box]], set[str]]:
+    """Name -> the tensors in the files that it is made of; and those that belong to nothing."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+    converters = [m for m in mapping if isinstance(m, WeightConverter)]
+    found: dict[str, list[Box]] = {}
+    parts: dict[str, list[tuple[int, int, Path, str, tuple[int, ...]]]] = {}
+    unexpected: set[str] = set()
+    for file, key, shape in _stored(folder):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets:
+            unexpected.add(key)
+        elif pattern is None:
+            found[name] = [Box(file, key, (0,) * len(shape), shape, shape)]
+        else:
+            which = _source(converters, pattern)
+            expert = int(re.findall(r"\.(\d+)\.", key)[-1])
+            parts.setdefault(name, []).append((expert, which, file, key, shape))
+    for name, tensors in parts.items():
+        place = 0
+        for expert, which, file, key, shape in sorted(tensors, key=lambda t: t[:2]):
+            place = 0 if which == 0 else place
+            found.setdefault(name, []).append(Box(file, key, (expert, place, 0), (1, *shape), shape))
+            place += shape[0]
+    return found, unexpected
+
+
+def _source(converters: Sequence[WeightConverter], pattern: str) -> int:
+    """Which of a converter's sources a pattern is. Raises `BirlError` for one that does more than put experts behind
+    one another, and gate and up projections on top of one another."""
+    for converter in converters:
+        if pattern in converter.source_patterns:
+            kinds = [(type(o), o.dim) for o in converter.operations if isinstance(o, MergeModulelist | Concatenate)]
+            plain = len(kinds) == len(converter.operations)
+            if plain and kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+                return converter.source_patterns.index(pattern)
+    raise BirlError(
+        f"The weights {pattern} are stored otherwise than the model has them, in a way that cannot be read in parts. "
+        "Save the model with transformers first (from_pretrained, then save_pretrained(save_original_format=False)), "
+        "or set parallel.fsdp=1."
+    )
+
+
+def _stored(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
+    """Every tensor of the files that belong to the model: file, name, shape."""
+    if (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted({folder / f for f in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    for file in files:
+        if not file.is_file():
+            raise BirlError(f"{folder} is not complete: {INDEX} names {file.name}, which is not there.")
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  safetensors' file is no mapping
+                yield file, key, tuple(opened.get_slice(key).get_shape())
+
+
+def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """The shape that boxes make together."""
+    return tuple(max(b.start[d] + b.shape[d] for b in boxes) for d in range(len(boxes[0].start)))
+
+
+def _made(old: Tensor, device: torch.device, boxes: Sequence[Box], read: "Read") -> nn.Parameter:
+    """A parameter in the place of one on the meta device. Zeros where the files have nothing of it."""
+    if isinstance(old, DTensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, start = compute_local_shape_and_global_offset(old.shape, old.device_mesh, old.placements)
+        local = torch.zeros(shape, dtype=old.dtype, device=device)
+        new: Tensor = DTensor(local, old._spec, requires_grad=False)
+    else:
+        start = (0,) * old.ndim
+        new = local = torch.zeros(old.shape, dtype=old.dtype, device=device)
+    _read(local, start, boxes, read)
+    return nn.Parameter(new, requires_grad=old.requires_grad)
+
+
+#: file, name, slices -> what is there
+Read = Callable[[Path, str, tuple[slice, ...]], Tensor]
+
+
+def _read(into: Tensor, start: Sequence[int], boxes: Sequence[Box], read: Read) -> None:
+    """Write what the boxes have of the region that begins at `start` and has the shape of `into`."""
+    for box in boxes:
+        low = [max(a, b) for a, b in zip(start, box.start, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(start, into.shape, box.start, box.shape, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        there = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, box.start, strict=True))
+        here = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+        extra = len(box.shape) - len(box.stored)
+        piece = read(box.file, box.key, there[extra:])
+        into[here].copy_(piece.view(into[here].shape))
+
+
+@contextmanager
+def _opened() -> Iterator[Read]:
+    """Reads slices; one file is open at a time, so that no more than one stays mapped."""
+    current: list[Any] = [None, None]
+
+    def read(file: Path, key: str, where: tuple[slice, ...]) -> Tensor:
+        if current[0] != file:
+            current[:] = [file, safe_open(file, framework="pt")]
+        found = current[1].get_slice(key)
+        return found[where] if where else current[1].get_tensor(key)
+
+    try:
+        yield read
+    finally:
+        current[:] = [None, None]

@@ -1,0 +1,176 @@
+"""Context parallelism: a packed row of tokens over several ranks, so that a sequence may be longer than one rank's
+memory allows.
+
+    split     each rank gets as many tokens of the row, with their positions, and runs the model on them
+    attend    the only place where a token looks at others:
+              gather    keys and values of all ranks come to each (Llama 3, arXiv:2407.21783 section 3.3.2); a rank has
+                        its own queries only, dealt so that all have the same work (`pieces.py`)
+              ulysses   instead of all heads of its tokens a rank gets all tokens of its heads, and back afterwards
+                        (DeepSpeed Ulysses, arXiv:2309.14509); the row is cut into n equal stretches
+    join      log-probs of a rank's trained tokens become those of all, on every rank; the loss never notices
+
+Hidden states, logits and targets stay where they are. Every rank's gradient of a weight is that of its own tokens:
+FSDP adds them over the ranks of a row as over those of other rows.
+
+Shapes: n ranks, T tokens of the row with padding, t = T / n of each rank, N trained tokens, H query heads, K key heads,
+D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from birl.data.pack import Batch
+from birl.errors import BirlError
+from birl.models import varlen
+from birl.models.attention import Layout, Packed, Tree, bias, tree_mask
+from birl.models.forward import packed
+from birl.models.tree_attention import Area, tree_attention
+from birl.parallel.exchange import gather, join, swap
+from birl.parallel.pieces import Piece, zigzag
+from birl.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank computes of a micro-batch. tokens, positions [t]; source, targets: of the trained tokens that are
+    predicted from a token of its own; order [N]: the trained tokens rank by rank; counts: how many each rank has."""
+
+    tokens: Tensor
+    positions: Tensor
+    layout: Layout
+    source: Tensor
+    targets: Tensor
+    order: Tensor | None = None
+    counts: tuple[int, ...] = ()
+    group: Any = None
+
+    def joined(self, *figures: Tensor) -> tuple[Tensor, ...]:
+        """Each [own trained tokens] -> [N]."""
+        return figures if self.order is None else join(figures, self.order, self.counts, self.group)
+
+
+def whole(batch: Batch) -> Part:
+    """Everything, where there is nobody to share a row with."""
+    layout = packed(batch.trees, batch.tokens.device)
+    return Part(batch.tokens, batch.positions, layout, batch.source, batch.targets)
+
+
+def split(batch: Batch, ranks: Ranks) -> Part:
+    """This rank's part of a micro-batch. The row is padded with a sequence that nobody sees, of less than n tokens."""
+    n, device = ranks.grid.cp, batch.tokens.device
+    if n == 1:
+        return whole(batch)
+    group, padding = ranks.groups["cp"], -len(batch.tokens) % n
+    rank = dist.get_rank(group)
+    trees = [Tree(prefix, branches) for prefix, branches in batch.trees] + [Tree(padding)] * (padding > 0)
+    total = len(batch.tokens) + padding
+    if ranks.grid.context == "ulysses":
+        tokens = place = torch.arange(total, device=device)
+        layout: Layout = Swapped(group, Packed(trees, device))
+    else:
+        shares = zigzag(trees, n)
+        dealt = torch.cat([torch.arange(p.first, p.last) for pieces in shares for p in pieces])
+        tokens, place = dealt.to(device), dealt.argsort().to(device)
+        layout = Gathered(group, trees, shares[rank], place)
+    mine = tokens.view(n, -1)[rank]  # and place [T] says where each token of the row is found among `tokens`
+    source = place[batch.source]
+    own = source // len(mine)
+    order, counts = own.argsort(stable=True), tuple(own.bincount(minlength=n).tolist())
+    chosen = order.split(list(counts))[rank]
+    return Part(
+        tokens=nn.functional.pad(batch.tokens, (0, padding))[mine],
+        positions=torch.cat([batch.positions, torch.arange(padding, device=device)])[mine],
+        layout=layout,
+        source=source[chosen] - rank * len(mine),
+        targets=batch.targets[chosen],
+        order=order,
+        counts=counts,
+        group=group,
+    )
+
+
+class Gathered:
+    """Attention of a rank's own queries to the keys of all ranks."""
+
+    def __init__(self, group: Any, trees: Sequence[Tree], pieces: Sequence[Piece], place: Tensor) -> None:
+        """`place` [T]: where each token of the row is found among the gathered ones."""
+        self.group, self.trees, self.pieces, self.place = group, trees, pieces, place
+        self.known: dict[int | None, Any] = {}  # by window; made once, used by every layer
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """query [1, H, t, D], key and value [1, K, t, D] -> [1, t, H, D]."""
+        size = key.shape[-1]
+        rows = gather(torch.cat([key[0], value[0]], -1).transpose(0, 1), self.group)  # one collective for both
+        if varlen.takes(query, value) and (window is None or varlen.windows()):
+            cut, q = self.cut(window), query[0].transpose(0, 1)
+            return varlen.attend(cut, q, rows[..., :size], rows[..., size:], scale, window)[None]
+        ordered = rows.index_select(0, self.place).transpose(0, 1)
+        return tree_attention(query[0], ordered[..., :size], ordered[..., size:], self.areas(window), scale)[None]
+
+    def areas(self, window: int | None) -> list[Area]:
+        """Each piece against the row from its tree's beginning to its own end."""
+        if window not in self.known:
+            found, row = [], 0
+            for p in self.pieces:
+                mask = tree_mask(self.trees[p.tree], window, p.first - p.start, p.last - p.start)
+                found.append((row, p.start, bias(mask.to(self.place.device))))
+                row += len(p)
+            self.known[window] = found
+        return self.known[window]
+
+    def cut(self, window: int | None) -> varlen.Segments:
+        """The same for `varlen_attn`, with keys by their place among the gathered ones."""
+        if window not in self.known:
+            seen = [(len(p), p.seen(window)) for p in self.pieces]
+            self.known[window] = varlen.cut(seen, self.place.device, places=self.place)
+        return self.known[window]
+
+
+class Swapped:
+    """Attention of a rank's own heads in the whole row."""
+
+    def __init__(self, group: Any, row: Packed) -> None:
+        self.group, self.row = group, row
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """query [1, H, t, D], key and value [1, K, t, D] -> [1, t, H, D]."""
+        n, tokens = self.group.size(), query.shape[2]
+        times = copies(query.shape[1], key.shape[1], n)
+        heads = [query[0], *(x[0].repeat_interleave(times, 0) if times > 1 else x[0] for x in (key, value))]
+        sent = [x.reshape(n, -1) for x in heads]  # [n, own heads x t x D]
+        got = swap(torch.cat(sent, 1), self.group).split([x.shape[1] for x in sent], 1)
+        q, k, v = (
+            part.view(n, -1, tokens, x.shape[2]).transpose(0, 1).flatten(1, 2)[None]
+            for part, x in zip(got, heads, strict=True)
+        )
+        out = self.row.attend(layer, q, k, v, scale, window)[0]  # [T, H / n, D]
+        back = swap(out.reshape(n, -1), self.group).view(n, tokens, *out.shape[1:])
+        return back.transpose(0, 1).flatten(1, 2)[None]
+
+
+def copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each key head is sent so that every rank has the one its queries want: once, or where there are fewer
+    key heads than ranks, to `ranks / kv_heads` of them. Raises `BirlError` where the heads cannot be shared out."""
+    if kv_heads % ranks == 0 and heads % ranks == 0:
+        return 1
+    if ranks % kv_heads == 0 and heads % ranks == 0:
+        return ranks // kv_heads
+    raise BirlError(
+        f"parallel.context=ulysses: {heads} query heads and {kv_heads} key heads cannot be shared out among "
+        f"parallel.cp={ranks} processes: each needs as many query heads, and whole key heads or a share of one. "
+        "Set parallel.context=gather, which works with any heads, or another parallel.cp."
+    )
+
+
+def check_heads(model: nn.Module, ranks: Ranks) -> None:
+    """Refuse a model before the first step. Raises `BirlError`."""
+    if ranks.grid.context == "ulysses" and ranks.grid.cp > 1:
+        config = cast(Any, model).config.get_text_config()
+        heads, tp = config.num_attention_heads, ranks.grid.tp
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        copies(heads // tp, max(1, kv_heads // tp), ranks.grid.cp)

@@ -1,0 +1,153 @@
+"""Expert parallelism: each of `ep` ranks has E / ep of the experts of every layer, whole, and tokens travel to them.
+
+    my tokens x k experts  ->  sorted by expert  ->  all-to-all  ->  grouped matmul  ->  all-to-all  ->  weighted sum
+
+What a token's expert gives does not depend on where it is computed, so the numbers are those of one rank; the backward
+pass is the same way back. No token is dropped, however uneven the routing is: the fullest rank sets the pace.
+
+The `ep` ranks are neighbours in the dimension that FSDP splits weights over, so they have different tokens. Experts are
+split over them by number and over the ranks that remain (fsdp x cp / ep) by FSDP; everything else by FSDP over all.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from birl.errors import BirlError
+from birl.parallel.ranks import Ranks
+
+NAME = "birl_parallel"
+PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold the experts of a layer as parameters [E, out, in], of all layers."""
+    return [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+
+
+def spread(model: nn.Module, ranks: Ranks) -> list[nn.Module]:
+    """Leave each rank of `ranks` its own experts, as DTensors [E, out, in] split in the first dimension, and route
+    tokens to them. Returns the modules that have them. Raises `BirlError` where that is impossible."""
+    assert ranks.experts is not None
+    found, ep, rest = experts_of(model), ranks.grid.ep, ranks.experts["rest"].size()
+    if not found:
+        raise BirlError(f"parallel.ep={ep}: {type(model).__name__} has no experts. Set parallel.ep=1.")
+    group, place = ranks.experts.get_group("ep"), ranks.experts.get_local_rank("ep")
+    for module in found:
+        check(module, ep, rest)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            mine = parameter.data.chunk(ep)[place].clone()
+            split = DTensor.from_local(mine, ranks.experts["ep"], [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        cast(Any, module).group = group
+    cast(Any, model).set_experts_implementation(NAME)
+    return found
+
+
+def check(module: nn.Module, ep: int, rest: int) -> None:
+    """Raises `BirlError` where these experts cannot be spread over `ep` ranks, and split over `rest` more."""
+    what = type(module).__name__
+    if any(getattr(module, name) != value for name, value in PLAIN.items()):
+        raise BirlError(
+            f"parallel.ep={ep}: {what} has biases, or another shape than Qwen3-MoE's and Mixtral's experts, which birl "
+            "cannot spread over ranks. Set parallel.ep=1: FSDP splits them like all other weights."
+        )
+    for name, parameter in module.named_parameters(recurse=False):
+        if len(parameter) % ep:
+            raise BirlError(
+                f"parallel.ep={ep}: {what} has {len(parameter)} experts, which {ep} ranks cannot share evenly. Take a "
+                f"divisor of {len(parameter)}."
+            )
+        if parameter.shape[1] % rest:
+            raise BirlError(
+                f"parallel.ep={ep}: {rest} ranks remain to split the {parameter.shape[1]} rows of each expert's {name}"
+                f", which {rest} does not divide. Raise parallel.ep."
+            )
+
+
+def experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """What transformers calls: hidden [T, H], the experts of each token [T, k] and their weights [T, k] -> [T, H]."""
+    tokens, k = index.shape
+    order = index.reshape(-1).argsort(stable=True)
+    rows = hidden[:, None].expand(-1, k, -1).reshape(tokens * k, hidden.shape[1])[order]
+    counts = torch.bincount(index.reshape(-1), minlength=module.num_experts)
+    found = there_and_back(module, rows, counts)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return (found[back].view(tokens, k, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def there_and_back(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows [S, H] sorted by expert, `counts` [E] of each, through their experts wherever those are -> [S, H]."""
+    group = module.group
+    ep = dist.get_world_size(group)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    both = torch.stack([counts, arriving]).view(2, ep, len(counts) // ep)
+    sent, received = both.sum(-1).tolist()
+    here = exchange(rows, sent, received, group)
+    # they came rank by rank, and expert by expert of each; the products want all of an expert together
+    expert = torch.arange(both.shape[-1], device=rows.device).repeat(ep).repeat_interleave(arriving)
+    order = expert.argsort(stable=True)
+    computed = products(module, here[order], both[1].sum(0))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return exchange(computed[back], received, sent, group)
+
+
+def products(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """The experts of this rank on rows [S, H] sorted by expert, `counts` [experts] of each -> [S, H]."""
+    gate_up, down = (local(p) for p in (module.gate_up_proj, module.down_proj))
+    return grouped(module._apply_gate(grouped(rows, gate_up, counts)), down, counts)
+
+
+def local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """rows [S, in] of expert after expert times the transpose of its weights [experts, out, in] -> [S, out]."""
+    if in_one(rows, weights):
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        return nn.functional.grouped_mm(rows, weights.transpose(1, 2), offs=offsets)
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ weight.T for part, weight in zip(parts, weights.unbind(), strict=True)])
+
+
+def in_one(rows: Tensor, weights: Tensor) -> bool:
+    """Has PyTorch one kernel for all experts here? On CUDA: for bfloat16, of sizes in multiples of 16 bytes."""
+    if not hasattr(nn.functional, "grouped_mm"):
+        return False
+    if rows.device.type != "cuda":
+        return rows.device.type == "cpu"
+    sizes = all(n % 8 == 0 for n in weights.shape[1:])
+    return rows.dtype == torch.bfloat16 and sizes and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = grads
+        back = grad.new_empty(sum(ctx.sent), grad.shape[1])
+        dist.all_to_all_single(back, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return back, None, None, None
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """All-to-all of rows [S, H], the first sent[0] to the first rank of the group and so on; what came from each, one
+    after the other. Differentiable: gradients go back the same way."""
+    return cast(Tensor, _Exchange.apply(rows, sent, received, group))
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

@@ -1,0 +1,110 @@
+"""Which tokens of a packed row belong to which rank, so that attention is the same work for all.
+
+A prefix or a branch is a line: token by token it sees one more key. Cut into 2n equal pieces of which rank i has the
+i-th and the i-th from the end (zig-zag), every rank has one cheap and one dear piece, and all sums are equal. Each line
+is cut by itself, so that it does not matter how long the row's sequences are; tokens left over go to the ranks that
+have fewest, so that all have equally many (one more or less, and none where n divides the row).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from birl.models.attention import Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens [first, last) of a row, neighbours in one prefix or one branch.
+
+    tree: number of their tree, which begins at `start`; prefix: tokens at `start` that all of them see, 0 in a prefix
+    itself; own: where their branch begins, or their prefix.
+    """
+
+    tree: int
+    start: int
+    prefix: int
+    own: int
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @property
+    def position(self) -> int:
+        """Of its first token in its sequence."""
+        return self.prefix + self.first - self.own
+
+    def seen(self, window: int | None) -> list[range]:
+        """Places of the keys that some token of it sees, in order; the last token's own is the last."""
+        ranges = [range(self.start, self.start + self.prefix), range(self.own, self.last)]
+        if window is None:
+            return ranges
+        drop = max(0, self.position - window + 1)  # of the keys before the first token
+        cut = [ranges[0][drop:], ranges[1][max(0, drop - self.prefix) :]]
+        return [r for r in cut if len(r)]
+
+    def pairs(self, window: int | None) -> int:
+        """How many (query, key) pairs it is: attention is 4 x heads x head size FLOPs for each, forward."""
+        before, n = self.position, len(self)
+        if window is None or before + n <= window:
+            return n * before + n * (n + 1) // 2
+        rising = max(0, window - before)  # tokens that see less than a whole window
+        return rising * before + rising * (rising + 1) // 2 + (n - rising) * window
+
+
+def lines(trees: Sequence[Tree]) -> Iterator[Piece]:
+    """Each prefix and each branch of a row; a tree that does not branch is one line."""
+    start = 0
+    for number, tree in enumerate(trees):
+        branches = tree.branches if len(tree.branches) > 1 else ()
+        prefix = tree.prefix if branches else len(tree)
+        yield Piece(tree=number, start=start, prefix=0, own=start, first=start, last=start + prefix)
+        place = start + prefix
+        for n in branches:
+            yield Piece(tree=number, start=start, prefix=prefix, own=place, first=place, last=place + n)
+            place += n
+        start = place
+
+
+def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:
+    """The pieces of each rank, in the row's order."""
+    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for line in lines(trees):
+        each, rest = divmod(len(line), 2 * ranks)
+        extra = [0] * ranks
+        for _ in range(rest):
+            fewest = min(range(ranks), key=lambda r: loads[r] + extra[r])
+            extra[fewest] += 1
+        place = line.first
+        early = [each + (n + 1) // 2 for n in extra]
+        late = [each + n // 2 for n in extra]
+        for rank, n in [*enumerate(early), *reversed(list(enumerate(late)))]:
+            if n:
+                _append(found[rank], replace(line, first=place, last=place + n))
+            place += n
+        loads = [load + a + b for load, a, b in zip(loads, early, late, strict=True)]
+    return found
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Neighbours become one: the middle pieces of a line are both the last rank's."""
+    if pieces and pieces[-1].last == piece.first and pieces[-1].own == piece.own:
+        piece = replace(piece, first=pieces.pop().first)
+    pieces.append(piece)
+
+
+def imbalance(shares: Sequence[Sequence[Piece]], window: int | None = None) -> float:
+    """Attention work of the rank that has most, as a share above the mean: 0 is perfect, 1 is twice the mean."""
+    work = [sum(p.pairs(window) for p in pieces) for pieces in shares]
+    return max(work) * len(work) / sum(work) - 1
+
+
+def foreign(shares: Sequence[Sequence[Piece]], window: int | None = None) -> list[int]:
+    """For each rank, how many tokens of other ranks its own tokens see: what it would have to be sent at least."""
+    found = []
+    for pieces in shares:
+        own = {t for p in pieces for t in range(p.first, p.last)}
+        found.append(len({t for p in pieces for r in p.seen(window) for t in r} - own))
+    return found

@@ -1,0 +1,79 @@
+"""Checkpoints in the background: what is written is what was there when it began, and no failure is lost."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.learner.writer import Writer
+from birl.parallel.ranks import Ranks
+
+
+def writing(root: Path, step: int, gate: threading.Event | None = None):
+    def write(tensors: dict[str, torch.Tensor], group: object) -> None:
+        assert gate is None or gate.wait(10)
+        checkpoint.save(root, step, tensors, {})
+
+    return write
+
+
+def test_it_writes_what_was_there_when_it_began(tmp_path: Path) -> None:
+    writer, gate, tensors = Writer(), threading.Event(), {"a": torch.arange(4.0), "b": torch.ones(2, 2)}
+    writer.begin(tensors, writing(tmp_path, 1, gate), Ranks())
+    assert writer.staged == 32
+    for tensor in tensors.values():
+        tensor.zero_()
+    writer.check()  # not a failure, and no wait
+    assert checkpoint.latest(tmp_path) is None
+    gate.set()
+    writer.wait()
+    found = checkpoint.read_tensors(tmp_path / "step-000001")
+    assert torch.equal(found["a"], torch.arange(4.0)) and torch.equal(found["b"], torch.ones(2, 2))
+
+
+def test_at_most_one_is_written_at_a_time(tmp_path: Path) -> None:
+    writer, gate, running, most = Writer(), threading.Lock(), 0, 0
+
+    def write(tensors: dict[str, torch.Tensor], group: object) -> None:
+        nonlocal running, most
+        with gate:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        checkpoint.save(tmp_path, int(tensors["n"]), tensors, {})
+        with gate:
+            running -= 1
+
+    for step in (1, 2, 3):
+        writer.begin({"n": torch.tensor(step)}, write, Ranks())
+    writer.wait()
+    assert most == 1 and [s.step for s in checkpoint.saved(tmp_path)] == [1, 2, 3]
+
+
+def test_a_failure_is_raised_once_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    import signal
+
+    writer = Writer()
+    writer.begin({"a": torch.zeros(3)}, writing(tmp_path, 1), Ranks())
+    writer.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        writer.begin({"a": torch.zeros(10**6)}, writing(tmp_path, 2), Ranks())
+        deadline = time.monotonic() + 20
+        with pytest.raises(BirlError, match="Could not save the checkpoint"):
+            while time.monotonic() < deadline:
+                writer.check()
+                time.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    writer.check()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    assert not checkpoint.verify(tmp_path / "step-000001")
