@@ -157,5 +157,5 @@ def test_a_step_function_that_returns_something_else_is_told(
     made = asyncio.run(open_world(Keys(kind="own.py:step"), lambda prompt: "x"))
     env = made.open(TASK)
     asyncio.run(env.start())  # pyright: ignore
-    with pytest.raises(TypeError, match=r"step (must return|returned)"):
+    with pytest.raises(BirlError, match=r"step (must return|returned)"):
         asyncio.run(env.step(Message(role="assistant", content="yes")))  # pyright: ignore
