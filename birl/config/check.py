@@ -13,6 +13,7 @@ from birl.config.help import documentation, written
 from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import algorithm_problems
 from birl.config.rules_engine import asynchronous_problems, engine_problems
+from birl.config.rules_parallel import parallel_problems
 from birl.config.rules_sandbox import sandbox_problems
 from birl.config.rules_stages import stage_problems
 from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
@@ -43,7 +44,8 @@ def problems(config: Config) -> list[str]:
         return found + ["host is empty: name an address, as in host=127.0.0.1."] * (not config.host.strip())
     found += _model(config)
     if isinstance(config, Stage):
-        return [*found, *_data(config), *stage_problems(config), *_optimizer(config, 1), *_lora(config), *_run(config)]
+        found += [*_data(config), *stage_problems(config), *parallel_problems(config)]
+        return [*found, *_optimizer(config, 1), *_lora(config), *_run(config)]
     found += [*_environment(config), *_rewards(config), *_validation(config), *engine_problems(config)]
     if isinstance(config, Eval):
         return found + _eval(config)
@@ -53,6 +55,7 @@ def problems(config: Config) -> list[str]:
         *_sampling(config),
         *asynchronous_problems(config),
         *algorithm_problems(config),
+        *parallel_problems(config),
         *_sizes(config),
         *_optimizer(config, config.algorithm.updates_per_batch * config.algorithm.passes),
         *_lora(config),

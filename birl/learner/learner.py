@@ -14,13 +14,15 @@ from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import Masters, Parts, adamw
 from birl.learner.outputs import Outputs
+from birl.learner.split_lora import SplitAdapters, prepare
 from birl.models.forward import forget, head
 from birl.models.heads import score_head
 from birl.models.load import cast
 from birl.models.slices import fill
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
-from birl.parallel.shard import settle, shard
+from birl.parallel.shard import drop_gathered, settle, shard
+from birl.parallel.tensor import split
 from birl.waits import alive
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
@@ -107,10 +109,9 @@ class Learner:
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm = max_grad_norm
         self.version = 0
-        self.outputs = Outputs(model, temperature, gradient_checkpointing)
+        multiple = ranks.grid.tp if ranks.grid.sequence else 1
+        self.outputs = Outputs(model, temperature, gradient_checkpointing, multiple)
         model.requires_grad_(trainable)
-        # nothing is padded here: the padding token, often the one that ends an answer, has a gradient like any other
-        model.get_input_embeddings().padding_idx = None  # pyright: ignore
         if score_head(model) is not None and head(model).weight is not model.get_input_embeddings().weight:  # pyright: ignore
             head(model).requires_grad_(False)  # nothing reads it
         model.eval()  # no dropout: the engine and the learner must see one and the same distribution
@@ -124,8 +125,15 @@ class Learner:
             model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
             model.train()
         if ranks.sharded:
-            self._shard(dtype, offload)
-            self.masters = Parts(model)
+            if lora is not None:
+                fill(model)  # what the matrices are made for has to be known
+            origin = None if lora is None else prepare(model, lora, dtype)
+            summands = self._shard(dtype, offload)
+            parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            if lora is None or origin is None:
+                self.masters = Parts(parameters, summands, ranks.groups["tp"])
+            else:
+                self.masters = SplitAdapters(model, lora, origin, parameters, offload)
         else:
             self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -190,13 +198,14 @@ class Learner:
     def optim_step(self, lr: float) -> float:
         """One AdamW step at rate `lr`; returns the global gradient norm before clipping. The gradient is gone
         afterwards."""
+        drop_gathered(self.outputs)
         self.masters.gather()
         tensors = list(self.masters.tensors.values())
         for tensor in tensors:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
         if not self.ranks.alone and not self.ranks.sharded:
-            sum_gradients(tensors, self.ranks)
+            sum_gradients(tensors, self.ranks.groups["share"])
         norm = global_norm(self.masters, self.ranks)
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(tensors, self.max_grad_norm, norm)
@@ -229,6 +238,7 @@ class Learner:
 
     def loaded(self, version: int) -> None:
         """Call after new values were written into `tensors()`. Raises `BirlError` where they belong to another base."""
+        drop_gathered(self.outputs)
         self.masters.loaded()
         self.version = version
 
@@ -238,11 +248,14 @@ class Learner:
         logp, entropy, said = self.outputs(batch)
         return logp, entropy, batch if said is None else replace(batch, said=said)
 
-    def _shard(self, dtype: torch.dtype, offload: bool) -> None:
+    def _shard(self, dtype: torch.dtype, offload: bool) -> list[str]:
+        """Names of the parameters whose gradients have to be summed over the ranks of tp."""
+        summands = split(self.model, self.ranks) if self.ranks.grid.tp > 1 else []
         shard(self.outputs, self.model, self.ranks, dtype, offload=offload)
         if fill(self.model, offload):
             settle(self.outputs)
         forget(self.model)
+        return summands
 
     def _make_optimizer_state(self) -> None:
         """AdamW makes its state at the first step; a checkpoint needs the tensors to exist before that."""

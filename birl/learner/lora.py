@@ -15,7 +15,7 @@ Shapes: a weight is [N, K]; A [R, K], B [N, R], magnitude [N].
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ from birl.models.heads import HEADS, score_head
 from birl.models.load import cast
 
 ALL = "all-linear"
+#: a part of a sum, [N] -> the sum over the ranks that have the other parts
+Total = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +44,19 @@ class Lora:
     seed: int = 0
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
+def merged(
+    weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float, total: Total | None = None
+) -> Tensor:
     """V = W + s B A; with a magnitude m, V's rows at that length: m V / |V|. The gradient takes |V| for a constant
     (DoRA section 4.3, as in peft)."""
     whole = torch.addmm(weight, b, a, alpha=scale)
-    return whole if magnitude is None else whole * (magnitude / lengths(whole.detach()))[:, None]
+    return whole if magnitude is None else whole * (magnitude / lengths(whole.detach(), total))[:, None]
 
 
-def lengths(weight: Tensor) -> Tensor:
-    """Of the rows; never 0, by which nothing can be divided."""
-    return torch.linalg.vector_norm(weight, dim=1).clamp_min(torch.finfo(weight.dtype).tiny)
+def lengths(weight: Tensor, total: Total | None = None) -> Tensor:
+    """Of the rows, of which other ranks may have the rest of the columns; never 0, by which nothing can be divided."""
+    found = torch.linalg.vector_norm(weight, dim=1) if total is None else total(weight.square().sum(1)).sqrt()
+    return found.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
@@ -97,12 +102,12 @@ class Adapter:
     magnitude: Tensor | None
     scale: float
     gradient: Sum
+    total: Total | None = None
 
     @classmethod
     def of(cls, parameter: nn.Parameter, lora: Lora, random: torch.Generator, offload: bool) -> "Adapter":
         weight = parameter.detach()
-        a = torch.empty(lora.rank, weight.shape[1])
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)  # as in peft; on the CPU, so the same everywhere
+        a = first_a(lora, weight.shape[1], random)
         device = torch.device("cpu") if offload else weight.device
         return cls(
             parameter=parameter,
@@ -120,7 +125,7 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        return merged(self.weight.float(), self.a, self.b, self.magnitude, self.scale)
+        return merged(self.weight.float(), self.a, self.b, self.magnitude, self.scale, self.total)
 
     def gather(self) -> None:
         """The gradient of the merged weight becomes those of A, B and the magnitude, and is dropped."""
@@ -131,9 +136,16 @@ class Adapter:
         a, b, magnitude = (*leaves, None)[:3]
         assert a is not None and b is not None
         with torch.enable_grad():
-            value = merged(self.weight.float(), a, b, magnitude, self.scale)
+            value = merged(self.weight.float(), a, b, magnitude, self.scale, self.total)
         for tensor, grad in zip(self.tensors().values(), torch.autograd.grad(value, leaves, whole), strict=True):
             tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+
+
+def first_a(lora: Lora, width: int, random: torch.Generator) -> Tensor:
+    """As in peft; on the CPU, so the same everywhere."""
+    a = torch.empty(lora.rank, width)
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)
+    return a
 
 
 def kept(weight: Tensor, offload: bool) -> Tensor:
@@ -146,17 +158,44 @@ def kept(weight: Tensor, offload: bool) -> Tensor:
     return found.pin_memory() if weight.is_cuda else found
 
 
+class Origin:
+    """What the matrices belong to: a base model, by its digest, and an alpha. A checkpoint has both, as `marks`."""
+
+    def __init__(self, base: bytes, alpha: float) -> None:
+        self.base, self.alpha = base, alpha
+        self.marks = {
+            "lora.base": torch.empty(32, dtype=torch.uint8),
+            "lora.alpha": torch.empty((), dtype=torch.float64),
+        }
+        self._write()
+
+    def check(self) -> None:
+        """Raises `BirlError` where something else was written into `marks`, which then are again what they were."""
+        base, alpha = bytes(self.marks["lora.base"].tolist()), self.marks["lora.alpha"].item()
+        self._write()
+        if base != self.base:
+            raise BirlError(
+                "The checkpoint holds LoRA matrices for another base model: the weights of model.path are not those "
+                "that the run began with. Set model.path to that model."
+            )
+        if alpha != self.alpha:
+            raise BirlError(
+                f"lora.alpha={self.alpha:g}: the checkpoint was trained with lora.alpha={alpha:g}, and its matrices "
+                f"would mean other weights. Set lora.alpha={alpha:g}."
+            )
+
+    def _write(self) -> None:
+        self.marks["lora.base"].copy_(torch.tensor(list(self.base)))
+        self.marks["lora.alpha"].fill_(self.alpha)
+
+
 class Adapters:
     """A, B and magnitudes as the float32 masters of a module, with the same members as `Masters`."""
 
     def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
-        self.base, self.alpha = digest(model), lora.alpha
-        self.marks = {
-            "lora.base": torch.empty(32, dtype=torch.uint8),
-            "lora.alpha": torch.empty((), dtype=torch.float64),
-        }
-        self._mark()
+        self.origin = Origin(digest(model), lora.alpha)
+        self.marks = self.origin.marks
         model.requires_grad_(False)
         for name in HEADS:
             if head := score_head(model, name):
@@ -189,18 +228,7 @@ class Adapters:
 
     def loaded(self) -> None:
         """New values were written into `tensors` and `marks`. Raises `BirlError` where they belong to another base."""
-        base, alpha = bytes(self.marks["lora.base"].tolist()), self.marks["lora.alpha"].item()
-        self._mark()
-        if base != self.base:
-            raise BirlError(
-                "The checkpoint holds LoRA matrices for another base model: the weights of model.path are not those "
-                "that the run began with. Set model.path to that model."
-            )
-        if alpha != self.alpha:
-            raise BirlError(
-                f"lora.alpha={self.alpha:g}: the checkpoint was trained with lora.alpha={alpha:g}, and its matrices "
-                f"would mean other weights. Set lora.alpha={alpha:g}."
-            )
+        self.origin.check()
         self.publish()
 
     def weights(self) -> dict[str, Tensor]:
@@ -214,10 +242,6 @@ class Adapters:
 
     def copies(self, name: str) -> int:
         return 0
-
-    def _mark(self) -> None:
-        self.marks["lora.base"].copy_(torch.tensor(list(self.base)))
-        self.marks["lora.alpha"].fill_(self.alpha)
 
 
 def digest(model: nn.Module) -> bytes:

@@ -6,17 +6,20 @@ AdamW on bfloat16 weights would not move them at all at the learning rates of re
 smaller than half a unit in the last place (measured; `tests/learner/test_optimizer.py`).
 """
 
-from math import cos, pi, prod
+from collections.abc import Sequence
+from math import cos, pi
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from birl.models.forward import weights_changed
+from birl.parallel.layout import Layout
+from birl.parallel.norm import sum_gradients
 
 if TYPE_CHECKING:
     from birl.learner.lora import Adapters
+    from birl.learner.split_lora import SplitAdapters
 
 
 class Masters:
@@ -70,9 +73,11 @@ class Parts:
     """This rank's parts of the parameters of a model that FSDP has split, with the same members as `Masters`. They are
     the float32 masters themselves; the copies that are computed with exist only for a moment."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, parameters: dict[str, Any], summands: Sequence[str] = (), group: Any = None) -> None:
+        """`parameters`: DTensors by name. `summands`: those that the ranks of `group` have alike, but each with a part
+        of the gradient."""
+        self.parameters, self.group = parameters, group
+        self.summands = [name for name in summands if name in parameters]
         self.tensors: dict[str, Tensor] = {n: p.to_local().detach() for n, p in self.parameters.items()}
         self.marks: dict[str, Tensor] = {}
 
@@ -82,6 +87,7 @@ class Parts:
             if parameter.grad is not None:
                 self.tensors[name].grad = parameter.grad.to_local()
                 parameter.grad = None
+        sum_gradients([self.tensors[name] for name in self.summands], self.group)
 
     def publish(self) -> None:
         """The parts are the parameters."""
@@ -95,18 +101,10 @@ class Parts:
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """A part as the DTensor that it is a part of; a step count is no part of anything."""
-        like = self.parameters[name]
-        if value.ndim == 0:
-            return value
-        return DTensor.from_local(
-            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        return value if value.ndim == 0 else Layout.of(self.parameters[name]).whole(value)
 
     def copies(self, name: str) -> int:
-        """How many ranks of the parameter's mesh have each of its elements, times those outside of the mesh."""
-        mesh, placements = self.parameters[name].device_mesh, self.parameters[name].placements
-        inside = prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
-        return inside * (torch.distributed.get_world_size() // mesh.size())
+        return Layout.of(self.parameters[name]).copies()
 
 
 def _on_cpu(weight: Tensor) -> Tensor:
@@ -132,7 +130,11 @@ def move_grad_to(master: Any):
 
 
 def adamw(
-    masters: "Masters | Parts | Adapters", *, betas: tuple[float, float], eps: float, weight_decay: float
+    masters: "Masters | Parts | Adapters | SplitAdapters",
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> torch.optim.AdamW:
     """Weight decay is for matrices; norms and biases have none."""
     tensors = list(masters.tensors.values())

@@ -31,6 +31,7 @@ from birl.loops.engines import Servers, open_servers, sender, wanted
 from birl.loops.evaluate import Plan, data_digest, plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
+from birl.loops.ranks import check_split
 from birl.loops.rewards import make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.loops.tasks import check_lengths, lengths, load_data, report_data, stream, total_steps
@@ -339,6 +340,7 @@ def other_model(config: schema.RL, path: str, policy: Policy, key: str, ranks: R
             f"{key}={path}: has another vocabulary than model.path={config.model.path}, so its tokens mean something "
             "else. Take a model of the same family."
         )
+    check_split(config, folder)
     scores = key == "critic.path" and any(score_weight(file) is not None for file in folder.glob("*.safetensors"))
     if ranks.sharded:
         return (sketched_reward_model if scores else sketched)(folder, device_of(policy.model))

@@ -20,8 +20,10 @@ from birl.config import schema
 from birl.config.load import load, to_yaml
 from birl.errors import BirlError
 from birl.models.device import choose
+from birl.models.load import resolve, skeleton
 from birl.parallel.crew import Crew, stop_at_once
 from birl.parallel.ranks import Grid, Ranks, join
+from birl.parallel.tensor import check
 from birl.serve.process import WRAPPER, free_port
 
 COMMANDS: dict[str, type] = {"rl": schema.RL, "sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO}
@@ -30,7 +32,13 @@ SHOWN = 4000  # characters of a rank's log that an error shows
 
 def grid_of(config: schema.RL | schema.Stage) -> Grid:
     keys = config.parallel
-    return Grid(ddp=keys.ddp, fsdp=keys.fsdp, cp=keys.cp, tp=keys.tp)
+    return Grid(ddp=keys.ddp, fsdp=keys.fsdp, cp=keys.cp, tp=keys.tp, sequence=keys.sequence)
+
+
+def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
+    """Can the model of a folder be split over that many ranks? Before its weights are loaded. Raises `BirlError`."""
+    if config.parallel.tp > 1:
+        check(skeleton(folder), config.parallel.tp)
 
 
 def leads() -> bool:
@@ -48,6 +56,8 @@ def rank_threads(config: schema.RL | schema.Stage) -> int:
 def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
     """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in `folder`."""
     grid = grid_of(config)
+    if grid.tp > 1:
+        check_split(config, resolve(config.model.path, weights=False))
     if grid.size == 1:
         yield Crew(Ranks())
         return
@@ -65,7 +75,8 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
         stack.callback(leave)
         made = Crew(join(grid, choose(config.model.device), config.parallel.timeout), config.parallel.timeout)
         stack.callback(made.close)
-        made.watch(stop_at_once, lambda: next((word for c in children if (word := c.word())), ""))
+        made.ended = lambda: next((word for c in children if (word := c.word())), "")
+        made.watch(stop_at_once)
         yield made
 
 

@@ -223,6 +223,10 @@ class _Run(Run):
         self.ages.starts = self.extra.get("versions", [])
         return state
 
+    def refresh(self) -> None:
+        """(every rank)"""
+        self.parts.refresh()
+
     def take_greedy(self, groups: Sequence[Group]) -> dict[int, float]:
         """The rewards of the greedy answers to these groups' prompts."""
         return {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}

@@ -131,7 +131,16 @@ def load_model(
     report["unexpected_keys"] = set(report.get("unexpected_keys") or ()) - beside
     check_report(folder, model, report)
     model.config.use_cache = False
+    forget_padding(model)
     return model.eval()
+
+
+def forget_padding(model: nn.Module) -> None:
+    """Nothing here is padded, and in many models (SmolLM2, Qwen) the padding token is one that they write, the end of a
+    turn or of a text: with `padding_idx` its embedding would get no gradient from where it is read."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 def skeleton(folder: Path, scores: bool = False) -> nn.Module:

@@ -11,7 +11,9 @@ Shapes: N trained tokens, H hidden size, V vocabulary.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from birl.models.decoder import Decoder, Matrix, deposit, gradient_place, unless_placed
@@ -41,39 +43,51 @@ def token_logprobs(
 
     hidden [N, H], targets [N] -> logprobs [N], entropy [N], both float32 and differentiable. With `decoder` its kernels
     compute them: what the engine samples with, bit for bit. `chunk`: logits that exist at once, 0 for the device's.
+    A head whose weight is a DTensor has its words on several ranks, which must all be given the same tokens: each has
+    logits of its own words only.
     """
     chunk = chunk or (GPU_CHUNK if hidden.is_cuda else CHUNK)
+    if isinstance(weight := head.weight, DTensor):
+        targets, group = targets - first_row(weight), weight.device_mesh.get_group()
+        bias = head.bias.to_local() if isinstance(head.bias, DTensor) else None
+        return _TokenLogprobs.apply(hidden, weight.to_local(), bias, targets, temperature, chunk, group)  # pyright: ignore
     if decoder is not None:
         return _KernelLogprobs.apply(  # pyright: ignore
             hidden, head.weight, head.bias, targets, temperature, chunk, decoder.head
         )
-    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk)  # pyright: ignore
+    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, temperature, chunk, None)  # pyright: ignore
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """With p = softmax(l), l = logits / t, entropy h:  d logp / d l = onehot - p  and  d h / d l = -p (log p + h).
 
-    Logits are recomputed in the backward pass, so that memory does not grow with N x V.
+    Logits are recomputed in the backward pass, so that memory does not grow with N x V. With a `group` V is this rank's
+    part of the vocabulary, and targets count from its first word; what the ranks tell each other is [N], and in the
+    backward pass the gradient by `hidden`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, norm = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        chosen = targets if group is None else targets.clamp(0, len(weight) - 1)
         for rows in _chunks(len(hidden), chunk // len(weight)):
             if on_gpu(hidden):
                 logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-                launch_logprobs(logits, targets[rows], temperature, logprobs[rows], entropy[rows], norm[rows])
+                launch_logprobs(logits, chosen[rows], temperature, logprobs[rows], entropy[rows], norm[rows])
                 continue
             logits = scaled_logits(hidden[rows], weight, bias, temperature)
             norm[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - norm[rows]
+            logprobs[rows] = logits.gather(1, chosen[rows, None])[:, 0] - norm[rows]
             logp = logits.sub_(norm[rows, None])
             entropy[rows] = -(logp.exp().mul_(logp)).sum(-1)
+        if group is not None:
+            logprobs, entropy, norm = over_parts(logprobs, entropy, norm, chosen == targets, group)
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.group = temperature, chunk, group
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -82,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
@@ -101,7 +115,34 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(grad.T, hidden, out=grad_weight[words])
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0, dtype=torch.float32)
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+def over_parts(
+    logprobs: Tensor, entropy: Tensor, norm: Tensor, here: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), entropy and log-sum-exp under all words, from those under each rank's words alone, [N] each.
+    `here`: where this rank has the target.
+
+    With r a rank, Z_r its sum and h_r its entropy, w_r = Z_r / Z:  log p = log p_r + log w_r  and
+    h = sum over r of w_r (h_r - log w_r), whose terms are never negative.
+    """
+    largest = norm.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    total = (norm - largest).exp()
+    dist.all_reduce(total, group=group)
+    whole = largest + total.log()
+    log_share = norm - whole
+    found = torch.stack([(logprobs + log_share).where(here, 0.0), log_share.exp() * (entropy - log_share)])
+    dist.all_reduce(found, group=group)
+    return found[0].clone(), found[1].clone(), whole  # FSDP wants no views
+
+
+def first_row(weight: DTensor) -> int:
+    """Where this rank's rows of a weight begin in the whole one: torch cuts [V, H] into parts of ceil(V / ranks)."""
+    return weight.device_mesh.get_local_rank() * -(-weight.shape[0] // weight.device_mesh.size())
 
 
 def logits_gradient(

@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
 from birl.errors import BirlError
 from birl.models import attention
 from birl.models.forward import verify
-from birl.models.load import REWARD_MODEL, check_files, check_report, quiet, reward_head, with_head
+from birl.models.load import REWARD_MODEL, check_files, check_report, forget_padding, quiet, reward_head, with_head
 
 INDEX = "model.safetensors.index.json"
 
@@ -92,6 +92,7 @@ def sketched(
     for name, tensor in model.named_buffers():
         module, _, own = name.rpartition(".")
         model.get_submodule(module)._buffers[own] = tensor.to(device)
+    forget_padding(model)
     model.pending = Pending(boxes, device)
     return model.eval()
 

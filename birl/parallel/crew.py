@@ -40,6 +40,7 @@ class Crew:
         self._control: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=LONG)
         self._store = None if ranks.alone else dist.distributed_c10d._get_default_store()
         self._closed = ranks.alone
+        self.ended: Callable[[], str] = lambda: ""  # what is known of ranks whose processes are gone
         self._watch = threading.Event()
 
     def call(self, target: Any, name: str, *arguments: Any) -> Any:
@@ -83,26 +84,26 @@ class Crew:
                 self._store.set(f"{WORD}/text", f"rank {self.ranks.rank} of {self.ranks.grid.size}: {text}")
 
     def failure(self, wait: float = 0.0) -> str:
-        """What the rank said that failed first; empty where none did within `wait` seconds."""
+        """What the rank said that failed first, else what is known of one that is gone; empty where there is none of
+        either after `wait` seconds."""
         assert self._store is not None
         until = time.monotonic() + wait
         while True:
             if self._store.check([f"{WORD}/text"]):
                 return self._store.get(f"{WORD}/text").decode()
             if time.monotonic() >= until:
-                return ""
+                return self.ended()
             time.sleep(0.05)
 
-    def watch(self, act: Callable[[str], None], ended: Callable[[], str], interval: float = 0.5) -> None:
-        """Rank 0: look for ranks that left word or that `ended` tells of, and `act` where rank 0 itself has not noticed
-        a grace later: it is inside of a collective that will never end."""
+    def watch(self, act: Callable[[str], None], interval: float = 0.5) -> None:
+        """Rank 0: look for ranks that failed, and `act` where rank 0 itself has not noticed a while later: it is inside
+        of a collective that will never end."""
 
         def look() -> None:
             while not self._watch.wait(interval):
-                word = self.failure() or ended()
-                if word:
-                    word = self.failure(GRACE) or word
-                    if not self._watch.wait(GRACE):
+                if self.failure():
+                    word = self.failure(GRACE)
+                    if not self._watch.wait(2 * GRACE):
                         act(word)
                     return
 

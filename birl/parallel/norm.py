@@ -32,8 +32,8 @@ def global_norm(masters: Masters, ranks: Ranks) -> Tensor:
     return total.sqrt().float()
 
 
-def sum_gradients(tensors: Sequence[Tensor], ranks: Ranks) -> None:
-    """Every rank's gradients become the sum over the shares, in place, in buckets."""
+def sum_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Every rank's gradients become the sum over the group, in place, in buckets."""
     grads = [t.grad for t in tensors if t.grad is not None]
     while grads:
         bucket, size = [], 0
@@ -41,6 +41,6 @@ def sum_gradients(tensors: Sequence[Tensor], ranks: Ranks) -> None:
             bucket.append(grads.pop())
             size += bucket[-1].numel()
         flat = torch.cat([g.reshape(-1) for g in bucket])
-        dist.all_reduce(flat, group=ranks.groups["share"])
+        dist.all_reduce(flat, group=group)
         for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             grad.copy_(part.view_as(grad))

@@ -11,6 +11,7 @@ never averaged.
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,19 +30,21 @@ AXES = ("ddp", "fsdp", "cp", "tp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """How many ranks each axis has. Example: Grid(fsdp=4, tp=2) is 8 ranks, which see 4 shares of the samples."""
+    """How many ranks each axis has; `sequence`: those of tp share out the tokens between split blocks, too. Example:
+    Grid(fsdp=4, tp=2) is 8 ranks, which see 4 shares of the samples."""
 
     ddp: int = 1
     fsdp: int = 1
     cp: int = 1
     tp: int = 1
+    sequence: bool = True
 
     @property
     def size(self) -> int:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+        return " x ".join(f"{axis}={n}" for axis in AXES if (n := getattr(self, axis)) > 1) or "one rank"
 
 
 class Ranks:
@@ -116,11 +119,15 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
     """Meet the other ranks; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where. Raises `BirlError`."""
     if grid.size == 1:
         return Ranks()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if grid.size != world:
+        raise BirlError(
+            f"parallel: {grid} makes {grid.size} ranks, but {world} were started. Let the launcher start {grid.size}, "
+            "or none (without WORLD_SIZE birl starts them on this machine)."
+        )
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    if grid.size != dist.get_world_size():
-        raise BirlError(f"parallel: {grid} makes {grid.size} ranks, but {dist.get_world_size()} were started.")
     shape = (grid.ddp, grid.fsdp * grid.cp, grid.tp)
     return Ranks(grid, init_device_mesh(device.type, shape, mesh_dim_names=("ddp", "shard", "tp")))
 

@@ -53,5 +53,12 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
+def drop_gathered(root: nn.Module) -> None:
+    """Before weights change: FSDP keeps what it has gathered for `root` itself until the next backward pass, and after
+    a forward pass without one would go on with the old values."""
+    if isinstance(root, FSDPModule):
+        root.reshard()
+
+
 def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())

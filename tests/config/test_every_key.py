@@ -29,6 +29,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.loops import build, evaluation, rl
+from birl.parallel.ranks import AXES
 from birl.rollout.group import Rollout
 from birl.types import Group
 from tests.tiny import tiny_model_folder
@@ -243,6 +244,13 @@ ENVIRONMENT: dict[str, Case] = {
     "env.kind": Case("worlds.py:Thrice", first_prompt),
     "env.options": Case("word", refused=r"written as env\.NAME=value"),
     "env.max_turns": Case("2", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 2, WORLD),
+}
+
+#: real runs of several processes: tests/parallel/test_runs.py
+PARALLEL = {
+    **{f"parallel.{axis}": Case("2", refused=f"{axis}=2 makes 2 ranks, but 1 were started") for axis in AXES},
+    "parallel.timeout": Case("5", refused="there is only one process"),
+    "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
 }
 
 MODEL = {
@@ -465,6 +473,7 @@ RL_CASES = {
     "lora.dora": Case("true", weights, under="lora.rank=4"),
     "learner.tokens_per_microbatch": Case("120", lambda s: s.passes > 1, True),
     "learner.gradient_checkpointing": Case("true", lambda s: s.parts.policy.model.is_activation_checkpointing, True),
+    **PARALLEL,
     "learner.max_logprob_gap": Case(
         "1e-12", refused=r"learner\.max_logprob_gap=1e-12 is allowed", under="model.path=plain"
     ),
@@ -639,6 +648,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
     with pytest.MonkeyPatch.context() as patches:
         patches.chdir(folder)
         patches.setitem(sys.modules, "wandb", fake_wandb())
+        patches.setenv("WORLD_SIZE", "1")  # as a launcher that has started nobody else
         Path("model").symlink_to(tiny)
         tiny_model_folder("other", seed=1)
         tiny_model_folder("plain", heads=4, kv_heads=2)  # not on birl's kernels

@@ -17,6 +17,7 @@ from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.learner.writer import Writer
 from birl.loops import dpo, rm, sft
+from birl.parallel.ranks import AXES
 from tests.tiny import tiny_model_folder
 
 ANY = object()
@@ -87,6 +88,12 @@ class Case:
 
 
 HELD_OUT = "data.validation=b.jsonl "
+#: real runs of several processes: tests/parallel/test_runs.py
+PARALLEL = {
+    **{f"parallel.{axis}": Case("2", refused=f"{axis}=2 makes 2 ranks, but 1 were started") for axis in AXES},
+    "parallel.timeout": Case("5", refused="there is only one process"),
+    "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
+}
 KEPT = "validation.every=1 validation.at_start=false checkpoint.keep_last=1 optimizer.lr=0.9 steps=3"
 CASES = {
     "model.path": Case("other"),
@@ -131,6 +138,7 @@ CASES = {
     "lora.dora": Case("true", lambda s: s.weights, under="lora.rank=2"),
     "learner.tokens_per_microbatch": Case("100", lambda s: s.passes > 2, True),
     "learner.gradient_checkpointing": Case("true", refused=""),
+    **PARALLEL,
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"]),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "checkpoint.every=1"),
     "checkpoint.asynchronous": Case("false", lambda s: s.staged, 0),
@@ -218,6 +226,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
     folder = tmp_path_factory.mktemp("every_stage_key")
     with pytest.MonkeyPatch.context() as patches:
         patches.chdir(folder)
+        patches.setenv("WORLD_SIZE", "1")  # as a launcher that has started nobody else
         Path("model").symlink_to(tiny)
         tiny_model_folder("other", seed=1)
         shout = "{% for m in messages %}{{ m['role'] + m['content'] }}!{% endfor %}{% if add_generation_prompt %}"

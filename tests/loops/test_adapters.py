@@ -18,7 +18,7 @@ SERVER = Path(__file__).parents[1] / "envs" / "adapters" / "word_server.py"
 DIFFER = ("reward=length", "reward.length_target=10")
 
 KINDS = {
-    "reasoning_gym": ("env.task=chain_sum", "env.count=8", *DIFFER),
+    "reasoning_gym": ("env.task=chain_sum", "env.rows=8", *DIFFER),
     "gem": ("env.task=game:GuessTheNumber-v0", "env.max_turns=2", *DIFFER),
     "gem, cut": ("env.task=game:Minesweeper-v0-very-easy", "env.max_turns=1", *DIFFER),
     "verifiers": ("env.task=envs.py", "env.parameters=[kind=turns]"),

@@ -1,6 +1,6 @@
 """From groups to advantages, with models whose word is a formula: every path against plain floats."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,11 @@ class Says:
     def forward(self, batch: Batch) -> Tensor:
         return torch.tensor([self.of(t) for t in batch.targets.tolist()])
 
-    __call__ = forward
+    def each(self, batches: Sequence[Batch], verb: Callable[[Batch], Tensor]) -> list[Tensor]:
+        return [verb(batch) for batch in batches]
+
+    def __call__(self, batches: Sequence[Batch]) -> list[Tensor]:
+        return self.each(batches, self.forward)
 
 
 def reference_logp(token: int) -> float:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from birl.config import schema
 from birl.config.help import presets
@@ -129,8 +128,8 @@ def test_an_engine_with_other_weights_stops_the_run(
 ) -> None:
     plain = build.make_learner
 
-    def other_temperature(config: schema.RL, model: torch.nn.Module) -> Any:
-        learner = plain(config, model)
+    def other_temperature(config: schema.RL, *rest: Any) -> Any:
+        learner = plain(config, *rest)
         learner.outputs.temperature = 5.0
         return learner
 

@@ -78,6 +78,15 @@ def test_the_loaded_model_computes_what_the_saved_one_did(plain: Path) -> None:
         )
 
 
+def test_the_padding_token_is_trained_where_it_is_read(folder: Path) -> None:
+    """It is `<|im_end|>`, which every turn ends with; nn.Embedding would leave it out of the gradient."""
+    model = load_model(folder)
+    pad = model.config.pad_token_id
+    embedding = model.get_input_embeddings()
+    embedding(torch.tensor([pad])).sum().backward()
+    assert embedding.weight.grad[pad].abs().sum() > 0
+
+
 def test_untied_embeddings_stay_apart(folder: Path) -> None:
     change_config(folder, tie_word_embeddings=False)
     change_weights(folder, lambda w: w.update({"lm_head.weight": torch.ones_like(w["model.embed_tokens.weight"])}))

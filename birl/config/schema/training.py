@@ -71,6 +71,8 @@ class Parallel:
     """Processes that every packed row of tokens is split over (context parallelism)."""
     tp: int = 1
     """Processes that every layer is split over (tensor parallelism)."""
+    sequence: bool = True
+    """With tp: between attention and MLP each of its processes has T / tp of the T packed tokens, for less memory."""
     timeout: float = 600.0
     """Longest that a process waits for another one [s]; then the run stops."""
 

@@ -1,0 +1,147 @@
+"""LoRA on weights that are split over ranks (`parallel/tensor.py`, FSDP): the algebra of `lora.py` on parts.
+
+A rank has a block of a weight W [N, K], some rows and some columns, and keeps the rows of B and of the magnitudes and
+the columns of A that belong to it. So it merges its block alone: W + s B A. Of the gradients it knows a summand:
+
+    dA [R, K]    summed over the ranks that have other rows of W
+    dB [N, R]    summed over the ranks that have other columns, and so the magnitude's, and the squares of row lengths
+
+A checkpoint has A, B and magnitudes as wholes, with the names that they have on one rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from birl.learner.lora import Adapter, Lora, Origin, Sum, Total, digest, first_a, kept, lengths, targets
+from birl.learner.optimizer import Parts
+from birl.models.heads import HEADS, score_head
+from birl.parallel.layout import Layout
+from birl.parallel.norm import sum_gradients
+
+ROWS, COLUMNS = 0, 1
+
+
+def prepare(model: nn.Module, lora: Lora, dtype: torch.dtype) -> Origin:
+    """Before the model is split: what is trained keeps float32, in which FSDP sums gradients; the rest is cast."""
+    origin = Origin(digest(model), lora.alpha)
+    model.requires_grad_(False)
+    for name in targets(model, lora.targets):
+        model.get_submodule(name).weight.requires_grad_(True)  # pyright: ignore
+    for name in HEADS:
+        if head := score_head(model, name):
+            head.requires_grad_(True)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return origin
+
+
+class SplitAdapters:
+    """This rank's parts of A, B and magnitudes, with the same members as `Masters`."""
+
+    def __init__(
+        self, model: nn.Module, lora: Lora, origin: Origin, parameters: dict[str, Any], offload: bool = False
+    ) -> None:
+        """`parameters`: what is trained, as DTensors by name, with the heads' weights and those that `lora` means."""
+        self.model, self.origin, self.marks = model, origin, origin.marks
+        self.heads = Parts({name: p for name, p in parameters.items() if name.split(".")[0] in HEADS})
+        random = torch.Generator().manual_seed(lora.seed)
+        self.adapters: dict[str, Adapter] = {}
+        self.layouts: dict[str, Layout] = {}
+        for name in targets(model, lora.targets):
+            layout = Layout.of(parameters[f"{name}.weight"])
+            rows, width = layout.shape
+            layouts = {
+                "lora_A": layout.along(COLUMNS, (lora.rank, width)),
+                "lora_B": layout.along(ROWS, (rows, lora.rank)),
+                "lora_magnitude": layout.along(ROWS, (rows,)),
+            }
+            adapter = adapter_of(parameters[f"{name}.weight"], lora, random, layout, layouts["lora_A"], offload)
+            self.adapters[name] = adapter
+            self.layouts |= {f"{name}.{key}": layouts[key] for key in adapter.tensors()}
+            self.layouts[f"{name}.weight"] = layout
+        self.tensors = self.heads.tensors | {
+            f"{name}.{key}": t for name, x in self.adapters.items() for key, t in x.tensors().items()
+        }
+
+    def gather(self) -> None:
+        """Gradients of merged weights become those of A, B and magnitudes, summed over the ranks that have the rest."""
+        self.heads.gather()
+        for adapter in self.adapters.values():
+            merged: Any = adapter.parameter
+            if merged.grad is not None:
+                adapter.gradient.grad, merged.grad = merged.grad.to_local(), None
+                adapter.gather()
+        sums: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for name, adapter in self.adapters.items():
+            layout = self.layouts[f"{name}.weight"]
+            for key, tensor in adapter.tensors().items():
+                for group in layout.groups(ROWS if key == "lora_A" else COLUMNS):
+                    sums.setdefault(group, []).append(tensor)
+        for group, tensors in sums.items():
+            sum_gradients(tensors, group)
+
+    def publish(self) -> None:
+        """Merge into this rank's parts of the weights."""
+        with torch.no_grad():
+            for adapter in self.adapters.values():
+                local(adapter.parameter).copy_(adapter.merged())
+
+    def loaded(self) -> None:
+        """New values were written into `tensors` and `marks`. Raises `BirlError` where they belong to another base."""
+        self.origin.check()
+        self.publish()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All float32 weights by the model's own names, as DTensors."""
+        found = {name: p.detach().float() for name, p in self.model.named_parameters()} | self.heads.weights()
+        for name, adapter in self.adapters.items():
+            found[f"{name}.weight"] = self.layouts[f"{name}.weight"].whole(adapter.merged())
+        return found
+
+    def whole(self, name: str, value: Tensor) -> Tensor:
+        if name in self.heads.tensors:
+            return self.heads.whole(name, value)
+        return value if value.ndim == 0 else self.layouts[name].whole(value)
+
+    def copies(self, name: str) -> int:
+        return self.heads.copies(name) if name in self.heads.tensors else self.layouts[name].copies()
+
+
+def adapter_of(
+    parameter: nn.Parameter, lora: Lora, random: torch.Generator, layout: Layout, of_a: Layout, offload: bool
+) -> Adapter:
+    """Of this rank's block of a weight; A is drawn whole on every rank, so that it is the one of a single rank."""
+    weight = local(parameter).detach()
+    total = over(layout.groups(COLUMNS))
+    return Adapter(
+        parameter=parameter,
+        weight=kept(weight, offload),
+        a=of_a.part(first_a(lora, layout.shape[1], random)).to(weight.device).clone(),
+        b=torch.zeros(len(weight), lora.rank, device=weight.device),
+        magnitude=lengths(weight, total) if lora.dora else None,
+        scale=lora.alpha / lora.rank,
+        gradient=Sum(weight.device),
+        total=total,
+    )
+
+
+def over(groups: Sequence[dist.ProcessGroup]) -> Total | None:
+    """The sum over ranks, where there are any."""
+
+    def total(part: Tensor) -> Tensor:
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        return part
+
+    return total if groups else None
+
+
+def local(parameter: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()

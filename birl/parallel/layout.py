@@ -1,0 +1,54 @@
+"""How one tensor lies over the ranks, for those that are computed with in parts and saved as a whole."""
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Along each axis of `mesh` the tensor of `shape` is cut (in one dimension), or every rank has the same."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> "Layout":
+        return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape))
+
+    def along(self, dim: int, shape: tuple[int, ...]) -> "Layout":
+        """Of a tensor of another shape that is cut where this one is cut in `dim`, and only there."""
+        kept = tuple(p if cut(p) == dim else Replicate() for p in self.placements)
+        return Layout(self.mesh, kept, shape)
+
+    def whole(self, part: Tensor) -> DTensor:
+        """This rank's part, as the tensor that it is a part of."""
+        stride = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride  # pyright: ignore
+        )  # fmt: skip
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of what every rank has whole."""
+        return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
+
+    def copies(self) -> int:
+        """How many ranks have each element, of all there are."""
+        inside = math.prod(self.mesh.size(i) for i, p in enumerate(self.placements) if p.is_replicate())
+        return inside * (dist.get_world_size() // self.mesh.size())
+
+    def groups(self, dim: int) -> list[dist.ProcessGroup]:
+        """The ranks among which `dim` is cut, axis by axis."""
+        axes = [i for i, p in enumerate(self.placements) if cut(p) == dim and self.mesh.size(i) > 1]
+        return [self.mesh.get_group(i) for i in axes]
+
+
+def cut(placement: Placement) -> int | None:
+    """The dimension that is cut; torch has two classes that say so."""
+    return getattr(placement, "dim", None)

@@ -1,0 +1,218 @@
+"""Tensor parallelism on a transformers model, from outside: every layer is split over the ranks of the axis `tp`.
+
+    columns   q, k, v, gate, up: a rank has some rows of the weight [N, K], thus some heads or some inner features
+    rows      o, down: a rank has the columns that belong to those, and its output is a summand of the whole one
+    words     embedding and head: a rank has a part of the vocabulary; tied, they stay one parameter
+
+The parameters become DTensors over the axis, so that FSDP and checkpoints know the whole; a module computes with its
+plain part. Between the split blocks stands `regions.py`, behind the head `models/logprobs.py`. Norms, biases of `rows`
+and score heads are on every rank.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from transformers import PreTrainedConfig
+
+from birl.errors import BirlError
+from birl.models.logprobs import first_row
+from birl.parallel.ranks import Ranks
+from birl.parallel.regions import Regions
+
+# gathering a parameter that FSDP and tp cut along the same dimension takes two collectives; it warns of that each time
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+#: for models without a plan of their own, by the last name of a module
+PLAN = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
+    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+    **dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce"),
+}
+
+
+def split(model: nn.Module, ranks: Ranks) -> list[str]:
+    """Split a model with whole weights, in place, before FSDP does. Gives the names of the parameters that every rank
+    has, but whose gradient is a summand on each (`optimizer.Parts` adds them up): what only a rank's own heads or own
+    tokens went through. Raises `BirlError` for a model that cannot be split."""
+    assert ranks.mesh is not None
+    body: Any = cast(Any, model).base_model
+    kinds = check(model, ranks.grid.tp)
+    regions = Regions(ranks.groups["tp"], ranks.grid.sequence)
+    styles = {"colwise": Columns(), "rowwise": Rows(regions)}
+    mesh = ranks.mesh["tp"]
+    parallelize_module(body, mesh, {path: styles[kind] for path, kind in kinds.items() if kind in styles})
+    embedding, head = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
+    tied = head.weight is embedding.weight
+    parallelize_module(embedding, mesh, Words(regions))
+    if tied:
+        head.weight = embedding.weight
+    parallelize_module(head, mesh, Columns())
+    for block in {path.rpartition(".")[0] for path, kind in kinds.items() if kind == "colwise"}:
+        body.get_submodule(block).register_forward_pre_hook(_entering(regions), with_kwargs=True)
+    body.register_forward_hook(_ending(regions))
+    within = [body.get_submodule(path) for path, kind in kinds.items() if kind not in styles]
+    inside = {id(p) for module in within for p in module.parameters()}
+    between = {id(p) for p in body.parameters() if not isinstance(p, DTensor)} if regions.sequence else set()
+    return [name for name, p in model.named_parameters() if id(p) in inside | between]
+
+
+def check(model: nn.Module, tp: int) -> dict[str, str]:
+    """How each module is split (`plan`). Raises `BirlError` for a model that cannot be split over so many ranks; needs
+    no weights."""
+    check_sizes(cast(Any, model).config, tp)
+    return plan(cast(Any, model).base_model)
+
+
+def check_sizes(config: PreTrainedConfig, tp: int) -> None:
+    """Raises `BirlError` where a rank would have to take a part of a head or of a block of features."""
+    text: Any = config.get_text_config()
+    heads = text.num_attention_heads
+    sizes = {
+        "query heads": heads,
+        "key/value heads": getattr(text, "num_key_value_heads", None) or heads,
+        "inner features": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+    }
+    most = math.gcd(*sizes.values())
+    for what, size in sizes.items():
+        if size % tp:
+            raise BirlError(
+                f"parallel.tp={tp} does not divide the {size} {what} of this model ({text.model_type}), which the "
+                f"ranks would have to share out. Set parallel.tp to a divisor of {most}, and parallel.fsdp for the "
+                "rest."
+            )
+
+
+def plan(body: nn.Module) -> dict[str, str]:
+    """Path -> kind of each module of the layers that has parameters, but for norms between the blocks: by
+    transformers' own plan where it has one, else by ours. Raises `BirlError` for a module in neither."""
+    config: Any = body.config
+    own: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found: dict[str, str] = {}
+    for path, module in body.named_modules():
+        shapes = [p.shape for p in module.parameters(recurse=False)]
+        last = path.rpartition(".")[2]
+        if not path.startswith("layers.") or not shapes:
+            continue
+        kind = next((k for pattern, k in own.items() if fnmatch(path, pattern)), PLAN.get(last))
+        if kind is None and all(len(shape) == 1 for shape in shapes) and path.count(".") == 2:
+            continue  # a norm between the blocks
+        fits = isinstance(module, nn.Linear) if kind in ("colwise", "rowwise") else shapes == [(size,)]
+        if kind not in set(PLAN.values()) or not fits:
+            raise BirlError(
+                f"parallel.tp: {path} of {type(body).__name__} is nothing that birl can split over several ranks. Set "
+                "parallel.tp=1, and parallel.fsdp to split the weights."
+            )
+        found[path] = kind
+    return found
+
+
+class Columns(ParallelStyle):
+    """[N, K] by rows: a rank computes some outputs from all inputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in dict(module.named_parameters()):
+            place(module, name, 0, device_mesh)
+        inner = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            with parts(module):
+                return inner(x)
+
+        module.forward = forward
+        return module
+
+
+class Rows(ParallelStyle):
+    """[N, K] by columns: a rank computes a summand of all outputs from its inputs. The bias is added once, to the
+    sum."""
+
+    def __init__(self, regions: Regions) -> None:
+        super().__init__()
+        self.regions = regions
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place(module, "weight", 1, device_mesh)
+        inner = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            with parts(module, without="bias"):
+                total = self.regions.leave(inner(x))
+            return total if module.bias is None else total + cast(Tensor, module.bias)
+
+        module.forward = forward
+        return module
+
+
+class Words(ParallelStyle):
+    """An embedding by words: a rank looks up those that it has, and gives zeros for the others'."""
+
+    def __init__(self, regions: Regions) -> None:
+        super().__init__()
+        self.regions = regions
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place(module, "weight", 0, device_mesh)
+        module.padding_idx = None  # pyright: ignore  nothing is padded, and here it would be another word on each rank
+        inner = module.forward
+
+        def forward(tokens: Tensor) -> Tensor:
+            first = first_row(cast(DTensor, module.weight))
+            with parts(module):
+                own = tokens - first
+                absent = (own < 0) | (own >= len(cast(Tensor, module.weight)))
+                found = inner(own.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
+            return self.regions.leave(found)
+
+        module.forward = forward
+        return module
+
+
+def place(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
+    """A parameter that every rank has whole becomes a DTensor, of which each has its part along `dim`."""
+    old = module.get_parameter(name)
+    if not isinstance(old, DTensor):
+        new = distribute_tensor(old.data, mesh, [Shard(dim)], src_data_rank=None)  # nobody needs to send anything
+        module.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+@contextmanager
+def parts(module: nn.Module, without: str = "") -> Iterator[None]:
+    """Within, a module's parameters are this rank's plain parts, and `without` is None. Their gradients go to the
+    DTensors. No operator ever sees a DTensor, which would cost more than a small product."""
+    parameters: dict[str, Any] = module._parameters  # FSDP has put the gathered ones there
+    kept = dict(parameters)
+    try:
+        for name, parameter in kept.items():
+            if name == without:
+                parameters[name] = None
+            elif isinstance(parameter, DTensor):
+                parameters[name] = parameter.to_local()
+        yield
+    finally:
+        parameters.update(kept)
+
+
+def _entering(regions: Regions):
+    def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        if args:
+            return (regions.enter(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": regions.enter(kwargs["hidden_states"])}
+
+    return hook
+
+
+def _ending(regions: Regions):
+    def hook(body: nn.Module, args: tuple[Any, ...], output: Any):
+        output.last_hidden_state = regions.end(output.last_hidden_state)
+        return output
+
+    return hook

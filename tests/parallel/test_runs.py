@@ -1,0 +1,163 @@
+"""Whole runs of several processes: SFT, reward models, DPO, GRPO and PPO give the figures of one process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from tests.loops import test_offline as offline
+from tests.loops import test_rl as rl
+
+#: two of the forms at once where a run can have them
+FSDP, COPIES = "parallel.fsdp=2", "parallel.ddp=2"
+
+
+def figures(log: list[dict[str, Any]], *names: str) -> list[float]:
+    return [step[name] for step in log for name in names]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("sft", (COPIES, "model.dtype=bfloat16")),
+        ("rm", (FSDP,)),
+        ("dpo", (FSDP,)),
+        ("dpo", (COPIES, "preference.reference=precomputed")),
+    ],
+)
+def test_training_on_rows(tiny: Path, tmp_path: Path, command: str, words: tuple[str, ...]) -> None:
+    plain = tuple(w for w in words if not w.startswith("parallel."))
+    rows = offline.TEXTS if command == "sft" else offline.PAIRS
+    for folder, keys in (("one", plain), ("two", words)):
+        (tmp_path / folder).mkdir()
+        offline.run(tiny, tmp_path / folder, command, "validation.every=3", *keys, held_out=rows[:5])
+    names = ("loss", "grad_norm") if command != "sft" else ("loss", "grad_norm", "entropy", "tokens/trained")
+    near = 2e-2 if "model.dtype=bfloat16" in words else 2e-4
+    one, two = (figures(offline.log(tmp_path / f), *names) for f in ("one", "two"))
+    assert two == pytest.approx(one, rel=near)
+    assert not list((tmp_path / "two/run").glob("*.part"))
+
+
+def test_grpo_with_an_engine_that_has_its_own_weights(tiny: Path, tmp_path: Path) -> None:
+    """They are refreshed from the split ones: the same answers, and log-probs that agree at every step."""
+    for folder, keys in (("one", ()), ("two", (FSDP,))):
+        (tmp_path / folder).mkdir()
+        rl.run(tiny, tmp_path / folder, "steps=2", "track.rollouts=true", "validation.every=0", *keys)
+    one, two = (rl.log(tmp_path / f) for f in ("one", "two"))
+    names = ("reward/mean", "loss", "grad_norm", "tokens/generated", "entropy")
+    assert figures(two[:1], *names) == pytest.approx(figures(one[:1], *names), rel=2e-4, abs=1e-6)
+    assert max(figures(two, "mismatch/mean")) < 1e-5
+    texts = [[r["samples"][0]["tokens"] for r in rl.log(tmp_path / f, "rollouts")[:16]] for f in ("one", "two")]
+    assert texts[0] == texts[1]
+
+
+def test_ppo_with_critic_and_reference(tiny: Path, tmp_path: Path) -> None:
+    words = ("algorithm=ppo", "algorithm.kl_coef=0.05", "critic.lr=1e-3", "optimizer.lr=1e-3", "steps=1")
+    for folder, keys in (("one", ()), ("two", (FSDP,))):
+        (tmp_path / folder).mkdir()
+        rl.run(tiny, tmp_path / folder, *words, *keys)
+    names = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
+    one, two = (rl.log(tmp_path / f) for f in ("one", "two"))
+    assert figures(two, *names) == pytest.approx(figures(one, *names), rel=2e-4, abs=1e-6)
+    same_weights(tmp_path)
+
+
+def same_weights(folder: Path) -> None:
+    """The newest checkpoints of the runs `one` and `two` are the same model and optimizer."""
+    ends = [checkpoint.latest(folder / f / "run/checkpoints") for f in ("one", "two")]
+    one, two = (checkpoint.read_tensors(end) for end in ends if end is not None)
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tiny: Path, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    slow = ("batch_size=3", "optimizer.lr=1e-3")
+    offline.run(tiny, tmp_path / "one", "sft", "steps=4", *slow)
+    offline.run(tiny, tmp_path / "two", "sft", "steps=2", *slow, FSDP)
+    offline.run(tiny, tmp_path / "two", "sft", "steps=3", *slow)
+    offline.run(tiny, tmp_path / "two", "sft", "steps=4", *slow, COPIES)
+    one, two = (figures(offline.log(tmp_path / f), "loss", "grad_norm") for f in ("one", "two"))
+    assert two == pytest.approx(one, rel=2e-4)
+    same_weights(tmp_path)
+
+
+def test_the_rank_that_fails_is_the_one_that_is_told_of(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 alone runs out of memory, in the middle of a step."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import birl.learner.learner as module\n"
+        "    def forward_backward(self, *rest): raise MemoryError('the seventh layer')\n"
+        "    module.Learner.forward_backward = forward_backward\n"
+    )
+    began = time.monotonic()
+    with pytest.raises(BirlError, match=r"(?s)^rank 1 of 2: .*MemoryError: the seventh layer"):
+        offline.run(tiny, tmp_path, "sft", FSDP)
+    assert time.monotonic() - began < 60
+
+
+def test_a_rank_that_is_killed_ends_the_run(tiny: Path, tmp_path: Path) -> None:
+    """From the command line, as the process of rank 0 may have to end itself."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "What is 1 + {i}?", "response": "It is."}}\n' for i in range(40)))
+    words = [f"model.path={tiny}", f"data.train={rows}", "steps=100000", "batch_size=4", f"run={tmp_path}/run"]
+    command = [sys.executable, "-m", "birl", "sft", *words, FSDP, "track.console=plain", "threads=1"]
+    leader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        metrics, until = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+        while (not metrics.exists() or metrics.read_text().count("\n") < 3) and time.monotonic() < until:
+            time.sleep(0.1)
+        (child,) = children(leader.pid)
+        os.kill(child, signal.SIGKILL)
+        said = leader.communicate(timeout=60)[0]
+        assert leader.returncode == 2, said
+        assert "rank 1 was killed by signal 9" in said
+    finally:
+        leader.kill()
+
+
+def test_no_rank_is_left_when_the_first_is_killed(tiny: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is 1 + 1?", "response": "It is 2."}\n' * 8)
+    words = [f"model.path={tiny}", f"data.train={rows}", "steps=100000", "batch_size=4", f"run={tmp_path}/run"]
+    leader = subprocess.Popen([sys.executable, "-m", "birl", "sft", *words, FSDP, "track.console=off", "threads=1"])
+    try:
+        until = time.monotonic() + 60
+        while not (left := children(leader.pid)) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert left
+        leader.kill()
+        leader.wait()
+        while any(Path(f"/proc/{pid}").exists() for pid in left) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in left)
+    finally:
+        leader.kill()
+
+
+def children(pid: int) -> list[int]:
+    """Ranks that a process has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == pid and b"birl.loops.ranks" in words:
+            found.append(int(folder.name))
+    return found
