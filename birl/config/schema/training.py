@@ -107,6 +107,9 @@ class Checkpoint:
     """Also keep the one with the best validation score."""
     asynchronous: bool = True
     """Write in the background while training goes on. Takes CPU memory for a copy of what is saved."""
+    store: str = ""
+    """URL of an object store that gets a copy of every checkpoint: s3://bucket/prefix, file:///mnt/x, or what
+    else fsspec knows. A run whose folder is empty goes on from there."""
 
 
 @dataclass(kw_only=True)
