@@ -85,15 +85,17 @@ def least(form: str, ranks: int, shape: Shape, batches: int, tokens: int, traine
 
     ddp: float32 gradients once, 2 (n - 1) / n. fsdp: bfloat16 weights for each pass of a micro-batch, the embedding's
     for one, float32 gradients for each micro-batch, (n - 1) / n of each. tp: hidden states gathered and scattered at
-    both ends of attention and MLP, behind the embedding and before the head, both ways. cp: keys and values gathered
-    for both passes, their gradients scattered. bfloat16 but for gradients of weights.
+    both ends of attention and MLP, behind the embedding and before the head, both ways. cp: as fsdp, which splits
+    weights over these ranks, too; and keys and values gathered once, their gradients scattered. bfloat16 but
+    for gradients of weights.
     """
     part = (ranks - 1) / ranks
     moved = 2 * batches * part
+    weights = batches * part * (2 * 2 * shape.active + 2 * shape.embedding + 4 * shape.parameters)
     needs = {
         "ddp": 2 * part * 4 * shape.parameters,
-        "fsdp": batches * part * (2 * 2 * shape.active + 2 * shape.embedding + 4 * shape.parameters),
+        "fsdp": weights,
         "tp": moved * shape.hidden * (8 * shape.layers * tokens + 2 * (tokens + trained)),
-        "cp": moved * tokens * shape.layers * 3 * 2 * shape.kv_heads * shape.head_dim,
+        "cp": weights + moved * tokens * shape.layers * 2 * 2 * shape.kv_heads * shape.head_dim,
     }
     return needs[form]

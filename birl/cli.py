@@ -257,11 +257,17 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
 
 
 def _help(command: str, schema: type, words: list[str]) -> None:
-    from birl.config.help import render
+    from birl.config.help import Own, render
 
     bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     only = tuple(word.partition("=")[0] for word in words)
-    print(render(command, schema, shutil.get_terminal_size((100, 24)).columns, only, bold))
+    kinds = [word.partition("=")[2] for word in words if word.startswith(("env=", "env.kind="))]
+    own = None
+    if command in ("rl", "eval") and kinds and kinds[-1]:
+        from birl.envs.open import own_section
+
+        own = Own(kind=kinds[-1], section=own_section(kinds[-1]))
+    print(render(command, schema, shutil.get_terminal_size((100, 24)).columns, only, bold, own))
 
 
 def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:

@@ -79,6 +79,7 @@ OPTIONAL = (
     Package(
         "wandb", "wandb", "0.19", "sends curves to Weights & Biases, track.wandb=online", "pip install 'birl[wandb]'"
     ),
+    Package("s3fs", "s3fs", "2024.6", "copies checkpoints to S3, checkpoint.store=s3://...", "pip install 'birl[s3]'"),
     Package("reasoning_gym", "reasoning-gym", "0.1.23", "env=reasoning_gym", "pip install 'birl[reasoning-gym]'"),
     Package("gem", "gem-llm", "0.0.4", "env=gem, on Python 3.11", "pip install 'birl[gem]'"),
     Package("verifiers", "verifiers", "0.3", "env=verifiers", "pip install 'birl[verifiers]'"),

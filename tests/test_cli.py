@@ -42,6 +42,15 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"birl {command}" in capsys.readouterr().out
 
 
+def test_help_lists_an_environments_own_keys(capsys: pytest.CaptureFixture[str]):
+    for words in (["rl", "env=guess_number", "--help"], ["eval", "--help", "env.kind=guess_number", "lr"]):
+        assert main(words) == 0
+        own = capsys.readouterr().out.partition("env: keys of guess_number")[2]
+        assert "  env.wasted=0.1  float\n" in own and "Largest number" in own and "env.max_turns=" not in own
+    assert main(["rl", "env=guess_numbre", "--help"]) == 2
+    assert "Did you mean guess_number?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -361,7 +361,12 @@ def _run(config: RL | Stage) -> list[str]:
     found = []
     if config.run and Path(config.run).exists() and not Path(config.run).is_dir():
         found.append(f"run={config.run}: is a file; name a folder.")
-    if config.resume not in RESUME and not Path(config.resume).is_dir():
+    if config.checkpoint.store and "://" not in config.checkpoint.store:
+        found.append(f"checkpoint.store={config.checkpoint.store}: expected a URL, as in s3://bucket/prefix.")
+    for key, url in (("checkpoint.store", config.checkpoint.store), ("resume", config.resume)):
+        if url.startswith("s3://") and find_spec("s3fs") is None:
+            found.append(f"{key}={url}: s3fs is not installed; pip install 'birl[s3]'.")
+    if config.resume not in RESUME and "://" not in config.resume and not Path(config.resume).is_dir():
         found.append(
             f"resume={config.resume}: there is no such checkpoint folder; use auto, never or an existing one "
             f"(`birl checkpoints RUN` lists them).{did_you_mean(config.resume, RESUME)}"

@@ -4,8 +4,9 @@ import ast
 import inspect
 import re
 import textwrap
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +19,7 @@ birl rl data.train=my.jsonl                                  # SmolLM2-135M, Dr.
 birl rl data.train=my.jsonl reward=my_file.py:score          # your own reward function
 birl rl data.train=my.jsonl algorithm=grpo optimizer.lr=1e-5
 birl rl data.train=[a.jsonl,b.parquet] data.weights=[2,1] model=/path/to/model
+birl rl env=countdown --help                                 # the keys of a task or of an environment
 birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml seed=1     # a YAML file, then what differs from it
 birl rl data.train=my.jsonl --dry-run                        # load one batch, predict the memory, exit
 birl rl data.train=my.jsonl optimizer.lr=1e-6,1e-5 seed='range(0,3)' --multirun""",
@@ -124,13 +126,25 @@ def presets(schema: type) -> dict[str, dict[str, Path]]:
     }
 
 
-def render(command: str, schema: type, width: int, only: tuple[str, ...] = (), bold: bool = False) -> str:
-    """The help page, at most `width` columns wide. `only` keeps the keys that contain one of these words."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """The keys of an environment's own: what env.kind is, and their dataclass."""
+
+    kind: str
+    section: type
+
+
+def render(
+    command: str, schema: type, width: int, only: tuple[str, ...] = (), bold: bool = False, own: Own | None = None
+) -> str:
+    """The help page, at most `width` columns wide. `only` keeps the keys that contain one of these words. `own` comes
+    behind them."""
     strong = (lambda text: f"\033[1m{text}\033[0m") if bold else str
     docs = [doc for doc in documentation(schema).values() if not only or any(word in doc.key for word in only)]
     keys = _keys(docs, width, strong)
     if only:
-        return keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
+        keys = keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
+        return keys if own is None else f"{keys}\n\n{_own_keys(own, width, strong)}"
     title = " ".join((inspect.getdoc(schema) or "").split())
     usage = f"birl {command} [FILE.yaml] [key=value ...] [--print-config] [--dry-run] [--multirun] [--help [WORD ...]]"
     if command in ("eval", "serve"):
@@ -192,12 +206,21 @@ def _presets(schema: type, width: int) -> str:
 
 
 def _keys(docs: list[Doc], width: int, strong: Any) -> str:
-    lines, section = [], None
-    columns = max((len(_left(doc)) for doc in docs), default=0) + 4
+    sections = [
+        f"{strong(section or 'the run')}\n{_lines(list(own), width, _columns(docs))}"
+        for section, own in groupby(docs, lambda doc: doc.section)
+    ]
+    return "\n\n".join(sections)
+
+
+def _columns(docs: list[Doc]) -> int:
+    return max((len(_left(doc)) for doc in docs), default=0) + 4
+
+
+def _lines(docs: list[Doc], width: int, columns: int = 0) -> str:
+    """One key below the other."""
+    lines, columns = [], columns or _columns(docs)
     for doc in docs:
-        if doc.section != section:
-            section = doc.section
-            lines += ["", strong(section or "the run")]
         head = f"  {_left(doc)}"
         if width >= WIDE:
             lines.append(_wrap(doc.text, min(width, 200), f"{head:<{columns}}", " " * columns))
@@ -205,8 +228,14 @@ def _keys(docs: list[Doc], width: int, strong: Any) -> str:
             lines += textwrap.wrap(
                 head.strip(), width, initial_indent="  ", subsequent_indent="      ", break_long_words=False
             )
-            lines.append(_wrap(doc.text, width, " " * 6, " " * 6))
-    return "\n".join(lines).lstrip("\n") if docs else ""
+            lines += [_wrap(doc.text, width, " " * 6, " " * 6)] if doc.text else []
+    return "\n".join(lines)
+
+
+def _own_keys(own: Own, width: int, strong: Any) -> str:
+    docs = [replace(doc, key=f"env.{doc.key}") for doc in documentation(own.section).values()]
+    title = strong(f"env: keys of {own.kind}")
+    return f"{title}\n{_lines(docs, width)}" if docs else f"{title}\n  none"
 
 
 def _left(doc: Doc) -> str:

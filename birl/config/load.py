@@ -323,7 +323,12 @@ def _to_object(config: DictConfig) -> Any:
 def read_section(schema: type, written: Mapping[str, Any], prefix: str) -> Any:
     """A section that is not part of the configuration, such as an environment's own: a dataclass with what was written
     for its keys. Raises one `BirlError` that lists everything that is wrong."""
-    config, errors = OmegaConf.structured(schema), []
+    try:
+        config, errors = OmegaConf.structured(schema), []
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        kinds = "A key is a number, true or false, text, or a list."
+        raise BirlError(f"{prefix}{error.full_key}: {reason}. {kinds}") from None
     for key, value in written.items():
         source = f"{prefix}{key}={value}"
         if key not in documentation(schema):

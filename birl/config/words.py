@@ -31,13 +31,15 @@ def said(config: Config, key: str) -> str:
 
 def said_capacity(config: RL | Stage) -> str:
     """How many tokens a packed row may have, and why."""
-    each, cp = said(config, "learner.tokens_per_microbatch"), config.parallel.cp
-    return each if cp == 1 else f"{each} x parallel.cp={cp} ({config.capacity} tokens)"
+    each, keys = said(config, "learner.tokens_per_microbatch"), config.parallel
+    axes = {"cp": keys.cp, "tp": keys.splits // keys.cp}
+    factors = "".join(f" x parallel.{axis}={n}" for axis, n in axes.items() if n > 1)
+    return f"{each}{factors} ({config.capacity} tokens)" if factors else each
 
 
 def said_needed(config: RL | Stage, tokens: int) -> str:
     """The setting that lets a packed row have so many tokens."""
-    return f"learner.tokens_per_microbatch={-(-tokens // config.parallel.cp)}"
+    return f"learner.tokens_per_microbatch={-(-tokens // config.parallel.splits)}"
 
 
 def changed(config: Config, key: str) -> bool:

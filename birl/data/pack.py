@@ -90,7 +90,7 @@ def pack(
     if longest > max_tokens:
         raise BirlError(
             f"A sample of {longest} tokens does not fit into a row of {max_tokens}: learner.tokens_per_microbatch x "
-            "parallel.cp. Set one of them higher, or a smaller rollout.max_tokens."
+            "parallel.cp x parallel.tp. Set one of them higher, or a smaller rollout.max_tokens."
         )
     numbered = enumerate(samples)
     trees = [t for _, g in groupby(numbered, key=lambda x: x[1].group) for t in branchings(list(g), max_tokens)]

@@ -105,7 +105,7 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
             raise
         return await found if inspect.isawaitable(found) else found
     except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():

@@ -13,7 +13,7 @@ use; that is closed with the run.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from typing import Any
 
@@ -105,17 +105,37 @@ class Empty:
     """No keys."""
 
 
+def own_section(kind: str) -> type:
+    """The keys that an environment has of its own, as a dataclass. Raises `BirlError` where `kind` names nothing."""
+    return Empty if kind == "single_turn" else _section(kind, _found(kind))
+
+
 def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
     """What `env.kind` names, and its own keys."""
-    named: Any = given or load("env.kind", BUILT_IN.get(config.kind, config.kind), {"single_turn": None, **BUILT_IN})
+    kind, named = config.kind, given or _found(config.kind)
+    if inspect.isclass(named):
+        if not hasattr(named, "run") and not (hasattr(named, "start") and hasattr(named, "step")):
+            raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.")
+        if not hasattr(named, "close"):
+            raise BirlError(f"env.kind={kind}: {named.__name__} has no close.")
+    return named, read_section(_section(kind, named), config.options, "env.")
+
+
+def _found(kind: str) -> Any:
+    return load("env.kind", BUILT_IN.get(kind, kind), {"single_turn": None, **BUILT_IN})
+
+
+def _section(kind: str, named: Any) -> type:
+    """The `Config` of a class; of a function, its keyword-only parameters."""
     if not inspect.isclass(named):
-        own = [p for p in inspect.signature(named).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        return named, read_section(_section(config, own), config.options, "env.")
-    if not hasattr(named, "run") and not (hasattr(named, "start") and hasattr(named, "step")):
-        raise BirlError(f"env.kind={config.kind}: {named.__name__} has neither start and step nor run.")
-    if not hasattr(named, "close"):
-        raise BirlError(f"env.kind={config.kind}: {named.__name__} has no close.")
-    return named, read_section(getattr(named, "Config", Empty), config.options, "env.")
+        return _parameters(kind, [p for p in inspect.signature(named).parameters.values() if p.kind is p.KEYWORD_ONLY])
+    own = getattr(named, "Config", Empty)
+    if not (inspect.isclass(own) and is_dataclass(own)):
+        raise BirlError(f"env.kind={kind}: {named.__name__}.Config is no dataclass: put @dataclass above it.")
+    for key in fields(own):
+        if key.default is MISSING and key.default_factory is MISSING:
+            raise BirlError(f"env.kind={kind}: its own key {key.name} needs a default, in {named.__name__}.Config.")
+    return own
 
 
 def _function(
@@ -137,17 +157,16 @@ def _function(
     )
 
 
-def _section(config: schema.Env, parameters: Iterable[inspect.Parameter]) -> type:
+def _parameters(kind: str, parameters: Iterable[inspect.Parameter]) -> type:
     """A dataclass of keyword-only parameters."""
-    fields = []
+    keys = []
     for p in parameters:
         if p.default is p.empty:
-            raise BirlError(f"env.kind={config.kind}: its own key {p.name} needs a default.")
-        kind = type(p.default)
-        if kind not in (int, float, bool, str):
-            raise BirlError(f"env.kind={config.kind}: its own key {p.name} must be a number, true, false or text.")
-        fields.append((p.name, kind, field(default=p.default)))
-    return make_dataclass("Options", fields)
+            raise BirlError(f"env.kind={kind}: its own key {p.name} needs a default.")
+        if type(p.default) not in (int, float, bool, str):
+            raise BirlError(f"env.kind={kind}: its own key {p.name} must be a number, true, false or text.")
+        keys.append((p.name, type(p.default), field(default=p.default)))
+    return make_dataclass("Options", keys)
 
 
 def _takes(config: schema.Env, named: type, offered: Iterable[str]) -> list[str]:

@@ -103,9 +103,12 @@ class Program:
         printed = reward(self.watched.last(1))
         if printed is None and code:
             how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise RuntimeError(f"{how}: {self.watched.last(2) or 'nothing on its standard error'}"[:500])
-        if printed is None and self.all.config.reward == "printed":
-            raise ValueError('its last line is no {"reward": ...}, and env.reward=printed')
+            why = self.watched.last(2).replace(f"{self.folder}/", "") or "nothing on its standard error"
+            raise BirlError(f"{how}: {why}"[:500])
+        if printed is None:
+            way = "env.reward=printed" if self.all.config.reward == "printed" else "nothing was sent to its address"
+            line = f"its last line is {last[:100]!r}" if (last := self.watched.last(1)) else "it printed nothing"
+            raise BirlError(f'the agent gave no reward: {line}, not {{"reward": 1.0}}, and {way}')
         return printed
 
     async def close(self) -> None:
@@ -180,12 +183,21 @@ def words(config: Config) -> list[str]:
         raise BirlError(f"env.pass_environment={absent[0]}: there is no such environment variable.")
     # It runs in another folder, so files are named in full; not resolved, as a virtual environment's python is a link.
     found = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in found]
+    if Path(found[0]).name.startswith("python") and (absent := missing(found[1:])):
+        raise BirlError(f"env.command={config.command}: there is no file {absent} in {Path.cwd()}.")
     program = shutil.which(found[0], path=path())
     if program is None:
         raise BirlError(f"env.command={config.command}: there is no program {found[0]}.")
     # with the trainer killed, agents end as well
     tie = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
     return [*tie, program, *found[1:]]
+
+
+def missing(arguments: list[str]) -> str:
+    """The script that Python is to run, where it was not found: those that were have their full names."""
+    script = next((word for word in arguments if not word.startswith("-")), "")
+    module = any(word.startswith(("-m", "-c")) for word in arguments)
+    return script if script.endswith(".py") and not module and not os.path.isabs(script) else ""
 
 
 def path() -> str:
@@ -220,7 +232,7 @@ def reward(line: str) -> float | Mapping[str, float] | None:
     value = found["reward"]
     given = list(value.values()) if isinstance(value, dict) and value else [value]
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in given):
-        raise ValueError(f"its last line is {line}: a reward is a number, or one for each agent"[:300])
+        raise BirlError(f"its last line is {line}: a reward is a number, or one for each agent"[:300])
     return value
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from birl.envs.calls import called
+from birl.errors import BirlError
 from birl.types import Conversation, Feedback, Message, Task
 
 KEYS = ("next_state", "reward", "score", "done", "extra_info")
@@ -32,26 +33,21 @@ class StepFunction:
         reset = getattr(inspect.getmodule(self.function), "reset", None)
         self.state = self.text(self.task.prompt) if reset is None else await called(reset, self.extra)
         if not isinstance(self.state, str):
-            raise TypeError(f"reset must return the first state as text, not {type(self.state).__name__}")
+            raise BirlError(f"reset must return the first state as text, not {type(self.state).__name__}")
         return self.state
 
     async def step(self, reply: Message) -> Feedback:
         found = await called(partial(self.function, self.state, reply.content, self.extra, **self.options))
         if not isinstance(found, Mapping) or not {"reward", "done"} <= set(found):
-            raise TypeError(f"step must return a dict with reward and done ({', '.join(KEYS)}), not {found!r:.200}")
+            raise BirlError(f"step must return a dict with reward and done ({', '.join(KEYS)}), not {found!r:.200}")
         if unknown := sorted(set(found) - set(KEYS)):
-            raise TypeError(f"step returned {unknown[0]!r}; known are {', '.join(KEYS)}")
+            raise BirlError(f"step returned {unknown[0]!r}; known are {', '.join(KEYS)}")
         done, after = bool(found["done"]), found.get("next_state")
         if not done and not isinstance(after, str):
-            raise TypeError(f"step must return next_state as text while done is false, not {after!r:.200}")
+            raise BirlError(f"step must return next_state as text while done is false, not {after!r:.200}")
         self.state, self.extra = after if isinstance(after, str) else "", found.get("extra_info", self.extra)
-        score = found.get("score")
-        return Feedback(
-            prompt=None if done else self.state,
-            reward=float(found["reward"]),
-            score=None if score is None else float(score),
-            done=done,
-        )
+        reward, score = found["reward"], found.get("score")
+        return Feedback(prompt=None if done else self.state, reward=reward, score=score, done=done)
 
     async def close(self) -> None:
         pass

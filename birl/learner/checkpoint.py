@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,16 +135,24 @@ def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> 
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     """All tensors whose name starts with `prefix`, which is cut off. "model." gives the float32 weights by the model's
     own names, without needing the model."""
+    return read_some(path, prefix, list(shapes(path, prefix)))
+
+
+def read_some(path: Path, prefix: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors PREFIX + name, by name."""
     reader = dcp.FileSystemReader(path / "tensors")
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(tuple(m.size), dtype=m.properties.dtype)  # pyright: ignore
-        for name, m in entries.items()
-        if name.startswith(prefix)
-    }
+    entries: Any = reader.read_metadata().state_dict_metadata
+    wanted = {prefix + name: entries[prefix + name] for name in names}
+    tensors = {name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in wanted.items()}
     with _quiet():
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
+
+
+def shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """Of all tensors whose name starts with `prefix`, which is cut off; nothing of them is read."""
+    entries: Any = dcp.FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
+    return {name.removeprefix(prefix): tuple(m.size) for name, m in entries.items() if name.startswith(prefix)}
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`birl checkpoints RUN [verify [STEP] | export STEP FOLDER | export-adapter STEP FOLDER | prune N]`"""
+"""`birl checkpoints RUN [verify [STEP] | export STEP FOLDER [--shard-gb N] | export-adapter STEP FOLDER | prune N]`"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,9 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 
 SCORES = ("validation/all/score", "validation/accuracy", "validation/nll")
-USAGE = "birl checkpoints RUN [verify [STEP] | export STEP FOLDER | export-adapter STEP FOLDER | prune N]"
+USAGE = (
+    "birl checkpoints RUN [verify [STEP] | export STEP FOLDER [--shard-gb N] | export-adapter STEP FOLDER | prune N]"
+)
 
 
 def run(words: Sequence[str]) -> int:
@@ -18,6 +20,8 @@ def run(words: Sequence[str]) -> int:
             return _verify(_root(folder), steps)
         case [folder, "export", step, target]:
             return _export(_root(folder), step, Path(target), adapter=False)
+        case [folder, "export", step, target, "--shard-gb", size]:
+            return _export(_root(folder), step, Path(target), adapter=False, shard_gb=_size(size))
         case [folder, "export-adapter", step, target]:
             return _export(_root(folder), step, Path(target), adapter=True)
         case [folder, "prune", count] if count.isdigit() and int(count) > 0:
@@ -89,11 +93,24 @@ def _find(root: Path, step: str) -> Path:
     return found[wanted]
 
 
-def _export(root: Path, step: str, target: Path, adapter: bool) -> int:
+def _size(word: str) -> float:
+    try:
+        size = float(word)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise BirlError(f"--shard-gb {word}: expected a number above 0, in GB.")
+    return size
+
+
+def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float = 5.0) -> int:
     from birl.learner.export import export, export_adapter
 
     source = _find(root, step)
-    (export_adapter if adapter else export)(source, root.parent, target)
+    if adapter:
+        export_adapter(source, root.parent, target)
+    else:
+        export(source, root.parent, target, shard_gb=shard_gb)
     print(f"{source} -> {target}")
     return 0
 

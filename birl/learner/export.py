@@ -2,13 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
@@ -17,36 +21,92 @@ from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
 
 
-def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """The checkpoint `path` of the run `run` as a whole model; with a score head as a sequence-classification model of
-    one label; of LoRA the merged one, for which the model that the run began with must still be there. Raises
-    `BirlError` where `target` exists."""
+def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloat16, shard_gb: float = 5.0) -> None:
+    """The checkpoint `path` of the run `run` as a whole model, in files of at most `shard_gb` [GB], of which one
+    is in memory at a time; with a score head as a sequence-classification model of one label; of LoRA the merged one,
+    for which the model that the run began with must still be there. Raises `BirlError` where `target` exists."""
     with written(target) as part:
-        weights = checkpoint.read_tensors(path, "model.")
-        if found := adapters(weights):
-            heads = {name: weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
-            weights = merged_weights(base_model(path, run), found, alpha_of(path))
-            weights |= {f"{name}.weight": head for name, head in heads.items()}
-        weights.pop("value.weight", None)  # a critic's, which nothing but training needs
-        scores = "score.weight" in weights
-        model = skeleton(run / "model", scores)
+        shapes = checkpoint.shapes(path, "model.")
+        read = partial(checkpoint.read_some, path, "model.")
+        if any(name.endswith(".lora_A") for name in shapes):
+            whole = whole_of_adapters(path, run)
+            shapes = {n: t.shape for n, t in whole.items()}
+            read = partial(_taken, whole)
+        shapes.pop("value.weight", None)  # a critic's, which nothing but training needs
+        scores = "score.weight" in shapes
+        model: Any = skeleton(run / "model", scores)
         if scores:
-            weights.pop("lm_head.weight", None)
-        _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-        model.tie_weights()  # pyright: ignore
-        absent = [n for n, p in model.named_parameters() if p.device.type == "meta"]
-        if unexpected or absent:
-            raise BirlError(
-                f"{path} does not fit {run}/model: missing {absent[:5]}, unexpected {list(unexpected)[:5]}."
-            )
+            shapes.pop("lm_head.weight", None)
+        check_names(path, run, model, set(shapes))
         shutil.copytree(run / "model", part, dirs_exist_ok=True)
         if scores:
             tokenizer = load_tokenizer(run / "model")
             model.config.pad_token_id = tokenizer.pad_token_id = padding(tokenizer)  # pyright: ignore
-            model.config.problem_type = "regression"  # pyright: ignore  otherwise vLLM would give its sigmoid
+            model.config.problem_type = "regression"  # otherwise vLLM would give its sigmoid
             tokenizer.save_pretrained(part)
+        model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
         with quiet():
-            model.to(dtype).save_pretrained(part)  # pyright: ignore
+            model.config.save_pretrained(part)
+        write_shards(part, model, shapes, read, dtype, int(shard_gb * 1e9))
+
+
+def write_shards(
+    folder: Path,
+    model: Any,
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[Sequence[str]], dict[str, Tensor]],
+    dtype: torch.dtype,
+    limit: int,
+) -> None:
+    """model.safetensors, or model-00001-of-0000N.safetensors and an index, each of at most `limit` bytes unless one
+    weight alone is larger. Names are those that transformers publishes the model with."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(shapes):
+        one = torch.Size(shapes[name]).numel() * dtype.itemsize
+        if shards[-1] and size + one > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += one
+    where, total = {}, 0
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        tensors = {n: t.to(dtype).contiguous() for n, t in read(names).items()}
+        tensors = revert_weight_conversion(model, tensors)
+        total += sum(t.nbytes for t in tensors.values())
+        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def check_names(path: Path, run: Path, model: nn.Module, found: set[str]) -> None:
+    """Tied weights are there once. Raises `BirlError`."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    absent = [min(alias) for alias in names.values() if not alias & found]
+    unexpected = found - {n for alias in names.values() for n in alias} - set(model.state_dict())
+    if unexpected or absent:
+        raise BirlError(
+            f"{path} does not fit {run}/model: missing {sorted(absent)[:5]}, unexpected {sorted(unexpected)[:5]}."
+        )
+
+
+def whole_of_adapters(path: Path, run: Path) -> dict[str, Tensor]:
+    """The base model's weights with the trained matrices merged in; heads as they are."""
+    weights = checkpoint.read_tensors(path, "model.")
+    heads = {f"{name}.weight": weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
+    base = base_model(path, run)
+    whole = merged_weights(base, adapters(weights), alpha_of(path))
+    own = {name for name, _ in base.named_parameters()} | {name for name, _ in base.named_buffers()}
+    return {n: t for n, t in whole.items() if n in own} | heads
+
+
+def _taken(whole: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: whole[name] for name in names}
 
 
 def padding(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -60,7 +120,6 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
     """The LoRA matrices alone, for `peft.PeftModel.from_pretrained(base, target)`. Raises `BirlError` where `target`
     exists, and for a checkpoint that holds whole weights."""
     from peft import LoraConfig
-    from safetensors.torch import save_file
 
     weights = checkpoint.read_tensors(path, "model.")
     found, score = adapters(weights), weights.get("score.weight")

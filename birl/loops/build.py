@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.rules_algorithm import CRITIC, remembers
+from birl.data.pack import Batch
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -44,6 +45,7 @@ from birl.models.load import load_model, load_reward_model, load_tokenizer, reso
 from birl.models.slices import fill, sketched, sketched_reward_model
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
+from birl.parallel.shard import drop_gathered
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
@@ -53,6 +55,8 @@ from birl.serve.gateway import Gateway
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.types import Sample, SamplingParams, Task
+from birl.weights.canary import said
+from birl.weights.gathered import Gathered
 from birl.weights.publish import Memory, Publisher, Refresh
 
 
@@ -144,6 +148,22 @@ class Parts:
         if self.copy is not None:
             weights_changed(self.copy)
         self.copied = self.learner.version
+
+    @torch.no_grad()
+    def gathered(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """(every rank) Weights as the engines have them, whole on rank 0, nothing elsewhere."""
+        drop_gathered(self.learner.outputs)
+        parameters, found = dict(self.learner.model.named_parameters()), []
+        for name in names:
+            weight = parameters[name].to(DTYPES[self.config.model.dtype])
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if self.crew.leads:
+                found.append(whole)
+        return found
+
+    def said(self, batches: list[Batch]) -> list[list[float]]:
+        """(every rank) What engines are compared with."""
+        return said(self.learner, batches)
 
     def has_gradient(self, sample: Sample) -> bool:
         """Samples that have none need not go through the model."""
@@ -270,6 +290,11 @@ def assembled(
         parts.plan_validation = plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
     if servers is not None:
         parts.publisher = sender(config, policy, learner, servers, train, run, tracker.message)
+        if crew.ranks.sharded:
+            gather = partial(crew.call, parts, "gathered")
+            parts.publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather)
+            parts.publisher.canary.together = partial(crew.call, parts, "said")
+            parts.publisher.canary.parts = crew.ranks.shares
     elif copy is None:
         parts.publisher = Memory()
     else:

@@ -46,7 +46,7 @@ from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
 from birl.types import Group, Sample, Task
 from birl.waits import Watchdog, exit_at_once
-from birl.weights.publish import Sent, published
+from birl.weights.publish import Sender, Sent, published
 
 
 def train(
@@ -227,6 +227,14 @@ class _Run(Run):
         """(every rank)"""
         self.parts.refresh()
 
+    def gathered(self, names: Sequence[str]) -> list[Any]:
+        """(every rank)"""
+        return self.parts.gathered(names)
+
+    def said(self, batches: list[Batch]) -> list[list[float]]:
+        """(every rank)"""
+        return self.parts.said(batches)
+
     def take_greedy(self, groups: Sequence[Group]) -> dict[int, float]:
         """The rewards of the greedy answers to these groups' prompts."""
         return {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}
@@ -378,6 +386,11 @@ class _Run(Run):
         about = await self.on_compute_thread(partial(self.measured, groups))
         return self.validated(metrics, samples, metrics["validation/all/score"], about)
 
+    def sent_digest(self) -> str:
+        """Of the weights that engines elsewhere have, where no rank has all of them; else empty."""
+        publisher = self.parts.publisher
+        return publisher.digest if isinstance(publisher, Sender) and publisher.gathered is not None else ""
+
     def measured(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What a validation says about itself. Raises `BirlError` where its answers are not from one snapshot."""
         version, plan = self.parts.learner.version, self.parts.plan_validation
@@ -390,7 +403,7 @@ class _Run(Run):
         assert plan is not None
         return {
             "version": version,
-            "weights": whole(digests(published(self.parts.sampled))),
+            "weights": self.sent_digest() or whole(digests(published(self.parts.sampled))),
             "data": self.parts.validation_digest,
             "seed": self.parts.validation_rollout.seed,
             "n": plan.samples,

@@ -21,6 +21,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner, Stats
 from birl.learner.optimizer import learning_rate
+from birl.learner.store import Store, location
 from birl.learner.writer import Writer
 from birl.loops.run_folder import next_commands
 from birl.parallel.crew import Crew
@@ -76,6 +77,8 @@ class Run:
     saving: float = 0.0  # seconds spent on a checkpoint since the last step ended
     rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
     saved: int | None = None  # step of the newest checkpoint
+    store: Store | None = None
+    unsaid: list[str] = field(default_factory=list)  # warnings of the thread that writes checkpoints
     first_validation: dict[str, Any] | None = None
     last_validation: dict[str, Any] | None = None
     clock: float = field(default_factory=time.perf_counter)  # when the last step ended
@@ -142,6 +145,7 @@ class Run:
         self.parts.tracker.step(self.step, metrics)
         self.clock, self.saving = time.perf_counter(), 0.0
         self.parts.writer.check()
+        self.say()
         if (keys.every and self.step % keys.every == 0) or (improved and keys.keep_best):
             await self.save()
 
@@ -165,6 +169,7 @@ class Run:
         if self.saved != self.step and self.step:
             await self.save()
         await self.together("saving_done")
+        self.say()
 
     def write(self, step: int, state: dict[str, Any], kept: set[int]) -> None:
         """(every rank) A checkpoint; then the old ones go, but for the newest and those of the steps in `kept`."""
@@ -172,6 +177,8 @@ class Run:
 
         def work(tensors: dict[str, torch.Tensor], group: Any) -> None:
             checkpoint.save(root, step, tensors, state, ranks, group)
+            if keys.store:
+                self.copy(root / f"step-{step:06d}", step, kept, group)
             if ranks.rank == 0:
                 checkpoint.prune(root, keys.keep_last, kept)
 
@@ -179,6 +186,25 @@ class Run:
             self.parts.writer.begin(self.parts.tensors(), work, ranks)
         else:
             work(self.parts.tensors(), None)
+
+    def copy(self, path: Path, step: int, kept: set[int], group: Any) -> None:
+        """(every rank) A complete checkpoint to the object store. That it could not be is a warning: the run folder has
+        it, and the next one may get through."""
+        ranks, keys = self.parts.crew.ranks, self.config.checkpoint
+        try:
+            first = self.store is None
+            store = self.store = self.store or Store(location(keys.store, self.parts.run))
+            if first and ranks.rank == 0:
+                store.about(self.parts.run)
+            store.put(path, step, ranks, group)
+            if ranks.rank == 0:
+                store.prune(keys.keep_last, kept)
+        except (BirlError, OSError) as error:  # other ranks' come as OSError
+            self.unsaid.append(f"WARNING: step {step} is not on the store. {error}")
+
+    def say(self) -> None:
+        while self.unsaid:
+            self.parts.tracker.message(self.unsaid.pop(0))
 
     def saving_done(self) -> None:
         """(every rank)"""

@@ -13,6 +13,7 @@ from birl.config import schema
 from birl.config.load import flatten, to_yaml
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.store import Store, location
 from birl.loops.policy import Policy
 from birl.models.load import save_hf_config
 from birl.track.log import replace as write_whole
@@ -36,6 +37,10 @@ FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
     newest = checkpoint.latest(run / "checkpoints")
+    if "://" in config.resume:
+        return chosen_checkpoint(fetched(config.resume, run / "resumed"), run, newest)
+    if newest is None and config.resume == "auto" and config.checkpoint.store:
+        newest = recovered(location(config.checkpoint.store, run), run)
     if config.resume not in ("auto", "never"):
         return chosen_checkpoint(Path(config.resume), run, newest)
     # a try that ended before its first step leaves nothing to lose or to go on from
@@ -58,6 +63,38 @@ def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
                 f"run=ANOTHER_FOLDER resume={run}/checkpoints/step-..."
             )
     return newest
+
+
+def recovered(url: str, run: Path) -> Path | None:
+    """The newest intact checkpoint of a run on a store, into its empty folder; None where the store has none."""
+    store = Store(url)
+    steps = store.steps()
+    if steps:
+        store.take_about(run)
+    for step in reversed(steps):
+        print(f"{run} has no checkpoint: taking step {step} from {url}.", flush=True)
+        try:
+            return store.take(step, run / "checkpoints")
+        except BirlError as error:
+            print(f"WARNING: {error}", flush=True)
+    if steps:
+        raise BirlError(f"All {len(steps)} checkpoints at {url} are damaged. Begin anew with run=ANOTHER_FOLDER.")
+    return None
+
+
+def fetched(url: str, root: Path) -> Path:
+    """`resume=URL`: a checkpoint on a store, or the newest one of a run there. Raises `BirlError`."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if name.startswith("step-") and name[5:].isdigit():
+        store, steps = Store(parent), [int(name[5:])]
+        if steps[0] not in store.steps():
+            raise BirlError(f"resume={url}: there is no complete checkpoint.")
+    else:
+        store = Store(url)
+        steps = store.steps()
+    if not steps:
+        raise BirlError(f"resume={url}: there is no complete checkpoint of a run.")
+    return store.take(steps[-1], root)
 
 
 def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:

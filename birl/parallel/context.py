@@ -61,16 +61,14 @@ def whole(batch: Batch) -> Part:
 
 
 def split(batch: Batch, ranks: Ranks) -> Part:
-    """This rank's part of a micro-batch. The row is padded with a sequence that nobody sees, of less than n tokens."""
+    """This rank's part of a micro-batch, whose tokens n must divide."""
     n, device = ranks.grid.cp, batch.tokens.device
     if n == 1:
         return whole(batch)
-    group, padding = ranks.groups["cp"], -len(batch.tokens) % n
-    rank = dist.get_rank(group)
-    trees = [Tree(prefix, branches) for prefix, branches in batch.trees] + [Tree(padding)] * (padding > 0)
-    total = len(batch.tokens) + padding
+    group = ranks.groups["cp"]
+    rank, trees = dist.get_rank(group), [Tree(prefix, branches) for prefix, branches in batch.trees]
     if ranks.grid.context == "ulysses":
-        tokens = place = torch.arange(total, device=device)
+        tokens = place = torch.arange(len(batch.tokens), device=device)
         layout: Layout = Swapped(group, Packed(trees, device))
     else:
         shares = zigzag(trees, n)
@@ -83,8 +81,8 @@ def split(batch: Batch, ranks: Ranks) -> Part:
     order, counts = own.argsort(stable=True), tuple(own.bincount(minlength=n).tolist())
     chosen = order.split(list(counts))[rank]
     return Part(
-        tokens=nn.functional.pad(batch.tokens, (0, padding))[mine],
-        positions=torch.cat([batch.positions, torch.arange(padding, device=device)])[mine],
+        tokens=batch.tokens[mine],
+        positions=batch.positions[mine],
         layout=layout,
         source=source[chosen] - rank * len(mine),
         targets=batch.targets[chosen],

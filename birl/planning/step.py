@@ -144,12 +144,12 @@ class Layer:
 
     @property
     def context(self) -> float:
-        """Keys and values gathered forward and backward, their gradients reduced and scattered."""
+        """Keys and values gathered forward, and where that is computed again; their gradients scattered."""
         shape, layout = self.shape, self.layout
         keys = sum(shape.widths) if shape.latent else 2 * shape.kv_heads * shape.head_dim
         size = 2 * keys * self.work.microbatch / layout.tp
         one = (layout.cp - 1) / layout.cp * size / self.cluster.bandwidth(layout.cp, layout.tp)
-        return (3 + (self.again > 0)) * one
+        return (2 + (self.again > 0)) * one
 
     @property
     def experts(self) -> float:

@@ -188,7 +188,10 @@ def digest(spec: str) -> str:
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """`file:line: Type: message`, one line; the deepest line within `file` where there is one."""
+    """`file:line: Type: message`, one line; the deepest line within `file` where there is one. What birl itself has put
+    into words stands alone."""
+    if isinstance(error, BirlError):
+        return str(error).partition("\n")[0][:400]
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))

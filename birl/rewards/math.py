@@ -10,6 +10,8 @@ from typing import Any
 import sympy
 from math_verify import ExprExtractionConfig, parse, verify
 
+from birl.errors import BirlError
+
 # math-verify limits its time with SIGALRM and calls a late answer wrong. Here the worker process has a deadline and a
 # late answer is a timeout, so its limits are off, and so is its warning that they are.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -38,7 +40,7 @@ def math(completions: list[str], gold: Sequence[object], **_: Any) -> list[float
 
 def _text(gold: object, index: int) -> str:
     if gold is None:
-        raise ValueError(f"gold is None for completion {index}: `math` needs the right answer (see data.answer_column)")
+        raise BirlError(f"completion {index}: its row has no right answer, which `math` needs (see data.answer_column)")
     return str(gold)
 
 
@@ -59,7 +61,7 @@ def _gold(gold: str) -> list[Any]:
         delimited = any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
         found = _parse(text if delimited else f"${text}$")
     if not found:
-        raise ValueError(f"the gold answer {gold!r} cannot be read as mathematics")
+        raise BirlError(f"the gold answer {gold!r} cannot be read as mathematics")
     return found
 
 

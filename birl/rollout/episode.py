@@ -4,16 +4,22 @@ Whatever goes wrong becomes a typed outcome with its reason, never a reward of 0
 """
 
 import asyncio
+import os
 import traceback
 from collections.abc import Mapping
 from math import isfinite, nan
+from pathlib import Path
+from typing import Any
 
+import birl
 from birl.envs.calls import AGENTS, CLOSING, called
+from birl.errors import BirlError
 from birl.rollout.session import Aborted, EngineFailed, Session, TooLong, following
-from birl.types import Agent, Conversation, Env, Outcome, Stop, Trajectory
+from birl.types import Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
 from birl.waits import waiting
 
 PATIENCE = 30.0  # seconds an environment may take to close
+OTHERS = (str(Path(birl.__file__).parent), os.path.dirname(os.__file__), "<frozen")  # whose lines nobody is looking for
 
 
 class Played:
@@ -44,7 +50,8 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     except Exception as error:
         # What an agent makes of the engine's failure is not what went wrong.
         failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error
-        played.outcome, played.detail = _outcome(failure), describe(failure.__cause__ or failure)
+        cause = failure.__cause__ if isinstance(failure, EngineFailed) else None
+        played.outcome, played.detail = _outcome(failure), describe(cause or failure)
     finally:
         session.close()
         problem = await _close(env, session.name)
@@ -81,19 +88,41 @@ async def _play(env: Env, session: Session, played: Played) -> None:
             played.detail = str(error)
             return
         number = session.asked - 1
-        feedback = await _in(env.step, session, f"turn {number}", reply)
-        if not isfinite(feedback.reward):
-            raise ValueError(f"the environment's reward is {feedback.reward}")
-        session.credit(feedback.reward)
-        played.reward += feedback.reward
-        played.score += feedback.reward if feedback.score is None else feedback.score
-        played.parts |= feedback.info
+        feedback = _checked(await _in(env.step, session, f"turn {number}", reply))
+        reward = _number(feedback.reward, "the environment's reward")
+        session.credit(reward)
+        played.reward += reward
+        played.score += reward if feedback.score is None else _number(feedback.score, "the environment's score")
+        played.parts |= {name: _number(value, f"info[{name!r}]") for name, value in feedback.info.items()}
         if turn.completion.stop is Stop.LENGTH:
             return
         if feedback.done:
             played.outcome = Outcome.OK
             return
         said = following(said, reply, feedback.messages) if feedback.prompt is None else feedback.prompt
+
+
+def _checked(found: Any) -> Feedback:
+    """What `step` returned. Raises `BirlError`."""
+    if not isinstance(found, Feedback):
+        raise BirlError(f"step returned {found!r:.100}; it must return a birl.types.Feedback.")
+    if isinstance(found.messages, str) or not all(isinstance(m, Message) for m in found.messages):
+        raise BirlError(
+            f"Feedback(messages={found.messages!r:.100}): must be birl.types.Message, as in "
+            'messages=(Message(role="user", content="Again."),).'
+        )
+    return found
+
+
+def _number(value: Any, what: str) -> float:
+    """Raises `BirlError` where it is none; a text is none, whatever it says."""
+    try:
+        found = nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        found = nan
+    if not isfinite(found):
+        raise BirlError(f"{what} is {value!r:.100}; it must be a number.")
+    return found
 
 
 async def _run(agent: Agent, session: Session, played: Played) -> None:
@@ -109,17 +138,15 @@ async def _run(agent: Agent, session: Session, played: Played) -> None:
     if found is None:
         found = session.reward
     if found is None:
-        raise ValueError("the agent gave no reward: return a number, or POST it to base_url/reward")
+        raise BirlError("the agent gave no reward: return a number, or POST it to base_url/reward")
+    if not session.turns:
+        raise BirlError("the agent never asked the model")
     if isinstance(found, Mapping):
         spoke = {turn.agent for turn in session.turns}
         if missing := spoke - set(found):
-            raise ValueError(f"no reward for {', '.join(sorted(missing)) or 'the agent without a name'}: got {found}")
-        played.rewards = {name: float(found[name]) for name in sorted(spoke)}
-    values = list(played.rewards.values()) if isinstance(found, Mapping) else [float(found)]
-    if not values or not all(map(isfinite, values)):
-        raise ValueError(f"the agent's reward is {found}")
-    if not session.turns:
-        raise ValueError("the agent never asked the model")
+            raise BirlError(f"no reward for {', '.join(sorted(missing)) or 'the agent without a name'}: got {found}")
+        played.rewards = {name: _number(found[name], f"the reward of agent {name!r}") for name in sorted(spoke)}
+    values = list(played.rewards.values()) or [_number(found, "the agent's reward")]
     played.reward = played.score = sum(values) / len(values)
     cut = isinstance(session.failure, TooLong) or session.turns[-1].completion.stop is Stop.LENGTH
     played.outcome, played.detail = Outcome.TRUNCATED if cut else Outcome.OK, str(session.failure or "")
@@ -163,7 +190,10 @@ def _outcome(error: Exception) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    """`file.py:12: ValueError: message`, the innermost place."""
+    """`file.py:12: ValueError: message`, the innermost line that is neither of Python, of a package nor of birl, where
+    there is one. What birl itself has put into words stands alone."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: " if frames else ""
-    return (f"{place}{type(error).__name__}: {error}".splitlines() or [""])[0]
+    own = [f for f in frames if not f.filename.startswith(OTHERS) and "site-packages" not in f.filename]
+    place = "".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}: " for f in (own or frames)[-1:])
+    text = str(error) if isinstance(error, BirlError) else f"{place}{type(error).__name__}: {error}"
+    return (text.splitlines() or [""])[0]

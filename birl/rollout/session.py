@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from birl.errors import Aborted, EngineFailed, HistoryRewritten, TooLong
+from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
 from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, Turn
 from birl.waits import waiting
 
@@ -133,6 +133,7 @@ class Session:
         number, self.asked = self.asked, self.asked + 1
         if len(self._turns) + self._open >= self.limits.turns:
             raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
+        said = checked(said)
         owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
         prompt, talk = self.prompt(said, tools, owner)
         room = self.limits.tokens - len(prompt)
@@ -209,6 +210,18 @@ class Session:
             raise
         except Exception as error:
             raise EngineFailed from error
+
+
+def checked(said: Any) -> Conversation:
+    """What a user's code asks the model. Raises `BirlError`."""
+    if isinstance(said, str) and said:
+        return said
+    if isinstance(said, list | tuple) and said and all(isinstance(m, Message) for m in said):
+        return tuple(said)
+    raise BirlError(
+        f"The model is asked {said!r:.100}; it must be text, or messages such as "
+        '(birl.types.Message(role="user", content="Hi"),).'
+    )
 
 
 def following(said: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:

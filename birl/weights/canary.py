@@ -5,10 +5,11 @@ adapter left out, no other kernel, no tokens that were taken apart and put toget
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from birl.data.pack import pack
+from birl.data.pack import Batch, pack
 from birl.errors import WeightsFailed
 from birl.learner.learner import Learner
 from birl.types import Engine, Sample, SamplingParams
@@ -24,6 +25,8 @@ class Canary:
     prompts: Sequence[tuple[int, ...]]
     max_gap: float
     expected: list[list[float]] = field(default_factory=list)  # log-probs of the second halves
+    together: Callable[[list[Batch]], list[list[float]]] | None = None  # `said` of all ranks, where each has parts
+    parts: int = 1  # shares of the ranks
 
     def __post_init__(self) -> None:
         self.prompts = [p[:LONGEST] for p in self.prompts if len(p) > 1]
@@ -42,14 +45,12 @@ class Canary:
             )
             for number, ids in enumerate(self.prompts)
         ]
-        before, self.learner.outputs.temperature = self.learner.outputs.temperature, 1.0
-        try:
-            found: list[list[float]] = [[] for _ in samples]
-            for batch in pack(samples, [1.0] * len(samples), LONGEST * 4):
-                for sample, value in zip(batch.group.tolist(), self.learner.forward(batch).tolist(), strict=True):
-                    found[sample].append(value)
-        finally:
-            self.learner.outputs.temperature = before
+        found: list[list[float]] = [[] for _ in samples]
+        batches = pack(samples, [1.0] * len(samples), LONGEST * 4, parts=self.parts)
+        ask = self.together or partial(said, self.learner)
+        for batch, values in zip(batches, ask(batches), strict=True):
+            for sample, value in zip(batch.group.tolist(), values, strict=True):
+                found[sample].append(value)
         self.expected = found
 
     async def check(self, engine: Engine, name: str) -> float:
@@ -75,6 +76,15 @@ class Canary:
                 "out, or its kernels compute something else.",
             )
         return gap
+
+
+def said(learner: Learner, batches: list[Batch]) -> list[list[float]]:
+    """(every rank) Log-probs at temperature 1."""
+    before, learner.outputs.temperature = learner.outputs.temperature, 1.0
+    try:
+        return [values.tolist() for values in learner.each(batches, learner.forward)]
+    finally:
+        learner.outputs.temperature = before
 
 
 def _half(ids: tuple[int, ...]) -> int:

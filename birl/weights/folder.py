@@ -16,12 +16,13 @@ from torch import Tensor
 
 from birl.errors import WeightsFailed
 from birl.types import Update
+from birl.weights.gathered import Gathered
 
 LATEST = "latest.json"
 KEPT = 2  # the current one, and the one before, which an engine may be reading
 
 
-def write(root: Path, version: int, tensors: Mapping[str, Tensor], beside: Path) -> Path:
+def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, beside: Path) -> Path:
     """Raises `WeightsFailed` where the disk is full; then nothing of the new version is there."""
     target = root / f"v{version:06d}"
     part = root / f".{target.name}.{os.getpid()}.part"
@@ -32,7 +33,10 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor], beside: Path)
         for file in beside.iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf")):
                 shutil.copyfile(file, part / file.name)
-        save_file({n: t.contiguous() for n, t in tensors.items()}, part / "model.safetensors", {"format": "pt"})
+        if isinstance(tensors, Gathered):
+            tensors.write(part / "model.safetensors")
+        else:
+            save_file({n: t.contiguous() for n, t in tensors.items()}, part / "model.safetensors", {"format": "pt"})
         shutil.rmtree(target, ignore_errors=True)  # of a life before this one, with other weights of that number
         part.rename(target)
     except Exception as error:  # safetensors has an error of its own for a full disk

@@ -37,6 +37,7 @@ from birl.waits import event, waiting
 from birl.weights import folder
 from birl.weights.broadcast import Broadcast
 from birl.weights.canary import Canary
+from birl.weights.gathered import Gathered, Stored
 
 LOOK = 0.2  # seconds between two looks at whether an engine is still there
 
@@ -148,6 +149,8 @@ class Sender:
     tensors: Callable[[nn.Module], dict[str, Tensor]] = published  # by the names that the engines know
     broadcast: Broadcast | None = None  # method=nccl
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
+    gathered: Gathered | None = None  # where each rank has parts of the weights
+    digest: str = ""  # of what was sent last
     version: int = -1  # that was sent last
     proof: asyncio.Task[list[float]] | None = None  # of that version, still to come
     gap: float = nan  # of the last proof
@@ -171,16 +174,16 @@ class Sender:
                     raise self.fleet.refused[0]
                 for remote in self.sleeping:
                     await remote.resume()
-        self.version = version
+        self.version, self.digest = version, whole(update.digests)
         self.proof = asyncio.create_task(self.proofs())
         if wait:
             await self.proved()
-        if update.folder:
+        if update.folder or self.gathered is not None:
             await asyncio.to_thread(folder.prune, self.root, version)
         event(f"version {version} of the weights sent")
         return Sent(
             version=version,
-            digest=whole(update.digests),
+            digest=self.digest,
             seconds=time.perf_counter() - began,
             paused=held.seconds,
             bytes=held.bytes,
@@ -215,6 +218,8 @@ class Sender:
 
     def update(self) -> Update:
         """A snapshot of the weights as they are now (compute thread)."""
+        if self.gathered is not None:
+            return self.gathered_update(self.gathered)
         tensors, version = self.tensors(self.learner.model), self.learner.version
         found = digests(tensors)
         self.canary.compute()
@@ -225,6 +230,19 @@ class Sender:
             return Update(version=version, digests=found, tensors=copies, anew=self.version < 0)
         path = folder.write(self.root, version, tensors, self.beside).resolve()
         update = Update(version=version, digests=found, folder=str(path), anew=self.version < 0)
+        if self.method == "volume":
+            folder.announce(self.root, update)
+        return update
+
+    def gathered_update(self, tensors: Gathered) -> Update:
+        """The same where no rank has all of them: they are on a disk before they are sent, also with method=direct."""
+        version, anew = self.learner.version, self.version < 0
+        path = folder.write(self.root, version, tensors, self.beside).resolve()
+        found = dict(tensors.digests)
+        self.canary.compute()
+        if self.method == "direct":
+            return Update(version=version, digests=found, tensors=Stored(path / "model.safetensors"), anew=anew)
+        update = Update(version=version, digests=found, folder=str(path), anew=anew)
         if self.method == "volume":
             folder.announce(self.root, update)
         return update

@@ -198,6 +198,11 @@ def test_unknown_words_are_refused_with_the_list(key: str):
             {"parallel__cp": 2, "model__max_length": 9001},
             ["learner.tokens_per_microbatch=4096 x parallel.cp=2 (8192 tokens)", "9001", "per_microbatch=4501"],
         ),
+        ({"parallel__tp": 2, "model__max_length": 9001}, ["_microbatch=4096 x parallel.tp=2 (8192 tokens)", "=4501"]),
+        (
+            {"parallel__tp": 2, "parallel__sequence": False, "model__max_length": 9001},
+            ["learner.tokens_per_microbatch=4096: the longest", "9001"],
+        ),
         ({"parallel__context": "ulysses"}, ["parallel.context=ulysses: has no effect because parallel.cp=1"]),
         ({"model__max_length": 512, "data__max_prompt_tokens": 300}, ["lower it to 256"]),
         ({"model__path": " "}, ["model.path is empty"]),

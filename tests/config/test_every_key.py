@@ -28,6 +28,7 @@ from birl.engine.runner import Runner
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
+from birl.learner.store import Store
 from birl.loops import build, evaluation, rl
 from birl.parallel.ranks import AXES
 from birl.rollout.group import Rollout
@@ -219,6 +220,10 @@ def weights(s: Seen) -> str:
 
 def rates(s: Seen) -> list[float]:
     return [round(m["lr"], 6) for m in s.metrics]
+
+
+def stored(s: Seen) -> bool:
+    return bool(Store(f"memory://every/{s.run.name}").steps())
 
 
 def saved(s: Seen) -> list[str]:
@@ -484,6 +489,7 @@ RL_CASES = {
     ),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
+    "checkpoint.store": Case("memory://every", stored, True),
     "checkpoint.asynchronous": Case("false", lambda s: s.parts.writer.staged, 0),
     "checkpoint.keep_best": Case(
         "false",

@@ -15,6 +15,7 @@ from birl.config.schema import DPO, RM, SFT
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
+from birl.learner.store import Store
 from birl.learner.writer import Writer
 from birl.loops import dpo, rm, sft
 from birl.parallel.ranks import AXES
@@ -68,6 +69,10 @@ def loss(s: Seen) -> list[float]:
 
 def rates(s: Seen) -> list[float]:
     return [round(m["lr"], 6) for m in s.metrics]
+
+
+def stored(s: Seen) -> bool:
+    return bool(Store(f"memory://stages/{s.run.name}").steps())
 
 
 def saved(s: Seen) -> list[str]:
@@ -145,6 +150,7 @@ CASES = {
     "parallel.ep": Case("2", refused=r"parallel\.ep=2: must divide parallel\.fsdp x parallel\.cp = 1 x 1"),
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"]),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "checkpoint.every=1"),
+    "checkpoint.store": Case("memory://stages", stored, True),
     "checkpoint.asynchronous": Case("false", lambda s: s.staged, 0),
     "checkpoint.keep_best": Case("false", saved, ["step-000003"], HELD_OUT + KEPT),
     "track.console": Case("plain", lambda s: "step    2/2" in s.printed, True),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from birl.config.help import EXAMPLES, documentation, presets, render, written
+from birl.config.help import EXAMPLES, Own, documentation, presets, render, written
 from birl.config.load import SHORTHANDS, flatten
 from birl.config.schema import RL, Eval
 
@@ -15,6 +15,11 @@ class Sample:
     """How many there are, in two
     lines [tokens]; more."""
     bare: str = ""
+
+
+@dataclass
+class Bare:
+    pass
 
 
 @pytest.mark.parametrize("schema", [RL, Eval])
@@ -56,6 +61,16 @@ def test_words_after_help_filter():
     page = render("rl", RL, 80, only=("optimizer.lr",))
     assert "optimizer.lr=" in page and "seed=" not in page
     assert "lists them all" in render("rl", RL, 80, only=("zzz",))
+
+
+def test_an_environments_own_keys_stand_behind_the_others():
+    own = Own(kind="mine", section=Sample)
+    page = render("rl", RL, 80, only=("env",), own=own)
+    assert page.index("env.max_turns=") < page.index(
+        "env: keys of mine\n  env.documented=3  int [tokens]\n      How many"
+    )
+    assert page.endswith("  env.bare=  str")  # it has no text, and no empty line
+    assert render("rl", RL, 80, only=("zzz",), own=Own(kind="mine", section=Bare)).endswith("keys of mine\n  none")
 
 
 def test_headings_are_bold_only_on_request():

@@ -48,6 +48,20 @@ class Bare:
 class Demanding(Bare):
     def __init__(self, task, database): pass
 
+class Plain(Bare):
+    class Config:
+        low: int = 1
+
+class Undecided(Bare):
+    @dataclass
+    class Config:
+        low: int
+
+class Untyped(Bare):
+    @dataclass
+    class Config:
+        low: object = 1
+
 class Nothing: pass
 
 def step(state, action, extra_info, *, bonus=0.5): return {"reward": bonus, "done": True}
@@ -94,6 +108,9 @@ def test_a_class_has_its_own_typed_keys_tasks_and_shared_things(world: Any) -> N
         ("not_a_package:Full", {}, "not_a_package cannot be imported"),
         ("world.py:strange", {}, "its parameter 'weather' cannot be given"),
         ("world.py:unready", {}, "key needs a default"),
+        ("world.py:Plain", {}, r"Plain\.Config is no dataclass: put @dataclass above it"),
+        ("world.py:Undecided", {}, r"own key low needs a default, in Undecided\.Config"),
+        ("world.py:Untyped", {}, r"env\.low: Unexpected type .* A key is a number"),
         ("single_tern", {}, "Did you mean single_turn"),
     ],
 )
@@ -140,5 +157,5 @@ def test_a_step_function_that_returns_something_else_is_told(
     made = asyncio.run(open_world(Keys(kind="own.py:step"), lambda prompt: "x"))
     env = made.open(TASK)
     asyncio.run(env.start())  # pyright: ignore
-    with pytest.raises(TypeError, match=r"step (must return|returned)"):
+    with pytest.raises(BirlError, match=r"step (must return|returned)"):
         asyncio.run(env.step(Message(role="assistant", content="yes")))  # pyright: ignore

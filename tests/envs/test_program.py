@@ -141,9 +141,10 @@ ENDS = {
         "post('/chat/completions', {'model': 'birl/x', 'messages': [{'role': 'user', 'content': 'a'}]})\n"
         "print(json.dumps({'reward': {'x': 1.5}}))", {}, Outcome.OK, 1.5, "",
     ),
-    "no reward": ("ask('a')", {}, Outcome.ENV_ERROR, None, "the agent gave no reward"),
+    "no reward": ("ask('a')", {}, Outcome.ENV_ERROR, None, "the agent gave no reward: it printed nothing, not {"),
     "not the last line": (
-        "ask('a'); print(json.dumps({'reward': 3})); print('x')", {}, Outcome.ENV_ERROR, None, "no reward"
+        "ask('a'); print(json.dumps({'reward': 3})); print('x')", {}, Outcome.ENV_ERROR, None,
+        "the agent gave no reward: its last line is 'x', not {\"reward\": 1.0}, and nothing was sent",
     ),
     "not a number": ("ask('a'); print('{\"reward\": \"1\"}')", {}, Outcome.ENV_ERROR, None, "a reward is a number"),
     "not finite": ("ask('a'); print('{\"reward\": NaN}')", {}, Outcome.ENV_ERROR, None, "reward is nan"),
@@ -293,6 +294,7 @@ def test_agents_end_with_the_trainer(folder: Path) -> None:
 MISTAKES = {
     "no command": ({}, "env.command is empty"),
     "no such program": ({"command": "no-such-agent x"}, "there is no program no-such-agent"),
+    "no such file": ({"command": "python -u nothing.py"}, "there is no file nothing.py in "),
     "half a quote": ({"command": "python 'x"}, "No closing quotation"),
     "no places": ({"command": "python", "processes": "0"}, "env.processes=0"),
     "another reward": ({"command": "python", "reward": "mine"}, "env.reward=mine"),

@@ -112,21 +112,3 @@ def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
         tensor.grad = torch.full_like(tensor, float("nan"))
     assert not torch.tensor(policy.optim_step(1e-3)).isfinite()
     assert all(torch.equal(before[n], t) for n, t in policy.weights().items())
-
-
-@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 2}], ids=["kernels", "transformers"])
-def test_the_padding_token_has_its_gradient(shape: dict[str, int]) -> None:
-    """transformers' embedding leaves it out; in chat models it is the token that ends answers."""
-    ids = torch.tensor([5, 2, 7, 9])
-    plain = tiny_model(**shape)
-    plain.get_input_embeddings().padding_idx = None
-    logp = plain(input_ids=ids[None]).logits[0].log_softmax(-1)
-    (-logp[1, 7] - logp[2, 9]).backward()
-    model = tiny_model(**shape)
-    assert model.config.pad_token_id == 2
-    model.set_attn_implementation(attention.NAME)
-    learner = Learner(model, dtype=torch.float32)
-    (batch,) = pack([make((5, 2), (7, 9), 0, 0, 1.0)], [1.0], 16)
-    learner.forward_backward(batch, lambda logp, entropy, batch: (-logp.sum(), {"logp": logp}), Stats())
-    found = learner.masters.tensors["model.embed_tokens.weight"].grad
-    torch.testing.assert_close(found, plain.get_input_embeddings().weight.grad, atol=1e-4, rtol=1e-4)

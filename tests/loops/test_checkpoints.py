@@ -120,3 +120,23 @@ def test_a_run_goes_on_with_other_ranks(tiny: Path, tmp_path: Path) -> None:
     whole = tensors(tmp_path, 6, "whole")
     for name, tensor in tensors(tmp_path, 6).items():
         torch.testing.assert_close(tensor, whole[name], atol=1e-5, rtol=1e-4)
+
+
+def test_an_empty_run_folder_goes_on_from_the_store(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+    store = f"checkpoint.store=file://{tmp_path}/store"
+    trained(tiny, tmp_path, "steps=5", run="whole")
+    trained(tiny, tmp_path, store, "checkpoint.keep_last=2")
+    kept = sorted(p.name for p in (tmp_path / "store" / "run").glob("step-*"))
+    assert kept == ["step-000002", "step-000003"]
+    (tmp_path / "run").rename(tmp_path / "lost")
+    (tmp_path / "store" / "run" / "step-000003" / "COMPLETE").unlink()
+    capsys.readouterr()
+    trained(tiny, tmp_path, store, "steps=5")
+    assert "taking step 2 from" in capsys.readouterr().out
+    whole = tensors(tmp_path, 5, "whole")
+    assert all(torch.equal(t, whole[n]) for n, t in tensors(tmp_path, 5).items())
+    (tmp_path / "run").rename(tmp_path / "lost again")
+    with pytest.raises(BirlError, match="belongs to a run with another configuration"):
+        trained(tiny, tmp_path, store, "steps=5", "optimizer.lr=0.5")
+    other = trained(tiny, tmp_path, f"resume=file://{tmp_path}/store/run", "steps=6", "optimizer.lr=0.5", run="other")
+    assert other["step"] == 6

@@ -66,6 +66,17 @@ def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Pat
     assert not list(Path("/dev/shm").glob(f"birl-weights-{os.getpid()}/v*"))
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("method", ["reload", "direct"])
+def test_ranks_that_have_parts_of_the_weights_bring_them_too(plain: Path, tmp_path: Path, method: str) -> None:
+    """No rank has the whole model; what the engine says of its own weights is what was gathered."""
+    words = [*QUICK, f"weights.method={method}", "parallel.fsdp=2", "model.dtype=float32", "steps=2"]
+    run(plain, tmp_path, *words, "data.validation_split=0.2", "validation.every=2")
+    steps = log(tmp_path)
+    assert len(steps) == 2 and all(s["weights/bytes"] > 0 for s in steps)
+    assert max(s["weights/gap"] for s in steps) < 1e-4
+
+
 def test_a_synchronous_run_is_the_same_as_in_one_process(tiny: Path, tmp_path: Path, server: Path) -> None:
     run(tiny, tmp_path / "one", *UNEVEN, "steps=3", "optimizer.lr=0.01")
     run(tiny, tmp_path / "two", *QUICK, "steps=3", "optimizer.lr=0.01", f"engine.attach=[{NAME}]")

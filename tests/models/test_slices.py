@@ -65,7 +65,7 @@ def test_parts_make_the_whole_model(name: str, tmp_path: Path) -> None:
     for grid in (Grid(fsdp=3), *([Grid(fsdp=2, tp=2)] if dense else [])):
         for found in on_ranks(grid, in_parts, folder, True):
             assert found.keys() == expected.keys()
-            assert all(torch.equal(found[n], t) for n, t in expected.items())
+            assert all(torch.equal(found[n], t) for n, t in expected.items()), grid
     alone: Any = sketched(folder, CPU)
     assert fill(alone) and not fill(alone)
     assert all(torch.equal(t, expected[n]) for n, t in values(alone).items())

@@ -27,9 +27,9 @@ def traffic(ranks: Ranks) -> tuple[int, dict[str, int], float]:
         learner.learn([(batch, reinforce) for batch in work], Stats())
         learner.optim_step(1e-3)
     shape = Shape.of(model.config.to_dict())
-    form = "ddp" if ranks.grid.ddp > 1 else "fsdp"
-    micro = len(work) // ranks.shares
-    return counted.total, dict(counted.bytes), least(form, ranks.grid.size, shape, micro, 40)
+    form = next(axis for axis in ("ddp", "fsdp", "tp", "cp") if getattr(ranks.grid, axis) > 1)
+    micro, tokens = len(work) // ranks.shares, sum(len(b.tokens) for b in work) / len(work)
+    return counted.total, dict(counted.bytes), least(form, ranks.grid.size, shape, micro, round(tokens))
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,5 @@ def test_the_least_grows_with_what_it_must() -> None:
     assert least("fsdp", 2, shape, 2, 64) == 2 * least("fsdp", 2, shape, 1, 64)
     assert least("tp", 2, shape, 1, 128) == 2 * least("tp", 2, shape, 1, 64)
     wide = replace(shape, kv_heads=2)
-    assert least("cp", 4, wide, 1, 64) == 2 * least("cp", 4, shape, 1, 64)
+    keys = [least("cp", 4, its, 1, 64) - least("fsdp", 4, its, 1, 64) for its in (shape, wide)]
+    assert keys == [0.75 * 2 * 64 * 2 * 2 * 2 * 4, 2 * keys[0]]

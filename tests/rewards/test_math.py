@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 
+from birl.errors import BirlError
 from birl.rewards.math import math
 
 RIGHT = r"""
@@ -71,9 +72,9 @@ def test_gold_forms(gold: object, answer: str, right: int) -> None:
 
 
 def test_gold_that_cannot_be_used() -> None:
-    with pytest.raises(ValueError, match="gold is None for completion 1"):
+    with pytest.raises(BirlError, match="completion 1: its row has no right answer"):
         math(["7", "7"], gold=["7", None])
-    with pytest.raises(ValueError, match="the gold answer '' cannot be read"):
+    with pytest.raises(BirlError, match="the gold answer '' cannot be read"):
         math(["7"], gold=[""])
 
 

@@ -1,7 +1,9 @@
 """Whatever an environment, an agent or the engine does has a typed outcome, never a reward of 0, and is closed."""
 
 import asyncio
+import json
 import math
+import re
 import threading
 import time
 from typing import Any
@@ -83,13 +85,62 @@ def test_an_environment_that_fails_has_no_reward(where: str) -> None:
     assert env.closed == 1
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_is_an_error(reward: float) -> None:
+MESSAGE: Any = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (Feedback(reward=math.nan), "the environment's reward is nan"),
+        (Feedback(reward=math.inf), "the environment's reward is inf"),
+        (Feedback(reward="1"), "the environment's reward is '1'; it must be a number"),  # type: ignore[arg-type]
+        (Feedback(reward=None), "the environment's reward is None"),  # type: ignore[arg-type]
+        (Feedback(reward=1.0, score="x"), "the environment's score is 'x'"),  # type: ignore[arg-type]
+        (Feedback(info={"level": "easy"}), "info['level'] is 'easy'"),  # type: ignore[dict-item]
+        (Feedback(messages="Again.", done=False), "Feedback(messages='Again.'): must be"),  # type: ignore[arg-type]
+        (Feedback(messages=(MESSAGE,), done=False), "Feedback(messages=({'role'"),
+        (Feedback(prompt=(), done=False), "The model is asked ();"),
+        (None, "step returned None; it must return a birl.types.Feedback"),
+        (("x", 1.0, True, {}), "step returned ('x', 1.0, True, {})"),
+    ],
+)
+def test_what_step_must_not_return_is_told(found: Any, told: str) -> None:
     class Broken(Countdown):
         async def step(self, reply: Message) -> Feedback:
-            return Feedback(reward=reward)
+            return found
 
-    assert play(Broken()).outcome is Outcome.ENV_ERROR
+    played = play(Broken())
+    assert played.outcome is Outcome.ENV_ERROR and math.isnan(played.reward) and played.detail.startswith(told)
+
+
+@pytest.mark.parametrize("said", [None, 3, "", (), [MESSAGE], user("Hi"), (user("Hi"), "there")])
+def test_what_the_model_cannot_be_asked_is_told(said: Any) -> None:
+    class Broken(Countdown):
+        async def start(self) -> Any:
+            return said
+
+    played = play(Broken())
+    assert played.outcome is Outcome.ENV_ERROR and played.detail.startswith("The model is asked ")
+
+
+def test_an_error_names_the_line_of_the_environment() -> None:
+    class Broken(Countdown):
+        async def step(self, reply: Message) -> Feedback:
+            return json.loads(reply.content)
+
+    played = play(Broken())
+    assert re.match(r"test_episode\.py:\d+: JSONDecodeError: ", played.detail)
+
+
+def test_an_error_says_what_was_said_last() -> None:
+    class Broken(Countdown):
+        async def step(self, reply: Message) -> Feedback:
+            try:
+                raise KeyError("x")
+            except KeyError as error:
+                raise ValueError("no such move") from error
+
+    assert play(Broken()).detail.endswith("ValueError: no such move")
 
 
 @pytest.mark.parametrize("where", ["start", "step"])
@@ -187,6 +238,8 @@ def test_each_of_several_agents_has_its_own() -> None:
     [
         (Talks(None), "gave no reward"),
         (Talks(math.nan), "reward is nan"),
+        (Talks("good"), "the agent's reward is 'good'; it must be a number"),
+        (Talks({"Hi": "x"}), "the reward of agent 'Hi' is 'x'"),
         (Talks(1.0, ()), "never asked"),
         (Talks(ValueError("bad plan")), "bad plan"),
     ],

@@ -78,7 +78,7 @@ class RL:
     @property
     def capacity(self) -> int:
         """Most tokens of a packed row: learner.tokens_per_microbatch on each process that it is split over."""
-        return self.learner.tokens_per_microbatch * self.parallel.cp
+        return self.learner.tokens_per_microbatch * self.parallel.splits
 
 
 @dataclass(kw_only=True)
@@ -113,7 +113,7 @@ class Stage:
     @property
     def capacity(self) -> int:
         """Most tokens of a packed row: learner.tokens_per_microbatch on each process that it is split over."""
-        return self.learner.tokens_per_microbatch * self.parallel.cp
+        return self.learner.tokens_per_microbatch * self.parallel.splits
 
 
 @dataclass(kw_only=True)

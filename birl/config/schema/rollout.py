@@ -49,7 +49,7 @@ class Env:
     my_file.py:NAME or package.module:NAME, which is a class with start, step and close, a class with run, a function
     step(state, action, extra_info), or any function that is an agent (docs/environments.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The environment's own keys, which docs and its source list. Written without this name: env.low=1."""
+    """The environment's own keys, which `birl rl env=NAME --help` lists. Written without this name: env.low=1."""
     max_turns: int = 8
     """Calls of the model per episode; then it is cut, and its outcome is `truncated`."""
     timeout: float = 600.0

@@ -46,7 +46,8 @@ class Compute:
     """What every learner has."""
 
     tokens_per_microbatch: int = 4096
-    """Most tokens in one forward and backward pass; bounds the memory, never changes the result."""
+    """Most tokens of one forward and backward pass in each process that a row is split over (parallel.cp, parallel.tp);
+    bounds the memory, never changes the result."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     router_aux_coef: float = 0.0
@@ -71,8 +72,7 @@ class Parallel:
     """Processes that the weights, gradients and optimizer state of a copy are split over, each with its own samples
     (FSDP2)."""
     cp: int = 1
-    """Processes that every packed row of tokens is split over (context parallelism); a row may have
-    learner.tokens_per_microbatch tokens on each of them."""
+    """Processes that every packed row of tokens is split over (context parallelism)."""
     tp: int = 1
     """Processes that every layer is split over (tensor parallelism)."""
     sequence: bool = True
@@ -85,6 +85,11 @@ class Parallel:
     divisor of both numbers."""
     timeout: float = 600.0
     """Longest that a process waits for another one [s]; then the run stops."""
+
+    @property
+    def splits(self) -> int:
+        """How many processes the tokens of a packed row are split over."""
+        return self.cp * (self.tp if self.sequence else 1)
 
     @property
     def shares(self) -> int:
@@ -102,6 +107,9 @@ class Checkpoint:
     """Also keep the one with the best validation score."""
     asynchronous: bool = True
     """Write in the background while training goes on. Takes CPU memory for a copy of what is saved."""
+    store: str = ""
+    """URL of an object store that gets a copy of every checkpoint: s3://bucket/prefix, file:///mnt/x, or what
+    else fsspec knows. A run whose folder is empty goes on from there."""
 
 
 @dataclass(kw_only=True)

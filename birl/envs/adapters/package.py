@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from birl.envs.tasks.rows import Drawn
+from birl.envs.tasks.rows import Drawn, where
 from birl.errors import BirlError
 from birl.types import Task
 
@@ -74,5 +74,5 @@ def seed_of(task: Task) -> int:
     """Of one task: the column `seed` of its row."""
     seed = task.columns.get("seed")
     if not isinstance(seed, int) or seed < 0:
-        raise BirlError(f"task {task.id}: its column `seed` must be a whole number from 0 on, not {seed!r}.")
+        raise BirlError(f"{where(task)}: its column `seed` must be a whole number from 0 on, not {seed!r}.")
     return seed

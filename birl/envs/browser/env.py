@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from birl.envs.browser.pool import Page, Pool
+from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
@@ -120,7 +121,7 @@ class Web:
     async def start(self) -> tuple[Message, ...]:
         columns = self.task.columns
         if "task" not in columns:
-            raise ValueError(f"{self.task.id} has no column `task`, which names a task of {self.benchmark}")
+            raise BirlError(f"{where(self.task)} has no column `task`, which names a task of {self.benchmark}")
         self.page = await self.pool.open(str(columns["task"]), int(columns.get("seed") or 0))
         self.shown = self.page.first["page"]
         self.said = [Message(role="user", content=self._first(self.shown))]

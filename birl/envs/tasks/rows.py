@@ -57,16 +57,22 @@ def rows_key(split: str) -> str:
     return "env.rows" if split == "train" else "env.validation_rows"
 
 
+def where(task: Task) -> str:
+    """For messages, which count rows from 1; ids count from 0."""
+    name, _, number = task.id.rpartition(":")
+    return f"{name}, row {int(number) + 1}" if number.isdecimal() else task.id
+
+
 def column(task: Task, name: str) -> Any:
     """A column that an environment needs. Rows of one's own may lack it."""
     if task.columns.get(name) is None:
-        raise ValueError(f"{task.id} has no column {name!r}, which the environment needs")
+        raise BirlError(f"{where(task)} has no column {name!r}, which the environment needs")
     return task.columns[name]
 
 
 def answered(task: Task) -> str:
     if task.answer is None:
-        raise ValueError(f"{task.id} has no answer, which the environment needs")
+        raise BirlError(f"{where(task)} has no answer, which the environment needs")
     return task.answer
 
 

@@ -1,0 +1,147 @@
+"""Copies of checkpoints on an object store: any URL that fsspec knows (s3://bucket/prefix, file://, memory://).
+
+    STORE/RUN/config.json, model/...           what the run is: written once
+    STORE/RUN/step-000010/tensors/...          each rank uploads the files that it wrote
+    STORE/RUN/step-000010/manifest.json        bytes and SHA-256 of every file
+    STORE/RUN/step-000010/COMPLETE             the manifest's SHA-256; written last, so that it makes the rest count
+
+An object appears whole or not at all, but a checkpoint is many objects: without its COMPLETE it is none.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.parallel.ranks import Ranks
+
+T = TypeVar("T")
+COMPLETE = "COMPLETE"
+ABOUT = ("config.json", "config.yaml", "model")  # of the run folder
+TRIES = 6
+PAUSE = 0.5  # seconds before the second try; twice as long before each further one
+
+
+class Store:
+    """The checkpoints of one run at `url`. `pause` [s]: see `PAUSE`."""
+
+    def __init__(self, url: str, pause: float = PAUSE) -> None:
+        import fsspec
+
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise BirlError(
+                f"checkpoint.store={url}: {error} For s3:// install birl[s3] (`pip install 'birl[s3]'`)."
+            ) from error
+        self.url, self.pause = url.rstrip("/"), pause
+        self.root = self.root.rstrip("/")
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, oldest first. Raises `BirlError` where the store does not answer."""
+        self.fs.invalidate_cache()
+        names = self._tried("list", lambda: self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else [])
+        found = [(name, re.fullmatch(r"step-(\d+)", name.rstrip("/").rpartition("/")[2])) for name in names]
+        steps = [int(m[1]) for _, m in found if m]
+        return sorted(s for s in steps if self._tried("look at", lambda s=s: self.fs.exists(self._at(s, COMPLETE))))
+
+    def put(self, path: Path, step: int, ranks: Ranks, group: Any) -> None:
+        """Copy the complete checkpoint `path`; with `ranks` each its own files. Raises `BirlError` on all of them where
+        one fails for good: then it does not count."""
+        checkpoint.agreed(lambda: self._begin(step) if ranks.rank == 0 else None, ranks, group)
+        checkpoint.agreed(lambda: self._files(path, checkpoint.own_files(path, ranks.rank), step), ranks, group)
+        checkpoint.agreed(lambda: self._end(path, step) if ranks.rank == 0 else None, ranks, group)
+
+    def about(self, run: Path) -> None:
+        """What the run is, for whoever goes on with it where there is no run folder."""
+        for name in ABOUT:
+            for file in (f for f in [run / name, *(run / name).rglob("*")] if f.is_file()):
+                target = f"{self.root}/{file.relative_to(run)}"
+                self._tried("write", lambda f=file, t=target: self._upload(f, t))
+
+    def take_about(self, run: Path) -> None:
+        """`about`, back into an empty run folder."""
+        run.mkdir(parents=True, exist_ok=True)
+        for name in ABOUT:
+            there, here = f"{self.root}/{name}", str(run / name)
+            if self._tried("look at", lambda t=there: self.fs.exists(t)):
+                self._tried("read", lambda t=there, h=here, n=name: self.fs.get(t, h, recursive=n == "model"))
+
+    def take(self, step: int, root: Path) -> Path:
+        """Copy a complete checkpoint into `root`. Raises `BirlError` where what arrives is not what was written."""
+        target, part = root / f"step-{step:06d}", root / f"step-{step:06d}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        manifest = self._tried("read", lambda: self.fs.cat_file(self._at(step, "manifest.json")))
+        for name in (*json.loads(manifest)["files"], "manifest.json"):
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            self._tried("read", lambda n=name: self.fs.get_file(self._at(step, n), str(part / n)))
+        marker = self._tried("read", lambda: self.fs.cat_file(self._at(step, COMPLETE))).decode()
+        damage = checkpoint.verify(part)
+        if marker != checkpoint.digest(part / "manifest.json"):
+            damage.append("manifest.json has another SHA-256 than COMPLETE says")
+        if damage:
+            shutil.rmtree(part)
+            raise BirlError(f"{self.url}/{target.name} is damaged: {'; '.join(damage[:3])}.")
+        return part.rename(target)
+
+    def prune(self, keep_last: int, keep: set[int]) -> list[int]:
+        """Delete all but the newest `keep_last` (0: all stay) and the steps in `keep`: the marker first."""
+        steps = self.steps()
+        removed = [s for s in steps[:-keep_last] if s not in keep] if keep_last > 0 else []
+        for step in removed:
+            self._begin(step)
+        return removed
+
+    def _begin(self, step: int) -> None:
+        """Nothing of that step is there."""
+        self.fs.invalidate_cache()
+        for what in (self._at(step, COMPLETE), self._at(step)):
+            self._tried("delete", lambda w=what: self.fs.rm(w, recursive=True) if self.fs.exists(w) else None)
+
+    def _files(self, path: Path, files: list[Path], step: int) -> None:
+        for file in files:
+            target = self._at(step, str(file.relative_to(path)))
+            self._tried("write", lambda f=file, t=target: self._upload(f, t))
+
+    def _end(self, path: Path, step: int) -> None:
+        self._files(path, [path / "state.json", path / "manifest.json"], step)
+        mark = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest().encode()
+        self._tried("write", lambda: self.fs.pipe_file(self._at(step, COMPLETE), mark))
+
+    def _upload(self, file: Path, target: str) -> None:
+        """One object; what arrived must have its size."""
+        self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self.fs.put_file(str(file), target)
+        self.fs.invalidate_cache()
+        if self.fs.size(target) != file.stat().st_size:
+            raise OSError(f"{target} has {self.fs.size(target)} bytes instead of {file.stat().st_size}")
+
+    def _at(self, step: int, name: str = "") -> str:
+        return f"{self.root}/step-{step:06d}" + (f"/{name}" if name else "")
+
+    def _tried(self, what: str, work: Callable[[], T]) -> T:
+        """Networks fail now and then. Raises `BirlError` after the last try."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                return work()
+            except Exception as error:  # every store has errors of its own
+                if attempt == TRIES:
+                    raise BirlError(
+                        f"checkpoint.store: could not {what} {self.url} in {TRIES} tries: "
+                        f"{(str(error) or type(error).__name__).splitlines()[0]}. The run folder has all "
+                        "checkpoints."
+                    ) from error
+                time.sleep(self.pause * 2 ** (attempt - 1))
+        raise AssertionError("the last try returns or raises")
+
+
+def location(store: str, run: Path) -> str:
+    """Where a run's checkpoints are on a store: below a folder of the run's name."""
+    return f"{store.rstrip('/')}/{run.resolve().name}"

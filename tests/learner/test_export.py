@@ -1,0 +1,74 @@
+"""A checkpoint as a model folder in files of a given size: transformers reads it, and says the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from birl.errors import BirlError
+from birl.learner import checkpoint, checkpoint_cli
+from birl.learner.export import export
+from birl.learner.learner import Learner
+from birl.models.load import load_model, save_hf_config
+from birl.parallel.ranks import Grid, Ranks
+from tests.parallel.processes import on_ranks
+from tests.tiny import tiny_model_folder, tiny_tokenizer
+
+MOE = Qwen3MoeConfig(
+    vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=24, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def folder_of(kind: str, root: Path) -> Path:
+    if kind == "llama":
+        return tiny_model_folder(root)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MOE).save_pretrained(root)
+    tiny_tokenizer().save_pretrained(root)
+    return root
+
+
+def wrote(ranks: Ranks, folder: Path, run: Path) -> None:
+    learner = Learner(load_model(folder), ranks=ranks, dtype=torch.float32)
+    checkpoint.save(run / "checkpoints", 1, learner.tensors(), {}, ranks)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3 moe"])
+def test_a_sharded_checkpoint_is_exported_in_shards(kind: str, tmp_path: Path) -> None:
+    folder, run, target = folder_of(kind, tmp_path / "model"), tmp_path / "run", tmp_path / "exported"
+    on_ranks(Grid(fsdp=2), wrote, folder, run)
+    model = load_model(folder)
+    save_hf_config(model, tiny_tokenizer(), run / "model")
+    limit = 60_000
+    export(run / "checkpoints" / "step-000001", run, target, torch.float32, limit / 1e9)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2 and set(index["weight_map"].values()) == {f.name for f in files}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            size = sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
+            assert size <= limit or len(opened.keys()) == 1
+    ids = torch.arange(3, 40)[None]
+    found = AutoModelForCausalLM.from_pretrained(target)
+    assert found.dtype == torch.float32
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(found(ids).logits, expected(ids).logits, atol=1e-6, rtol=1e-6)
+    assert all(torch.equal(p, dict(expected.named_parameters())[n]) for n, p in found.named_parameters())
+
+
+def test_the_size_of_shards_is_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, run = tiny_model_folder(tmp_path / "model"), tmp_path / "run"
+    wrote(Ranks(), folder, run)
+    save_hf_config(load_model(folder), tiny_tokenizer(), run / "model")
+    assert checkpoint_cli.run([str(run), "export", "last", str(tmp_path / "one")]) == 0
+    assert [f.name for f in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
+    assert checkpoint_cli.run([str(run), "export", "last", str(tmp_path / "many"), "--shard-gb", "0.0001"]) == 0
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    for word in ("0", "-1", "much"):
+        with pytest.raises(BirlError, match="--shard-gb"):
+            checkpoint_cli.run([str(run), "export", "last", str(tmp_path / "bad"), "--shard-gb", word])
