@@ -195,5 +195,5 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(OTHERS) and "site-packages" not in f.filename]
     place = "".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}: " for f in (own or frames)[-1:])
-    text = str(error) if isinstance(error, BirlError) else f"{place}{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, BirlError | TooLong) else f"{place}{type(error).__name__}: {error}"
     return (text.splitlines() or [""])[0]

@@ -138,7 +138,10 @@ class Session:
         prompt, talk = self.prompt(said, tools, owner)
         room = self.limits.tokens - len(prompt)
         if room < 1:
-            raise TooLong(f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens}")
+            raise TooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer within {self.limits.tokens} "
+                "(model.max_length, at most the model's context)"
+            )
         own_stop = tuple(s for s in params.stop if s not in self.params.stop)
         params = replace(params, seed=self.seed_of_turn(number), max_tokens=min(params.max_tokens, room))
         self._open += 1

@@ -70,10 +70,11 @@ def score(sample: Mapping[str, Any]) -> float:
 def facts(run: Path) -> dict[str, Any]:
     """Steps, time, tokens, reward and validation of a run, first and last. A figure that was not measured is absent."""
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
-    scores = [(v["step"], value) for v in validations if (value := validation_score(v)) is not None]
+    measured = [(v["step"], validation_score(v)) for v in validations]
+    scores = [(step, value) for step, value in measured if value is not None and math.isfinite(value)]
     name = headline(steps[0]) if steps else "loss"
     found: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0, "headline": name}
-    curve = [record[name] for record in steps if name in record]
+    curve = [record[name] for record in steps if math.isfinite(record.get(name, math.nan))]
     if curve:
         found[name] = {"first": curve[0], "last": curve[-1]}
     if scores:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from birl.track import svg
 from birl.track.report import write_report
-from birl.track.summary import Pair, pairs, shown, tally
+from birl.track.summary import Pair, facts, pairs, shown, tally
 from birl.track.visible import visible
 from tests.track import runs
 
@@ -89,6 +89,17 @@ def test_report_of_a_stopped_and_of_an_empty_run(tmp_path: Path) -> None:
     assert "No step was finished" in _report(tmp_path / "empty", steps=0, finish=False)
     (tmp_path / "bare").mkdir()
     assert "bare" in write_report(tmp_path / "bare").read_text("utf-8")
+
+
+def test_a_run_in_which_nothing_was_scored_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    with runs.tracker(tmp_path) as tracker:
+        tracker.rewind(None, 0)
+        for step in (0, 1):
+            tracker.validation(step, {"validation/all/pass@1": math.nan}, [])
+        tracker.step(1, {**runs.metrics(1), "reward/mean": math.nan})
+        tracker.finish({"next": []})
+    assert not {"validation", "reward/mean"} & set(facts(tmp_path)) and "None" not in write_report(tmp_path).read_text()
 
 
 def test_long_runs_are_thinned_and_gaps_stay() -> None:

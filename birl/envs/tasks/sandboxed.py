@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from birl.envs.tasks.rows import Drawn, at_least
-from birl.sandbox.open import open_sandbox
+from birl.envs.tasks.rows import Drawn, at_least, one_of
+from birl.sandbox.open import LOCAL, open_sandbox
 from birl.sandbox.protocol import Limits, Sandbox
 
 
@@ -22,6 +22,7 @@ class Sandboxed(Drawn):
         super().check(
             kind,
             **wrong,
+            sandbox=one_of([self.sandbox], ("auto", *LOCAL, "modal")),
             seconds="" if self.seconds > 0 else f"is {self.seconds:g}, must be above 0",
             memory_mb=at_least(self.memory_mb, 32),
             workers=at_least(self.workers, 0),

@@ -10,6 +10,7 @@ from birl.config.schema import Env as Keys
 from birl.envs.open import open_world
 from birl.envs.tasks.problems import problems
 from birl.envs.tasks.problems import row as problem_row
+from birl.errors import BirlError
 from birl.sandbox.code import SandboxFailed
 from birl.sandbox.protocol import Ending, Result
 from birl.types import Feedback, Message, Task, ToolCall
@@ -120,3 +121,9 @@ def test_a_broken_sandbox_is_an_error_and_no_reward() -> None:
         asyncio.run(Code(row(answer="-", tests=TESTS), Code.Config(), shared).step(good))
     with pytest.raises(SandboxFailed, match="no space left"):
         asyncio.run(PythonTool(row(answer="1"), PythonTool.Config(), shared).step(call("1")))
+
+
+@pytest.mark.parametrize("kind", ["code", "python_tool"])
+def test_a_sandbox_that_there_is_not_is_told(kind: str) -> None:
+    with pytest.raises(BirlError, match=r"env\.sandbox: has 'box', must be of auto \| zygote"):
+        asyncio.run(open_world(Keys(kind=kind, options={"sandbox": "box"}), lambda said: "x"))
