@@ -19,7 +19,7 @@ from tests.tiny import tiny_model_folder, tiny_tokenizer
 
 MOE = Qwen3MoeConfig(
     vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=24, max_position_embeddings=64,
 )  # fmt: skip
 

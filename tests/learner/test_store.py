@@ -58,7 +58,7 @@ def test_what_comes_back_is_what_was_sent_through_faults(
     count = breaking(store, 3, monkeypatch)
     for step in (1, 2, 3):
         store.put(saved(tmp_path / "here", step), step, Ranks(), None)
-    assert store.steps() == [1, 2, 3] and count[0] > 20
+    assert store.steps() == [1, 2, 3] and count[0] >= 12  # of which every third failed
     assert store.prune(1, {1}) == [2]
     assert store.steps() == [1, 3]
     path = store.take(3, tmp_path / "there")
