@@ -203,6 +203,10 @@ def test_unknown_words_are_refused_with_the_list(key: str):
             {"parallel__tp": 2, "parallel__sequence": False, "model__max_length": 9001},
             ["learner.tokens_per_microbatch=4096: the longest", "9001"],
         ),
+        (
+            {"parallel__fsdp": 2, "engine__kind": "birl", "weights__method": "nccl"},
+            ["weights.method=nccl", "parallel.fsdp", "weights.method=direct"],
+        ),
         ({"parallel__context": "ulysses"}, ["parallel.context=ulysses: has no effect because parallel.cp=1"]),
         ({"model__max_length": 512, "data__max_prompt_tokens": 300}, ["lower it to 256"]),
         ({"model__path": " "}, ["model.path is empty"]),

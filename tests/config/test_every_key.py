@@ -254,6 +254,7 @@ ENVIRONMENT: dict[str, Case] = {
 #: real runs of several processes: tests/parallel/test_runs.py
 PARALLEL = {
     **{f"parallel.{axis}": Case("2", refused=f"{axis}=2 makes 2 ranks, but 1 were started") for axis in AXES},
+    "parallel.tp": Case("2", refused=r"parallel\.tp=2 does not divide the 1 key/value heads"),
     "parallel.timeout": Case("5", refused="there is only one process"),
     "parallel.sequence": Case("false", refused=r"parallel\.sequence=false: has no effect because parallel\.tp=1"),
 }
