@@ -14,7 +14,7 @@ def parallel_problems(config: RL | Stage) -> list[str]:
         found += without_effect(config, "parallel.context", "parallel.cp=1 splits no row; set parallel.cp=2, say")
     if isinstance(config, RL) and config.weights.method == "nccl" and keys.fsdp * keys.cp * keys.tp > 1:
         found.append(
-            "weights.method=nccl: broadcasts whole weights from one process, and parallel.fsdp, cp or tp leave each only "
-            "parts of them. Set weights.method=direct or reload."
+            "weights.method=nccl: broadcasts whole weights from one process, and parallel.fsdp, cp or tp leave each "
+            "with parts of them. Set weights.method=direct or reload."
         )
     return found
