@@ -119,12 +119,15 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
     from birl.config import schema
     from birl.config.load import load
     from birl.loops import build
+    from birl.parallel.crew import Crew
+    from birl.parallel.ranks import Ranks
     from birl.weights.publish import Sender
 
     words = [f"model.path={args.model}", f"model.dtype={dtype}", f"data.train={args.data}", f"run={folder}"]
     words += ["engine.kind=birl", "engine.threads=1", f"weights.method={method}", "steps=1", "track.console=off"]
     words += ["track.tensorboard=false", "threads=1", f"rollout.max_tokens={args.tokens}", "rollout.max_staleness=1"]
-    parts = await build.training(load(schema.RL, words), {}, build.Given(), False, compute)
+    alone = Crew(Ranks())
+    parts = await build.training(load(schema.RL, words), {}, build.Given(), False, compute, alone)
     loop, rows = asyncio.get_running_loop(), []
     answers: list[asyncio.Task[None]] = []
     try:

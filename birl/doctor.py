@@ -51,6 +51,7 @@ REQUIRED = (
     Package("transformers", "transformers", "5.17", "the model code and the tokenizers"),
     Package("safetensors", "safetensors", "0.5", "reads and writes weights"),
     Package("datasets", "datasets", "4.0", "reads training data"),
+    Package("fsspec", "fsspec", "2024.6", "keeps checkpoints on object stores"),
     Package("hydra", "hydra-core", "1.3", "reads key=value words"),
     Package("numpy", "numpy", "1.26", "arrays between data and torch"),
     Package("peft", "peft", "0.19", "names LoRA's targets and writes adapters"),

@@ -43,7 +43,8 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
         run.close()
     assert chaos.check() == [], "\n".join(said)
     assert run.ends == {"killed": 1, "stopped, the disk was full": 1, "done": 1}, "\n".join(said)
-    assert "of the weights could not be written" in run.told[0]
+    # whichever writer finds the disk full first: that of the weights, or that of the logs
+    assert "of the weights could not be written" in run.told[0] or "cannot write" in run.told[0]
     metrics = run.folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines()
     metrics.write_text("\n".join([*lines[:-2], lines[-1]]) + "\n")
