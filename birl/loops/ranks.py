@@ -55,7 +55,8 @@ def rank_threads(config: schema.RL | schema.Stage) -> int:
 
 @contextmanager
 def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
-    """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in `folder`."""
+    """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in `folder`. When the
+    body raises, the others, which may wait for rank 0 anywhere, are not waited for."""
     grid = grid_of(config)
     if grid.tp > 1:
         check_split(config, resolve(config.model.path, weights=False))
@@ -75,10 +76,16 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
                 stack.callback(children[-1].end)
         stack.callback(leave)
         made = Crew(join(grid, choose(config.model.device), config.parallel.timeout), config.parallel.timeout)
-        stack.callback(made.close)
         made.ended = lambda: next((word for c in children if (word := c.word())), "")
         made.watch(stop_at_once)
-        yield made
+        try:
+            yield made
+        except BaseException:
+            made.abandon()
+            for child in children:
+                child.kill()
+            raise
+        made.close()
 
 
 def leave() -> None:
@@ -120,8 +127,11 @@ class Child:
         try:
             self.process.wait(patience)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> None:

@@ -70,11 +70,14 @@ class Crew:
 
     def close(self) -> None:
         """Rank 0 has no more to do."""
-        self._watch.set()
-        if self._closed:
-            return
+        if not self._closed:
+            self._say(("", ()))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Rank 0 goes without a word to the others, which may not be listening; they end with its connection."""
         self._closed = True
-        self._say(("", ()))
+        self._watch.set()
 
     def report(self, error: BaseException) -> None:
         """Leave word of what ended this rank, for rank 0 to tell."""

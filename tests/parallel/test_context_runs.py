@@ -12,7 +12,6 @@ from tests.parallel.test_runs import figures, same_weights
 GATHER, ULYSSES = ("parallel.cp=2",), ("parallel.cp=2", "parallel.context=ulysses")
 
 
-@pytest.mark.xfail(run=False, reason="two of these waited for ever in the last whole run; cause not known yet")
 @pytest.mark.parametrize(("command", "form"), [("dpo", GATHER), ("rm", ULYSSES)])
 def test_pairs_that_no_process_has_memory_for_alone(
     tiny: Path, tmp_path: Path, command: str, form: tuple[str, ...]

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from birl.config import schema
+from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.loops.ranks import crew
 from tests.loops import test_offline as offline
 from tests.loops import test_rl as rl
 
@@ -108,6 +111,20 @@ def test_the_rank_that_fails_is_the_one_that_is_told_of(
     with pytest.raises(BirlError, match=r"(?s)^rank 1 of 2: .*MemoryError: the seventh layer"):
         offline.run(tiny, tmp_path, "sft", FSDP)
     assert time.monotonic() - began < 60
+
+
+def test_nobody_waits_when_rank_0_ends_between_two_calls(tiny: Path, tmp_path: Path) -> None:
+    """Rank 0 fails, as when it reads a broken row, while the others build their part and want it in a collective."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is 1 + 1?", "response": "It is 2."}\n')
+    config = load(schema.SFT, [f"model.path={tiny}", f"data.train={rows}", FSDP, "threads=1", f"run={tmp_path}/run"])
+    began = time.monotonic()
+    with pytest.raises(BirlError, match="a broken row"), crew(config, tmp_path / "run"):
+        assert len(children(os.getpid())) == 1
+        time.sleep(5)  # in which rank 1 gets there
+        raise BirlError("a broken row")
+    assert not children(os.getpid())
+    assert time.monotonic() - began < 30
 
 
 def test_a_rank_that_is_killed_ends_the_run(tiny: Path, tmp_path: Path) -> None:
