@@ -32,6 +32,8 @@ Usage: birl COMMAND [key=value ...] [--help]
   rl           train a model by reinforcement learning
   eval         measure a model on data; --validate: are the right answers right?
   serve        a model behind HTTP: OpenAI's dialect and birl's own
+  launch       start a training somewhere else, or detached: this machine, a cluster, a cloud
+  status       the processes of a launched training; logs: what they print; stop: let it save and end
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
   ledger       where every token went that a run has sampled
@@ -46,7 +48,12 @@ Start here
   birl rl --help lr                      # only the keys that contain "lr"
 """
 
+LAUNCHED = ("launch", "status", "logs", "stop")
 USAGE = {
+    "status": "Usage: birl status RUN\n\nEvery process of a training that `birl launch` started; exits with 1 where "
+    "one has failed.",
+    "logs": "Usage: birl logs RUN [ROLE] [--follow]\n\nWhat the processes of a launched training have printed.",
+    "stop": "Usage: birl stop RUN\n\nLets a launched training save and end.",
     "plan": "Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]\n\nTakes what `birl rl` takes, but "
     "reads neither weights nor data. Predicts the memory of generation and training,\nand the largest micro-batch and "
     "batch that fit into --memory (default: what is free).\n\n"
@@ -76,7 +83,7 @@ FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve")
-COMMANDS = (*CONFIGURED, *USAGE)
+COMMANDS = (*CONFIGURED, "launch", *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,6 +113,10 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if command in CONFIGURED:
         return _configured(command, words)
+    if command == "launch":
+        from birl.launch import command as launching
+
+        return launching.run(words)
     if command not in USAGE:
         from birl.config.words import did_you_mean
 
@@ -128,6 +139,10 @@ def _plain(command: str, words: list[str]) -> int:
         return doctor.run()
     if command == "plan":
         return _plan(words)
+    if command in LAUNCHED:
+        from birl.launch import command as launching
+
+        return {"status": launching.status, "logs": launching.logs, "stop": launching.stop}[command](words)
     if command == "chat":
         from birl.loops import chat
 

@@ -1,0 +1,138 @@
+"""`birl launch WHERE COMMAND ...`, `birl status`, `birl logs`, `birl stop`: words in, lines out."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from birl.config.help import documentation, written
+from birl.config.words import did_you_mean
+from birl.errors import BirlError
+from birl.launch.job import COMMANDS, Job, derive
+from birl.launch.launcher import FILE, WHERE, find, launcher
+
+PREFIX = "launch."
+
+
+def run(words: list[str]) -> int:
+    """`birl launch`. Raises `BirlError`."""
+    flags = {word for word in words if word.startswith("--")}
+    if unknown := flags - {"--dry-run", "--help"}:
+        raise BirlError(f"{min(unknown)}: birl launch has --dry-run and --help")
+    where, command, *rest = [*(word for word in words if word not in flags), "", ""]
+    rest = [word for word in rest if word]
+    if "--help" in flags:
+        print(usage(where))
+        return 0
+    if not where or not command:
+        raise BirlError(f"{usage('')}\n\nName a place and a command, as in `birl launch local rl data.train=my.jsonl`")
+    place = launcher(where)
+    keys, others = keys_of(place.Keys, rest)
+    job = derive(command, others, keys)
+    if "--dry-run" in flags:
+        print(shown(job, place.render(job, keys)), end="")
+        return 0
+    handle = place.submit(job, keys)
+    handle.save()
+    print(f"{job.name} was handed to {where} as {handle.id}. Its run folder: {job.run}")
+    for what in ("status", "logs", "stop"):
+        print(f"  birl {what} {shlex.quote(str(job.run))}")
+    return 0
+
+
+def keys_of(schema: type[Any], words: Sequence[str]) -> tuple[Any, list[str]]:
+    """The launcher's keys, written launch.KEY=VALUE, and the words that are the run's. Raises `BirlError`."""
+    config, rest, docs = OmegaConf.structured(schema), [], documentation(schema)
+    for word in words:
+        if not word.startswith(PREFIX):
+            rest.append(word)
+            continue
+        key, equals, value = word.removeprefix(PREFIX).partition("=")
+        if key not in docs:
+            near = did_you_mean(key, docs)
+            raise BirlError(f"{word}: there is no such key; there are {', '.join(PREFIX + k for k in docs)}.{near}")
+        if not equals:
+            raise BirlError(f"{word}: has no value; write {PREFIX}{key}=VALUE")
+        several = docs[key].type.startswith("list")
+        try:
+            given = [v.strip() for v in value.strip("[]").split(",") if v.strip()] if several else value
+            OmegaConf.update(config, key, given)
+        except OmegaConfBaseException:
+            raise BirlError(
+                f"{word}: takes a value of the type {docs[key].type}, default {written(docs[key].default) or 'empty'}. "
+                f"It is: {docs[key].text}"
+            ) from None
+    return OmegaConf.to_object(config), rest
+
+
+def shown(job: Job, rendered: dict[str, str]) -> str:
+    lines = [f"# {job.name}: birl {job.command}, run folder {job.run}"]
+    for role in job.roles:
+        needs = [f"{role.gpus:g} GPU", f"{role.cpus} CPU", *([f"{role.memory_gb:g} GiB"] if role.memory_gb else [])]
+        lines.append(f"#   {role.name}: {role.count} x ({', '.join(needs)})")
+    if job.env:
+        lines.append(f"# from the environment, by name: {', '.join(job.env)}")
+    for name, text in rendered.items():
+        lines += ["", f"# --- {name}", text.rstrip("\n")]
+    return "\n".join(lines) + "\n"
+
+
+def usage(where: str) -> str:
+    lines = [
+        "Usage: birl launch WHERE COMMAND [FILE.yaml] [key=value ...] [launch.key=value ...] [--dry-run]",
+        "",
+        f"COMMAND: {', '.join(COMMANDS)}, with what it takes otherwise. --dry-run shows every file and command. Then:",
+        "birl status RUN, birl logs RUN [ROLE] [--follow], birl stop RUN; RUN is the run folder.",
+        "",
+        *(f"  {name:<12} {text}" for name, text in WHERE.items()),
+    ]
+    if where:
+        lines += ["", f"Keys of birl launch {where}:"]
+        schema = launcher(where).Keys
+        docs = documentation(schema)
+        for name in (f.name for f in fields(schema)):
+            doc = docs[name]
+            unit = f" [{doc.unit}]" if doc.unit else ""
+            lines.append(f"  {PREFIX}{name}={written(doc.default)}{unit}\n      {doc.text}")
+    return "\n".join(lines)
+
+
+def status(words: list[str]) -> int:
+    """`birl status RUN`; 1 where a process has failed."""
+    handle = find(one(words, "status"))
+    found = launcher(handle.where).status(handle)
+    print(f"{handle.name}: {handle.where} {handle.id}")
+    for line in found:
+        print(f"  {f'{line.role} {line.index}':<14} {line.state:<11} {line.where:<24} {line.detail}".rstrip())
+    return 1 if any(line.state == "failed" for line in found) else 0
+
+
+def logs(words: list[str]) -> int:
+    follow = any(word in ("-f", "--follow") for word in words)
+    run, *roles = [word for word in words if word not in ("-f", "--follow")] or [""]
+    if not run or len(roles) > 1:
+        raise BirlError(f"birl logs: name a run folder with {FILE}, as in `birl logs runs/NAME [ROLE] [--follow]`")
+    handle = find(run)
+    for line in launcher(handle.where).logs(handle, roles[0] if roles else "", follow):
+        sys.stdout.write(line if line.endswith("\n") else line + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def stop(words: list[str]) -> int:
+    handle = find(one(words, "stop"))
+    launcher(handle.where).stop(handle)
+    print(
+        f"{handle.name} was stopped. `birl launch {handle.where} ...` with the same words goes on from its checkpoint."
+    )
+    return 0
+
+
+def one(words: list[str], command: str) -> str:
+    if len(words) != 1:
+        raise BirlError(f"birl {command}: name a run folder with {FILE}, as in `birl {command} runs/NAME`")
+    return words[0]

@@ -1,0 +1,111 @@
+"""What a run consists of: roles, each some processes with what one of them needs. Derived from the configuration alone;
+where they run is up to a launcher (`launcher.py`). Imports nothing heavy."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from birl.config import schema
+from birl.config.load import load_with_choices, run_folder
+from birl.errors import BirlError
+
+COMMANDS: dict[str, type[Any]] = {"sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO, "rl": schema.RL}
+
+
+@dataclass(kw_only=True)
+class Keys:
+    """What all launchers ask for; a launcher adds keys of its own in a subclass."""
+
+    name: str = ""
+    """Of the job. Empty: the name of the run folder."""
+    nodes: int = 1
+    """Machines. The ranks of the learner and the engines are spread over them evenly."""
+    gpus: float = 0.0
+    """GPUs of each rank of the learner, and of each engine for each of its tensor and pipeline parallel ranks."""
+    cpus: int = 1
+    """CPU cores of each process."""
+    memory_gb: float = 0.0
+    """Memory of each process [GiB]. 0: whatever the launcher gives."""
+    restarts: int = 3
+    """How often the job is started again after it failed; it goes on from its newest checkpoint."""
+    env: list[str] = field(default_factory=list)
+    """Names of environment variables that the processes get, such as HF_TOKEN. Their values are never written down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """`count` processes that run `command`, each with the named resources.
+
+    Example: Role(name="engine", count=2, command=("python", "-m", "birl.launch.engine", "rl", ...), gpus=1, cpus=4)
+    """
+
+    name: str  # learner | engine
+    count: int
+    command: tuple[str, ...]
+    gpus: float = 0.0
+    cpus: int = 1
+    memory_gb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`words`: the configuration as it was typed, `run` its folder, `engines` the name under which engines of the job
+    register (`serve/names.py`), empty where it has none of its own. The first role is the learner: its ranks find one
+    another by RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where there are several.
+
+    Example: job = derive("rl", ["recipe.yaml", "engine.kind=vllm", "engine.count=2"], Keys(gpus=1))
+    """
+
+    name: str
+    command: str
+    words: tuple[str, ...]
+    run: Path
+    roles: tuple[Role, ...]
+    engines: str = ""
+    env: tuple[str, ...] = ()
+
+    @property
+    def learner(self) -> Role:
+        return self.roles[0]
+
+    @property
+    def engine(self) -> Role | None:
+        return self.roles[1] if len(self.roles) > 1 else None
+
+
+def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.executable) -> Job:
+    """The job that `birl COMMAND WORDS` would be. Raises `BirlError` for whatever `birl COMMAND` would refuse.
+
+    Engines that the run would start as its children become a role of their own, which registers under a name and which
+    the learner attaches to; an embedded engine stays in the learner."""
+    if command not in COMMANDS:
+        raise BirlError(f"birl launch starts {', '.join(COMMANDS)}, not {command!r}")
+    config, choices = load_with_choices(COMMANDS[command], list(words))
+    run = Path(run_folder(config, choices))
+    name = keys.name or run.name
+    own = {"cpus": keys.cpus, "memory_gb": keys.memory_gb}
+    parallel = config.parallel
+    ranks = parallel.ddp * parallel.fsdp * parallel.cp * parallel.tp
+    learner = Role(
+        name="learner",
+        count=ranks,
+        command=(python, "-m", "birl", command, *words, f"run={run}"),
+        gpus=keys.gpus,
+        **own,
+    )
+    job = Job(name=name, command=command, words=tuple(words), run=run, roles=(learner,), env=tuple(keys.env))
+    if not isinstance(config, schema.RL) or config.engine.kind == "embedded" or config.engine.attach:
+        return job
+    engine = config.engine
+    place = f"birl-launch/{name}"
+    learner = replace(learner, command=(*learner.command, f"engine.attach=[{place}]"))
+    role = Role(
+        name="engine",
+        count=engine.count,
+        command=(python, "-m", "birl.launch.engine", f"--name={place}", command, *words, f"run={run}"),
+        gpus=keys.gpus * engine.tensor_parallel * engine.pipeline_parallel,
+        **own,
+    )
+    return replace(job, roles=(learner, role), engines=place)

@@ -1,0 +1,95 @@
+"""One word says where a job runs. A launcher is a module of this folder with `Keys` and these functions; what it needs
+to find the job again is in launch.json of the run folder, without any secret."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from birl.errors import BirlError
+from birl.launch.job import Job
+
+FILE = "launch.json"
+#: modules of birl.launch, and what they start a job on
+WHERE = {
+    "local": "processes of this machine, supervised",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """A job that was submitted. `id`: what the place calls it; `more`: what else the launcher wants to know again.
+
+    Example: Handle(where="slurm", id="4711", run="runs/demo", name="demo")
+    """
+
+    where: str
+    id: str
+    run: str
+    name: str
+    more: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def save(self) -> None:
+        folder = Path(self.run)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / (FILE + ".part")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        part.replace(folder / FILE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """One process of a job. `state`: waiting | running | restarting | done | failed | stopped | unknown."""
+
+    role: str
+    index: int
+    state: str
+    where: str = ""  # machine, pid, node
+    detail: str = ""
+
+
+class Launcher(Protocol):
+    """What `birl.launch.WHERE` has."""
+
+    Keys: type[Any]
+
+    def render(self, job: Job, keys: Any) -> dict[str, str]:
+        """What would be written and run, by name: files with their text, commands under "commands". Nothing is done."""
+        ...
+
+    def submit(self, job: Job, keys: Any) -> Handle:
+        """Start it, detached from this process. Raises `BirlError`."""
+        ...
+
+    def status(self, handle: Handle) -> Sequence[Status]: ...
+
+    def logs(self, handle: Handle, role: str, follow: bool) -> Iterator[str]:
+        """Lines of a role ("" all); with `follow` until the job ends."""
+        ...
+
+    def stop(self, handle: Handle) -> None:
+        """Let it save and end; returns when it has. Raises `BirlError`."""
+        ...
+
+
+def launcher(where: str) -> Launcher:
+    if where not in WHERE:
+        from birl.config.words import did_you_mean
+
+        places = ", ".join(WHERE)
+        raise BirlError(f"birl launch: there is no place {where!r}; there are {places}.{did_you_mean(where, WHERE)}")
+    return import_module(f"birl.launch.{where}")  # pyright: ignore[reportReturnType]
+
+
+def find(run: str) -> Handle:
+    """The job of a run folder. Raises `BirlError` where none was launched from there."""
+    file = Path(run) / FILE
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return Handle(**data)
+    except FileNotFoundError:
+        raise BirlError(f"{run} was not started by `birl launch`: it has no {FILE}") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise BirlError(f"{file} cannot be read: {error}") from error
