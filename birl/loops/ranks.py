@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from birl.allocator import cores, keep_memory
 from birl.config import schema
 from birl.config.load import load, to_yaml
 from birl.errors import BirlError
+from birl.loops.machine import compute_thread
 from birl.models.device import choose
 from birl.models.load import resolve, skeleton
 from birl.parallel.crew import Crew, stop_at_once
@@ -134,14 +135,15 @@ class Child:
         self.process.wait()
 
 
-def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> None:
+def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], Any]) -> None:
     """The life of a rank other than 0: `make` its part of the run, then do what rank 0 calls."""
     keep_memory()
-    torch.set_num_threads(rank_threads(config) or torch.get_num_threads())
     timeout = config.parallel.timeout
     made = Crew(join(grid_of(config), choose(config.model.device), timeout), timeout)
     try:
-        made.follow(make(made))
+        with compute_thread(rank_threads(config)) as compute:
+            run = compute.submit(make, made, compute).result()
+            made.follow([run, run.parts], compute)
     except BaseException as error:
         made.report(error)
         if not isinstance(error, BirlError):
@@ -149,11 +151,6 @@ def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> Non
         print(f"birl: {error}", file=sys.stderr, flush=True)
         os._exit(2)
     leave()
-
-
-def idle() -> ThreadPoolExecutor:
-    """The compute thread of a rank that computes in its only thread: never started."""
-    return ThreadPoolExecutor(1)
 
 
 def main() -> None:
