@@ -29,6 +29,7 @@ from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.writer import Writer
 from birl.loops import build, ranks
 from birl.loops.machine import compute_thread, peak_memory
+from birl.loops.parts import NOT_HERE
 from birl.loops.policy import Policy, load_policy
 from birl.loops.ranks import crew, rank_threads
 from birl.loops.run import Run
@@ -83,7 +84,7 @@ class Parts:
     # rank 0 alone has these
     train: list[Examples] = field(default_factory=list)
     held_out: list[Example] = field(default_factory=list)
-    tracker: Tracker = build.NOT_HERE
+    tracker: Tracker = NOT_HERE
     resume_from: Path | None = None
     total_steps: int = 0
     writer: Writer = field(default_factory=Writer)
