@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import machine
+from birl.models.digests import whole
 from birl.serve.router import Router
 from birl.serve.wire import Info
 from birl.types import Completion, Held, SamplingParams, Stop, Update
@@ -56,11 +57,11 @@ class Engine:
 
     def __init__(self, number: int, seconds: float) -> None:
         self.address, self.version, self.seconds = f"http://engine-{number}:8000", 0, seconds
-        self.random = random.Random(number)
+        self.random, self.digest = random.Random(number), "before"
 
     async def info(self) -> Info:
         return Info(
-            **{"engine": "birl", "model": "m", "version": self.version, "digest": "", "dtype": "bfloat16"},
+            **{"engine": "birl", "model": "m", "version": self.version, "digest": self.digest, "dtype": "bfloat16"},
             **{"context": 4096, "vocabulary": 100, "running": 0, "waiting": 0, "paused": False},
             **{"asleep": False, "pid": 1},
         )  # fmt: skip
@@ -73,7 +74,8 @@ class Engine:
     async def load(self, update: Update) -> Held:
         await asyncio.sleep(1.0)
         self.version = update.version
-        return Held(version=update.version, digest="", seconds=1.0, bytes=0)
+        self.digest = whole(update.digests)
+        return Held(version=update.version, digest=self.digest, seconds=1.0, bytes=0)
 
     async def close(self) -> None:
         pass
@@ -98,7 +100,7 @@ async def measured(engines: int, opened: int, requests: int, seconds: float) -> 
     asked = time.process_time() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     began = time.process_time()
-    await router.load(Update(version=1, digests={}, folder="/weights/1"))
+    await router.load(Update(version=1, digests={"w": "1"}, folder="/weights/1"))
     load = time.process_time() - began
     await router.close()
     each = asked / requests
