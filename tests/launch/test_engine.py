@@ -21,7 +21,7 @@ from birl.loops import attached
 from birl.loops.ledger import audit
 from birl.loops.server import Wanted
 from birl.serve import names
-from tests.launch.jobs import ENGINES, ROWS, alive, until
+from tests.launch.jobs import ENGINES, ROWS, alive, children_of, until
 from tests.loops.test_rl import log, run
 
 QUICK = ("rollout.max_tokens=16", "rollout.prompts=2", "model.dtype=bfloat16", *ENGINES)
@@ -139,11 +139,11 @@ def test_an_engine_of_another_kind_is_a_child_that_ends_with_it(
     one = started(*words)
     (address,) = until(lambda: names.find("birl-launch/test"), 200, (tmp_path / "engine-0.log").read_text)
     assert httpx.get(f"{address}/weight_info", trust_env=False).json() == {"weight_version": "default"}
-    (below,) = (int(p) for p in Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text().split())
+    (below,) = children_of(one.pid)
     one.send_signal(signal.SIGTERM)
     assert one.wait(20) == 0 and not alive(below) and not names.find("birl-launch/test")
     two = started(*words)
     until(lambda: names.find("birl-launch/test"), 200, (tmp_path / "engine-1.log").read_text)
+    (below,) = children_of(two.pid)
     two.kill()
-    (below,) = (int(p) for p in Path(f"/proc/{two.pid}/task/{two.pid}/children").read_text().split() or [below])
     until(lambda: not alive(below), 10)

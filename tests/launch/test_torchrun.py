@@ -17,7 +17,7 @@ from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.plan import FOLDER
 from birl.serve.process import free_port
-from tests.launch.jobs import Launched, alive, until
+from tests.launch.jobs import Launched, alive, children_of, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun on Linux only")
 WORDS = ("batch_size=4", "model.dtype=float32", "optimizer.lr=3e-3")
@@ -55,7 +55,7 @@ def test_the_same_figures_by_hand_launched_and_without_torchrun(tiny: Path, tmp_
 
     job.launch("parallel.fsdp=2", "steps=100000", "checkpoint.every=50")
     job.wait(lambda: job.step >= 3)
-    ranks = below(job.pid("learner"))
+    ranks = children_of(job.pid("learner"))
     assert len(ranks) == 2
     assert main(["stop", str(job.run)]) == 0  # rank 0 saves, which takes all ranks
     assert job.state.state == "stopped" and not any(map(alive, ranks))
@@ -68,7 +68,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(job: Launched) -> None:
     job.launch("parallel.ddp=2", "steps=100000", "launch.restarts=0")
     job.wait(lambda: job.step >= 1)
     agent = job.pid("learner")
-    ranks = below(agent)
+    ranks = children_of(agent)
     os.kill(agent, signal.SIGKILL)
     until(lambda: not any(map(alive, ranks)), 10)
     job.wait(lambda: job.state.state != "running")
@@ -80,11 +80,6 @@ def folders(root: Path, *names: str) -> list[Path]:
     for folder in made:
         folder.mkdir()
     return made
-
-
-def below(pid: int) -> list[int]:
-    """Ranks of a torchrun."""
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_what_is_run(tmp_path: Path) -> None:
