@@ -39,6 +39,7 @@ def predicted(options: dict[str, object], threads: int) -> float:
         f"rollout.group_size={options.get('group', 4)}",
         f"rollout.max_tokens={options.get('tokens', 64)}",
         "validation.every=0",
+        "checkpoint.asynchronous=false",  # whether the copy is still there when memory peaks depends on the disk
         *str(options.get("more", "")).split(),
     ]
     command = [sys.executable, "-m", "birl", "plan", "--json", *words]

@@ -1,7 +1,7 @@
 """The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
 
-Exit codes: 0 done, 1 a job of --multirun failed, `birl doctor` found something missing or `birl eval --validate` a
-wrong row, 2 a mistake in the input, 130 interrupted.
+Exit codes: 0 done, or stopped by a signal and saved; 1 a job of --multirun failed, `birl doctor` found something
+missing or `birl eval --validate` a wrong row; 2 a mistake in the input; 130 interrupted.
 """
 
 import os
@@ -301,7 +301,7 @@ def _help(command: str, schema: type, words: list[str]) -> None:
     from birl.config.help import Own, render
 
     bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    only = tuple(word.partition("=")[0] for word in words)
+    only = tuple(word.partition("=")[0] for word in words if not word.endswith((".yaml", ".yml")))
     kinds = [word.partition("=")[2] for word in words if word.startswith(("env=", "env.kind="))]
     own = None
     if command in ("rl", "eval") and kinds and kinds[-1]:

@@ -2,62 +2,57 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from birl.config import schema
 from birl.config.load import flatten, run_folder
 from birl.config.rules_algorithm import CRITIC, remembers
-from birl.data.pack import Batch
 from birl.data.tasks import Tasks
-from birl.engine.engine import Counters, EmbeddedEngine
+from birl.engine.engine import EmbeddedEngine
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
-from birl.learner.writer import Writer
 from birl.loops.credit import Credit
 from birl.loops.custom import part
 from birl.loops.engines import Servers, open_servers, sender, wanted
-from birl.loops.evaluate import Plan, data_digest, plan
+from birl.loops.evaluate import plan
 from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
+from birl.loops.parts import Parts, replays
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.ranks import check_split
 from birl.loops.rewards import make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
-from birl.loops.tasks import check_lengths, lengths, load_data, report_data, stream, total_steps
+from birl.loops.tasks import check_lengths, lengths, load_data, report_data, total_steps
 from birl.loops.teacher import ServedTeacher
 from birl.models.device import device_of
-from birl.models.forward import weights_changed
 from birl.models.heads import add_score_head
-from birl.models.load import cast as cast_model
 from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
-from birl.models.slices import fill, sketched, sketched_reward_model
+from birl.models.slices import sketched, sketched_reward_model
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
-from birl.parallel.shard import drop_gathered
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
 from birl.rollout.session import Limits
-from birl.seeds import derive_seed
+from birl.serve.client import Client
 from birl.serve.gateway import Gateway
-from birl.text.chat import Chat
+from birl.serve.spread import Spread
 from birl.track.tracker import Tracker
-from birl.types import Sample, SamplingParams, Task
-from birl.weights.canary import said
+from birl.types import SamplingParams, Task
 from birl.weights.gathered import Gathered
-from birl.weights.publish import Memory, Publisher, Refresh
+from birl.weights.publish import Memory, Refresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,138 +63,6 @@ class Given:
     env: Any = None  # a class or function, as env.kind names one
     train: Any = None  # rows: a datasets.Dataset or a list of dicts
     validation: Any = None
-
-
-NOT_HERE: Any = None  # of a rank that does not lead
-
-
-@dataclass(kw_only=True)
-class Parts:
-    """All objects of one training run."""
-
-    config: schema.RL
-    run: Path
-    policy: Policy
-    learner: Learner
-    reference: Learner | None
-    critic: Learner | None
-    objective: Objective
-    credit: Credit
-    crew: Crew
-    writer: Writer = field(default_factory=Writer)
-    # rank 0 alone has these
-    engine: EmbeddedEngine | Servers = NOT_HERE
-    copy: nn.Module | None = None  # the engine's own weights, and the learner's version that they are of
-    copied: int = 0
-    rollout: Rollout = NOT_HERE
-    params: SamplingParams = NOT_HERE
-    train: list[Tasks] = field(default_factory=list)
-    plan_validation: Plan | None = None
-    tracker: Tracker = NOT_HERE
-    publisher: Publisher = NOT_HERE
-    resume_from: Path | None = None
-    total_steps: int | None = None
-    counted: Counters = field(default_factory=Counters)
-    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
-
-    @property
-    def sampled(self) -> nn.Module:
-        """The module that the embedded engine samples from."""
-        return self.copy or self.learner.model
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(failed=self.config.rollout.failed, truncated=self.config.rollout.truncated)
-
-    @property
-    def chat(self) -> Chat:
-        return self.policy.chat
-
-    @property
-    def compute(self) -> Executor:
-        return self.policy.compute
-
-    @property
-    def total_updates(self) -> int | None:
-        return (
-            self.total_steps
-            and self.total_steps * self.config.algorithm.updates_per_batch * self.config.algorithm.passes
-        )
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found = self.learner.tensors()
-        if self.critic is not None:
-            found |= {f"critic.{name}": tensor for name, tensor in self.critic.tensors().items()}
-        return found
-
-    def loaded(self, version: int) -> None:
-        self.learner.loaded(version)
-        if self.critic is not None:
-            self.critic.loaded(version)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """(every rank) The engine's own weights become the learner's, one after the other."""
-        copies = {} if self.copy is None else dict(self.copy.named_parameters())
-        for name, parameter in self.learner.model.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if name in copies:
-                copies[name].copy_(whole)
-        if self.copy is not None:
-            weights_changed(self.copy)
-        self.copied = self.learner.version
-
-    @torch.no_grad()
-    def gathered(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """(every rank) Weights as the engines have them, whole on rank 0, nothing elsewhere."""
-        drop_gathered(self.learner.outputs)
-        parameters, found = dict(self.learner.model.named_parameters()), []
-        for name in names:
-            weight = parameters[name].to(DTYPES[self.config.model.dtype])
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            if self.crew.leads:
-                found.append(whole)
-        return found
-
-    def said(self, batches: list[Batch]) -> list[list[float]]:
-        """(every rank) What engines are compared with."""
-        return said(self.learner, batches)
-
-    def has_gradient(self, sample: Sample) -> bool:
-        """Samples that have none need not go through the model."""
-        if self.config.debug.only_rollout:
-            return False
-        keys = self.config.algorithm
-        ranked = keys.entropy_control != "none"  # all tokens of the step are compared
-        everything = ranked or keys.advantage in CRITIC or keys.entropy_coef > 0 or self.objective.needs_reference()
-        own = sample.advantage
-        return everything or (any(own) if isinstance(own, tuple) else own != 0)
-
-    @cached_property
-    def validation_digest(self) -> str:
-        """Of the questions that are validated on."""
-        return data_digest(self.plan_validation.tasks if self.plan_validation else ())
-
-    @property
-    def validation_rollout(self) -> Rollout:
-        """The same but for its seed: validation draws other numbers than training."""
-        return replace(self.rollout, seed=derive_seed(self.config.seed, -1))
-
-    def stream(self, position: int) -> Iterator[Task]:
-        return stream(self.config, self.train, position)
-
-    def take_counters(self) -> Counters:
-        """What the engine did since the last call."""
-        now = self.engine.counters
-        taken = Counters(*(getattr(now, f.name) - getattr(self.counted, f.name) for f in fields(Counters)))
-        self.counted = replace(now)
-        return taken
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self.writer.finish)
-        await self.opened.aclose()
-        self.publisher.close()
-        self.tracker.close()
 
 
 async def training(
@@ -261,18 +124,9 @@ def assembled(
     crew: Crew,
 ) -> Parts:
     """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
-    copy = None
-    if crew.ranks.sharded and servers is None:
-        copy = cast_model(sketched(policy.folder, device_of(policy.model)), DTYPES[config.model.dtype])
-        fill(copy.requires_grad_(False))
     parts = learning(config, policy, crew)
-    parts.copy, learner = copy, parts.learner
-    longest = min(max(map(sum, asked)), context)
-    routes = replays(config)
-    if copy is None:
-        engine = servers or policy.engine(config.engine, context, lambda: learner.version, longest, routes)
-    else:
-        engine = replace(policy, model=copy).engine(config.engine, context, lambda: parts.copied, longest, routes)
+    learner, longest = parts.learner, min(max(map(sum, asked)), context)
+    engine = servers or parts.sampler(context, longest)
     if isinstance(engine, EmbeddedEngine):
         for prompt, answer in asked:
             check_cache(config.engine, engine, prompt, answer)
@@ -280,6 +134,8 @@ def assembled(
     total = total_steps(config, train)
     if not dry_run:
         claim(run, config, policy)
+        if isinstance(engine, EmbeddedEngine) and crew.ranks.shares > 1:
+            engine = spread(parts, engine, context, longest)
     tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
     parts.run, parts.engine, parts.tracker, parts.train = run, engine, tracker, train
     parts.rollout = rollout(engine=engine, limits=limits, seed=config.seed)
@@ -295,11 +151,18 @@ def assembled(
             parts.publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather)
             parts.publisher.canary.together = partial(crew.call, parts, "said")
             parts.publisher.canary.parts = crew.ranks.shares
-    elif copy is None:
-        parts.publisher = Memory()
-    else:
+    elif crew.ranks.sharded:
         parts.publisher = Refresh(partial(crew.call, parts, "refresh"), compute=policy.compute)
+    else:
+        parts.publisher = Memory()
     return parts
+
+
+def spread(parts: Parts, own: EmbeddedEngine, context: int, longest: int) -> Spread:
+    """The engine of every data-parallel group of ranks, as one."""
+    token = secrets.token_hex(16)
+    others = parts.crew.call(parts, "host", token, context, longest)
+    return Spread(own=own, others=[Client(a, token, timeout=parts.config.engine.request_timeout) for a in others])
 
 
 def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
@@ -380,10 +243,6 @@ def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None
             "optimizer.offload=cpu: the weights are in CPU memory already, so there is nothing to gain. Set "
             "optimizer.offload=none."
         )
-
-
-def replays(config: schema.RL | schema.Stage) -> bool:
-    return isinstance(config, schema.RL) and config.algorithm.router_replay == "rollout"
 
 
 def make_learner(

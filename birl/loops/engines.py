@@ -9,10 +9,9 @@ import os
 import secrets
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from birl.allocator import cores
 from birl.config import schema
 from birl.config.rules_engine import LAUNCHED, NAME, weights_method
 from birl.data.tasks import Tasks
-from birl.engine.engine import Counters
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.loops.attached import Following, found, take
@@ -34,17 +32,17 @@ from birl.models.digests import words
 from birl.serve.process import Process, free_port
 from birl.serve.remote import Remote
 from birl.serve.router import Router
+from birl.serve.spread import Counting
 from birl.types import Completion, SamplingParams
-from birl.waits import alive, event
+from birl.waits import event
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, published, released, shared_memory
 
 
 @dataclass(slots=True, kw_only=True)
-class Servers:
-    """Many engines as one: implements `birl.types.Engine`. `counters.seconds` is the time in which anything was asked
-    for."""
+class Servers(Counting):
+    """Many engines as one: implements `birl.types.Engine`."""
 
     router: Router
     children: list[Process]
@@ -52,34 +50,14 @@ class Servers:
     broadcast: Broadcast | None = None
     following: asyncio.Task[None] | None = None  # of a name
     say: Callable[[str], None] = lambda text: None
-    done: Counters = field(default_factory=Counters)  # as of the last answer
     renewed: bool = False  # they are just being started from other weights
-    _open: int = 0
-    _since: float = 0.0
 
     @property
     def version(self) -> int:
         return self.router.version
 
-    @property
-    def counters(self) -> Counters:
-        now = time.perf_counter() - self._since if self._open else 0.0
-        return replace(self.done, seconds=self.done.seconds + now)
-
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        self._open += 1
-        if self._open == 1:
-            self._since = time.perf_counter()
-        try:
-            found = await self.router.generate(prompt_ids, params, session)
-        finally:
-            self._open -= 1
-            if self._open == 0:
-                self.done.seconds += time.perf_counter() - self._since
-        alive()
-        self.done.tokens += len(found.tokens)
-        self.done.finished += 1
-        return found
+        return await self.counted(self.router.generate(prompt_ids, params, session))
 
     def ready(self) -> list[Remote]:
         return [m.remote for m in self.router.fleet.members if m.state == "ready"]
@@ -211,7 +189,7 @@ async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
 def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[int, int]], run: Path) -> Wanted:
     longest = min(max(map(sum, asked)), context)
     size = config.engine.kv_cache_gb or (
-        cache_bytes(policy.model, config.engine.max_batch, longest, choose(config.model.device)) / 2**30
+        cache_bytes(policy.model, config.engine.max_batch, longest, device=choose(config.model.device)) / 2**30
     )
     method = weights_method(config)
     if method in ("reload", "volume", "checkpoint"):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, contextmanager
@@ -17,6 +16,7 @@ from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
+from birl.loops import checks
 from birl.loops.engines import Servers, Wanted, open_servers
 from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan
 from birl.loops.machine import compute_thread
@@ -166,12 +166,14 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
 
 def check_failures(groups: Sequence[Group]) -> None:
     """Say why answers have no score; without a single one there is nothing to report."""
-    episodes = [t for g in groups for t in g.trajectories]
-    failed = Counter(t.detail for t in episodes if not t.outcome.scored)
+    episodes = [(g.task, t) for g in groups for t in g.trajectories]
+    failed = [(task, t) for task, t in episodes if not t.outcome.scored]
     if failed:
-        reasons = "\n".join(f"  {n} x {why}" for why, n in failed.most_common(3))
-        text = f"{failed.total()} of {len(episodes)} answers could not be scored. Most frequent reasons:\n{reasons}"
-        if failed.total() == len(episodes):
+        text = (
+            f"{len(failed)} of {len(episodes)} answers could not be scored. Most frequent reasons:\n"
+            f"{checks.reasons(failed)}"
+        )
+        if len(failed) == len(episodes):
             raise BirlError(text)
         print(text)
 

@@ -2,11 +2,15 @@
 
 In one process generation and training share one thread and alternate. The peak is the larger of the two, not their sum:
 
-    always       the process, the weights (compute type and float32), AdamW's state, a reference model
+    always       the process, the weights (compute type and float32), AdamW's state, a reference model; the copy of a
+                 checkpoint that is written in the background, which may take longer than the step after it
     generation   keys and values, one step's hidden states and logits; without the kernels, weights laid out
     training     activations and the gradient; with the kernels, the weights laid out stay for both. In an asynchronous
                  run answers are under way meanwhile, so their keys and values are there too
     servers      where the run starts some: a process, weights and generation each; the peak is theirs and training's
+
+Where several processes train, the figures are one's, and each has as much (`parallel`): weights, gradients and the
+optimizer's state are split over fsdp x cp x tp, micro-batches and answers over ddp x fsdp.
 
 Sizes of an architecture come from its modules and its configuration, so a model on the meta device will do.
 """
@@ -34,6 +38,8 @@ from birl.models.tree_attention import SCORES
 GIB = 2**30
 PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libraries; measured
 LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
+
+SAVED = 12  # bytes of a parameter in a checkpoint: its float32 weight and AdamW's two moments
 
 Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
 
@@ -64,6 +70,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     wide: int
+    tied: bool  # the head is the embedding
     on_kernels: bool
     paged_kernels: bool  # whether at least attention over the cache does
     on_fused: bool  # the kernels for CUDA
@@ -84,6 +91,7 @@ class Shape:
             kv_heads=cache_shape(model)["kv_heads"],
             head_dim=size,
             wide=kind.itemsize,
+            tied=bool(config.tie_word_embeddings),
             on_kernels=compiled and shaped(model),
             paged_kernels=compiled,
             on_fused=fused_for(model) is not None,
@@ -140,14 +148,15 @@ class Trained:
 
 
 def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
-    """`prompt`: tokens of a prompt. `longest`: of a sequence, validation included."""
-    rollout = config.rollout
+    """What one process has. `prompt`: tokens of a prompt. `longest`: of a sequence, validation included."""
+    rollout, parallel = config.rollout, config.parallel
     groups = -(-rollout.prompts // config.algorithm.updates_per_batch)  # of one update
-    tokens = groups * (prompt + rollout.group_size * rollout.max_tokens)
+    tokens = -(-groups // parallel.shares) * (prompt + rollout.group_size * rollout.max_tokens)
+    tokens = -(-tokens // parallel.splits)
     count = -(-tokens // config.learner.tokens_per_microbatch)
     validates = config.validation.every > 0 and (config.data.validation or config.data.validation_split > 0)
     ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are under way at once
-    sequences = min(config.engine.max_batch, ahead * rollout.prompts * rollout.group_size)
+    sequences = min(config.engine.max_batch, ahead * -(-rollout.prompts // parallel.shares) * rollout.group_size)
     return Load(
         microbatch=-(-tokens // count),
         several=count > 1,
@@ -159,29 +168,41 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
 
 
 def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
-    """Bytes by phase and purpose. `model` may be on the meta device."""
+    """Bytes of one process by phase and purpose; of several, that of the first. `model` may be on the meta device."""
     shape = Shape.of(model, config.model.dtype)
-    trained, lora = Trained.of(model, config.lora), config.lora.rank > 0
-    separate = shape.wide == 2  # from the float32 masters
+    split = config.parallel.fsdp * config.parallel.cp * config.parallel.tp
+    sampled, trained, lora = shape, Trained.of(model, config.lora), config.lora.rank > 0
+    if split > 1:  # the learner's layers are transformers', and it has a part of each weight
+        shape = replace(shape, on_kernels=False, on_fused=False)
+        trained = replace(trained, gradient=trained.gradient // split, stepped=trained.stepped // split)
+    parameters = shape.parameters // split
+    separate = shape.wide == 2 and split == 1  # from the float32 masters
     # of LoRA: the base weights beside the merged ones (half of it where bfloat16 holds them exactly), and A and B
     beside = 4 * (trained.gradient + trained.stepped) if lora else 0
     laid_out = shape.wide * shape.linear
     always = {
         "process": PROCESS,
-        "weights, float32": beside + (0 if lora and separate else 4 * shape.parameters),
+        "weights, float32": beside + (0 if lora and separate else 4 * parameters),
         "weights, bfloat16": shape.wide * shape.parameters if separate else 0,
         "optimizer state, float32": 8 * trained.stepped,
     }
-    frozen = shape.wide * shape.parameters + (laid_out if shape.on_kernels else 0)
+    if split > 1 and config.engine.kind == "embedded":
+        always["the engine's own weights"] = shape.wide * shape.parameters
+    frozen = shape.wide * parameters + (laid_out if shape.on_kernels else 0)
     if config.algorithm.kl_coef > 0:
         always["reference model"] = frozen
     if config.algorithm.teacher:
         always["teacher, if as large"] = frozen
-    if config.algorithm.advantage in CRITIC and not config.critic.shared:
-        state = 8 * trained.stepped + (beside if lora else 4 * shape.parameters + 4 * trained.gradient)
+    critic = config.algorithm.advantage in CRITIC and not config.critic.shared
+    if config.checkpoint.asynchronous:
+        always["checkpoint being written"] = SAVED * trained.stepped * (1 + critic)
+    if critic:
+        state = 8 * trained.stepped + (beside if lora else 4 * parameters + 4 * trained.gradient)
         always["critic and its optimizer"] = frozen + state
-    generating, stale = generation(shape, config.engine, load), config.rollout.max_staleness > 0
+    generating, stale = generation(sampled, config.engine, load), config.rollout.max_staleness > 0
     computing = training(shape, trained, load, config.learner.gradient_checkpointing)
+    if split > config.parallel.tp:
+        computing["gathered weights and gradients"] = gathered(shape) // config.parallel.tp
     phases = {"training": always | {"weights laid out": laid_out if shape.on_kernels else 0} | computing}
     if config.engine.kind == "embedded":
         phases = {"generation": always | {"weights laid out": laid_out} | generating} | phases
@@ -194,6 +215,14 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     for purposes in phases.values():
         purposes["between blocks"] = int(LOST * sum(purposes.values()))
     return phases
+
+
+def gathered(shape: Shape) -> int:
+    """Bytes that FSDP has of other processes' weights: two layers, the embedding and an untied head; of their
+    gradients the largest, in the compute type and in float32."""
+    ends = shape.embedding * (1 if shape.tied else 2)
+    layer = (shape.parameters - ends) // shape.layers
+    return shape.wide * (2 * layer + ends) + (shape.wide + 4) * max(layer, ends)
 
 
 def generation(shape: Shape, engine: schema.Engine, load: Load) -> dict[str, int]:

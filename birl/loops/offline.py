@@ -29,8 +29,9 @@ from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.writer import Writer
 from birl.loops import build, ranks
 from birl.loops.machine import compute_thread, peak_memory
+from birl.loops.parts import NOT_HERE
 from birl.loops.policy import Policy, load_policy
-from birl.loops.ranks import crew, idle, rank_threads
+from birl.loops.ranks import crew, rank_threads
 from birl.loops.run import Run
 from birl.loops.run_folder import claim, find_checkpoint, held
 from birl.loops.signals import saving_signals
@@ -83,7 +84,7 @@ class Parts:
     # rank 0 alone has these
     train: list[Examples] = field(default_factory=list)
     held_out: list[Example] = field(default_factory=list)
-    tracker: Tracker = build.NOT_HERE
+    tracker: Tracker = NOT_HERE
     resume_from: Path | None = None
     total_steps: int = 0
     writer: Writer = field(default_factory=Writer)
@@ -148,8 +149,8 @@ async def _main(
 def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objective]) -> None:
     """Every rank but 0: the same learner, and none of the data."""
 
-    def make(together: Crew) -> _Run:
-        policy = load_policy(config.model, idle(), together.ranks)
+    def make(together: Crew, compute: Executor) -> _Run:
+        policy = load_policy(config.model, compute, together.ranks)
         objective_ = objective(config, policy, 0)
         parts = Parts(
             config=config,

@@ -14,9 +14,11 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.loops import memory
-from birl.loops.build import Parts, check_device
+from birl.loops.build import check_device
 from birl.loops.machine import free_memory, peak_memory
 from birl.loops.memory import GIB, Phases
+from birl.loops.parts import Parts
+from birl.loops.ranks import grid_of
 from birl.models.load import context_limit, resolve, skeleton
 
 PROMPT = 128  # tokens of a prompt, where data.max_prompt_tokens does not say
@@ -80,12 +82,13 @@ def usable() -> int:
 
 def render(plan: dict[str, Any], config: schema.RL) -> list[str]:
     """The lines that `birl plan` and `birl rl --dry-run` print."""
-    step, rollout = plan["step"], config.rollout
+    step, rollout, ranks = plan["step"], config.rollout, grid_of(config).size
     lines = [
         f"{plan['model']}: {plan['parameters'] / 1e6:,.1f} million parameters, {config.model.dtype}, cpu",
         f"A step: {rollout.prompts} prompts of up to {step['prompt']} tokens x {rollout.group_size} answers of up to "
         f"{rollout.max_tokens}; {step['sequences']} sequences at once, micro-batches of up to {step['microbatch']:,} "
         "tokens.",
+        *([f"{ranks} processes; the figures are those of one."] if ranks > 1 else []),
         "",
         *table(plan["phases"]),
         "",
@@ -96,6 +99,8 @@ def render(plan: dict[str, Any], config: schema.RL) -> list[str]:
     lines.append(f"{'available':<28}{plan['available'] / GIB:10.2f} GiB")
     if plan["peak"] > plan["available"]:
         lines.append("This does not fit.")
+    elif ranks * plan["peak"] > plan["available"]:
+        lines.append(f"Fewer than {ranks} processes fit on this machine.")
     tokens, batch = plan["largest"].values()
     return [
         *lines,

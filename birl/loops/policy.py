@@ -67,9 +67,10 @@ class Policy:
         version: Callable[[], int] | None,
         longest: int | None = None,
         routes: bool = False,
+        among: int = 1,
     ) -> EmbeddedEngine:
         """`version` None: the engine has weights of its own. `longest`: no sequence will be longer [tokens]; `context`
-        where it is not known. `routes`: it says which experts computed a token."""
+        where it is not known. `routes`: it says which experts computed a token. `among`: so many share the memory."""
         return EmbeddedEngine(
             self.model,
             self.tokenizer,
@@ -79,7 +80,8 @@ class Policy:
             version=version,
             recompute_kv=config.recompute_kv,
             max_batch=config.max_batch,
-            kv_cache_gb=config.kv_cache_gb or cache_bytes(self.model, config.max_batch, longest or context) / 2**30,
+            kv_cache_gb=config.kv_cache_gb
+            or cache_bytes(self.model, config.max_batch, longest or context, among) / 2**30,
             draft_rows=config.draft_rows,
             routes=routes,
         )
@@ -134,13 +136,15 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
 
 
-def cache_bytes(model: nn.Module, sequences: int, longest: int, device: torch.device | None = None) -> int:
+def cache_bytes(
+    model: nn.Module, sequences: int, longest: int, among: int = 1, device: torch.device | None = None
+) -> int:
     """engine.kv_cache_gb=0: room for so many sequences of `longest` tokens, but at most `SHARE` of what is free now,
     with the weights and the optimizer in memory. While something is trained there is no cache, so the activations may
     have the same memory."""
     need = sequences * pages_for(longest) * page_bytes(model)
     free = free_memory(device or head(model).weight.device)
-    return min(need, int(SHARE * free)) if free else need
+    return min(need, int(SHARE * free / among)) if free else need
 
 
 def longest_prompt(tasks: Sequence[Task], chat: Chat, context: int) -> int:

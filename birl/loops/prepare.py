@@ -1,6 +1,7 @@
 """What an engine of a run needs to know, where the run itself is another process: from the model's files and the data,
 without weights."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from birl.config import schema
@@ -8,7 +9,6 @@ from birl.envs.open import World
 from birl.envs.single_turn import SingleTurn
 from birl.loops.engines import wanted
 from birl.loops.policy import Policy, load_reader
-from birl.loops.ranks import idle
 from birl.loops.server import Wanted
 from birl.loops.tasks import lengths, load_data
 from birl.models.load import resolve, skeleton
@@ -19,7 +19,9 @@ def prepared(config: schema.RL) -> Wanted:
     reader = load_reader(config.model)
     folder = resolve(config.model.path)
     model = skeleton(folder)
-    policy = Policy(folder=folder, model=model, tokenizer=reader.chat.tokenizer, chat=reader.chat, compute=idle())
+    policy = Policy(
+        folder=folder, model=model, tokenizer=reader.chat.tokenizer, chat=reader.chat, compute=ThreadPoolExecutor(1)
+    )
     context = min(config.model.max_length or reader.context, reader.context)
     return wanted(config, policy, context, asked(config, policy, context), Path(config.run))
 

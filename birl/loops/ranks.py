@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from birl.allocator import cores, keep_memory
 from birl.config import schema
 from birl.config.load import load, to_yaml
 from birl.errors import BirlError
+from birl.loops.machine import compute_thread
 from birl.models.device import choose
 from birl.models.load import resolve, skeleton
 from birl.parallel.crew import Crew, stop_at_once
@@ -149,7 +150,7 @@ class Child:
         self.process.wait()
 
 
-def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> None:
+def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], Any]) -> None:
     """The life of a rank other than 0: `make` its part of the run, then do what rank 0 calls.
 
     Launchers send SIGTERM to every rank. Rank 0 saves then, which needs the others, and ends them."""
@@ -157,11 +158,12 @@ def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> Non
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(rank_threads(config) or torch.get_num_threads())
     timeout = config.parallel.timeout
     made = Crew(join(grid_of(config), choose(config.model.device), timeout), timeout)
     try:
-        made.follow(make(made))
+        with compute_thread(rank_threads(config)) as compute:
+            run = compute.submit(make, made, compute).result()
+            made.follow([run, run.parts], compute)
     except BaseException as error:
         made.report(error)
         if not isinstance(error, BirlError):
@@ -169,11 +171,6 @@ def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> Non
         print(f"birl: {error}", file=sys.stderr, flush=True)
         os._exit(2)
     leave()
-
-
-def idle() -> ThreadPoolExecutor:
-    """The compute thread of a rank that computes in its only thread: never started."""
-    return ThreadPoolExecutor(1)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ from birl.config.load import run_folder
 from birl.data.pack import Batch, pack, packing
 from birl.errors import BirlError
 from birl.learner.learner import Stats
-from birl.loops import build, ranks
+from birl.loops import build, checks, ranks
 from birl.loops import plan as planning
 from birl.loops.credit import Credited
 from birl.loops.engines import learner_threads
@@ -33,8 +34,9 @@ from birl.loops.ledger import Ledger, settle
 from birl.loops.machine import compute_thread
 from birl.loops.metrics import episode_records, step_metrics
 from birl.loops.objective import critic_loss
+from birl.loops.parts import Parts
 from birl.loops.policy import load_policy
-from birl.loops.ranks import crew, idle
+from birl.loops.ranks import crew
 from birl.loops.replay import replay, resample, row_of
 from birl.loops.run import Run
 from birl.loops.run_folder import held
@@ -84,10 +86,10 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
 
 
 def follow(config: schema.RL) -> None:
-    """Every rank but 0: the same learner, and no engine."""
+    """Every rank but 0: the same learner, and none of the data."""
 
-    def make(together: Crew) -> _Run:
-        parts = build.learning(config, load_policy(config.model, idle(), together.ranks), together)
+    def make(together: Crew, compute: Executor) -> _Run:
+        parts = build.learning(config, load_policy(config.model, compute, together.ranks), together)
         return _Run(config=config, parts=parts, stop=asyncio.Event())
 
     ranks.follow(config, make)
@@ -98,7 +100,7 @@ class _Run(Run):
     """The algorithm, over what every run has."""
 
     config: schema.RL
-    parts: "build.Parts"
+    parts: Parts
     greedy: dict[int, float] = field(default_factory=dict)  # reward of the greedy answer, by group, until it is used
     kl: FixedKL | AdaptiveKL = field(init=False)
     ages: Ages = field(default_factory=Ages)
@@ -169,8 +171,9 @@ class _Run(Run):
         """One step: rewards to advantages, advantages to updates, new weights to the engines, then reports."""
         rolled_out = time.perf_counter()
         self.parts.tracker.phase("training")
-        self.check_failures(step)
-        self.report_refill(step)
+        checks.failures(step, self.config.rollout.max_failure_rate)
+        if few := checks.refill(step, self.config):
+            self.parts.tracker.message(few)
         if self.parts.engine.version in versions_of(step.groups):
             await self.parts.publisher.proved()
         await self.parts.publisher.rest()
@@ -223,18 +226,6 @@ class _Run(Run):
         self.ages.starts = self.extra.get("versions", [])
         return state
 
-    def refresh(self) -> None:
-        """(every rank)"""
-        self.parts.refresh()
-
-    def gathered(self, names: Sequence[str]) -> list[Any]:
-        """(every rank)"""
-        return self.parts.gathered(names)
-
-    def said(self, batches: list[Batch]) -> list[list[float]]:
-        """(every rank)"""
-        return self.parts.said(batches)
-
     def take_greedy(self, groups: Sequence[Group]) -> dict[int, float]:
         """The rewards of the greedy answers to these groups' prompts."""
         return {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}
@@ -244,7 +235,7 @@ class _Run(Run):
         self.step = step
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
-        self.check_staleness(groups)
+        checks.staleness(max((self.ages.of(g.start_version) for g in groups), default=0), self.config.rollout)
         credited = self.parts.credit.of(groups, greedy, self.kl.coef)
         stats = Stats() if self.config.debug.only_rollout else self.update(credited.samples)
         if credited.kl == credited.kl:
@@ -289,7 +280,7 @@ class _Run(Run):
                 fresh = stats.sums["fresh"]
                 stats.first_gap = stats.sums["gap"] / fresh if fresh else nan
                 if fresh:
-                    self.check_gap(stats)
+                    checks.gap(stats.first_gap, config.learner.max_logprob_gap)
             stats.grad_norm = parts.learner.optim_step(self.rate)
             stats.updates += 1
             self.check_finite(stats)
@@ -304,46 +295,6 @@ class _Run(Run):
         self.check_finite(own)
         stats.nonfinite += own.nonfinite
         stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": own.grad_norm}
-
-    def check_staleness(self, groups: Sequence[Group]) -> None:
-        """The bound that `rollout/pipeline.py` proves."""
-        oldest = max((self.ages.of(g.start_version) for g in groups), default=0)
-        if oldest > self.config.rollout.max_staleness:
-            raise BirlError(
-                f"A group was begun {oldest} steps ago, and rollout.max_staleness={self.config.rollout.max_staleness}. "
-                "That is a mistake in birl: please report it, with the ledger.jsonl of this run."
-            )
-
-    def check_failures(self, step: pipeline.Step) -> None:
-        episodes = [t for g in (*step.groups, *step.refused) for t in g.trajectories]
-        failed = [t for t in episodes if not t.outcome.scored]
-        if len(failed) > self.config.rollout.max_failure_rate * len(episodes):
-            kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(str(t.outcome) for t in failed).most_common())
-            reasons = "\n".join(f"  {n} x {why}" for why, n in Counter(t.detail for t in failed).most_common(3))
-            raise BirlError(
-                f"Step {step.number}: {len(failed)} of {len(episodes)} episodes failed ({kinds}), more than "
-                f"rollout.max_failure_rate={self.config.rollout.max_failure_rate:g} allows. Most frequent "
-                f"reasons:\n{reasons}"
-            )
-
-    def report_refill(self, step: pipeline.Step) -> None:
-        """The pipeline gives up after max_refill and hands over what it has; the step goes on with that."""
-        wanted, asked = self.config.rollout.prompts, len(step.groups) + len(step.refused)
-        if len(step.groups) < wanted and len(step.refused) > self.config.algorithm.max_refill * wanted:
-            self.parts.tracker.message(
-                f"Step {step.number}: only {len(step.groups)} of {asked} groups have rewards that differ "
-                f"(algorithm.max_refill={self.config.algorithm.max_refill:g}). Where that lasts, the prompts are too "
-                "easy or too hard by now."
-            )
-
-    def check_gap(self, stats: Stats) -> None:
-        limit = self.config.learner.max_logprob_gap
-        if not stats.first_gap <= limit:
-            raise BirlError(
-                f"The engine's log-probs differ from the learner's by {stats.first_gap:.3g} nats a token on average; "
-                f"learner.max_logprob_gap={limit:g} is allowed. The engine does not sample from the weights that are "
-                "trained."
-            )
 
     async def finish_step(self, metrics: dict[str, float], reported: float) -> None:
         """Validate where it is time, then report."""

@@ -5,17 +5,22 @@ import contextlib
 import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import uvicorn
 
 from birl.config import schema
+from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError, WeightsFailed
 from birl.kernels import PAGE
 from birl.loops.machine import compute_thread
-from birl.loops.policy import DTYPES, check_cache, load_policy
+from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.models.digests import words
 from birl.models.load import cast
 from birl.serve import names
@@ -90,13 +95,7 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 
     try:
         await service.start()
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app(service), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
-                timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
-            )
-        )  # fmt: skip
-        server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would end by the signal, not with 0
+        server = uvicorn_server(service)
         _listen(sock)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():
@@ -139,7 +138,7 @@ async def look(service: Service, root: Path) -> None:
 def load(config: schema.Serve, token: str, compute: Executor) -> Service:
     """Everything but the sockets."""
     policy = load_policy(config.model, compute)
-    model = cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
+    cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
     context = min(config.model.max_length or policy.context, policy.context)
     engine = policy.engine(config.engine, context, None)
     check_cache(config.engine, engine, 1, 1)
@@ -147,23 +146,62 @@ def load(config: schema.Serve, token: str, compute: Executor) -> Service:
     if room < engine.context:
         print(f"The KV cache holds {room} tokens, so the context is {room} instead of {engine.context}.", flush=True)
         engine.context = room
+    return replace(
+        service_of(policy, engine, token, config.model.dtype),
+        name=config.served_name or short_name(config.model.path),
+        volume=str(Path(config.volume).expanduser().resolve()) if config.volume else "",
+        gate=Gate(most=config.engine.max_batch + config.max_waiting),
+        timeout=config.request_timeout,
+        most_bytes=int(config.max_request_mb * 2**20),
+        seed=config.seed,
+    )
+
+
+def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -> Service:
+    """For whoever has the token, without limits."""
+    weights = dict(engine.runner.model.named_parameters())
     return Service(
         engine=engine,
         chat=policy.chat,
-        name=config.served_name or short_name(config.model.path),
+        name=short_name(str(policy.folder)),
         words=words(policy.tokenizer.get_vocab(), engine.end_ids),
-        volume=str(Path(config.volume).expanduser().resolve()) if config.volume else "",
-        vocabulary=model.get_input_embeddings().weight.shape[0],  # pyright: ignore
-        dtype=config.model.dtype,
-        gate=Gate(most=config.engine.max_batch + config.max_waiting),
+        vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore
+        dtype=dtype,
+        gate=Gate(most=sys.maxsize),
         metrics=Metrics(engine),
-        staging=Staging(most=sum(p.nbytes for p in model.parameters())),
-        membership=Membership(shapes=shapes_of(dict(model.named_parameters())), device=next(model.parameters()).device),
-        timeout=config.request_timeout,
-        most_bytes=int(config.max_request_mb * 2**20),
+        staging=Staging(most=sum(p.nbytes for p in weights.values())),
+        membership=Membership(shapes=shapes_of(weights), device=next(iter(weights.values())).device),
+        timeout=inf,
+        most_bytes=sys.maxsize,
         token=token,
-        seed=config.seed,
     )
+
+
+def hosted(service: Service) -> str:
+    """Serve until the process ends, in a thread, for the other ranks of a learner; the address."""
+    sock = bind(own_host(), 0)
+    sock.listen(2048)
+    server = uvicorn_server(service)
+    threading.Thread(target=server.run, args=([sock],), name="engine", daemon=True).start()
+    return address(sock)
+
+
+def own_host() -> str:
+    """The address of this machine towards rank 0's: the loopback where that is this machine, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        return way.getsockname()[0]
+
+
+def uvicorn_server(service: Service) -> uvicorn.Server:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app(service), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+            timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
+        )
+    )  # fmt: skip
+    server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would end by the signal, not with 0
+    return server
 
 
 def short_name(path: str) -> str:

@@ -1,7 +1,7 @@
 """Rank 0 leads: it is the ordinary program. The other ranks wait for what it wants computed together.
 
     rank 0          crew.call(run, "update", rows)       broadcasts ("update", rows), then run.update(rows)
-    the others      crew.follow(run)                     run.update(rows) with their own `run`, and so on until `close`
+    the others      crew.follow([run], compute)          run.update(rows) with their own `run`, and so on until `close`
 
 Every rank has objects made from the same configuration, so a method does the same everywhere: it computes this rank's
 share, and the collectives inside of it (`ranks.py`, FSDP) do the rest. What rank 0 alone knows comes as arguments.
@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from datetime import timedelta
 from typing import Any
 
@@ -59,14 +60,24 @@ class Crew:
                 raise BirlError(word) from error
             raise
 
-    def follow(self, target: Any) -> None:
-        """Do what rank 0 calls, until it closes the crew."""
+    def follow(self, targets: Sequence[Any], compute: Executor) -> None:
+        """Do on the compute thread what rank 0 calls, until it closes the crew. The first of the targets that has the
+        method is meant."""
         while True:
             name, arguments = self._hear()
             if name == "":
                 return
-            getattr(target, name)(*arguments)
+            method = next(getattr(target, name) for target in targets if hasattr(target, name))
+            compute.submit(method, *arguments).result()
             self._check()
+
+    def gather(self, value: Any) -> list[Any]:
+        """(every rank) What each rank has, in their order."""
+        if self.ranks.alone:
+            return [value]
+        found: list[Any] = [None] * self.ranks.grid.size
+        dist.all_gather_object(found, value)
+        return found
 
     def close(self) -> None:
         """Rank 0 has no more to do."""

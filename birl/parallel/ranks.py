@@ -83,6 +83,11 @@ class Ranks:
         return self.grid.fsdp * self.grid.cp * self.grid.tp > 1
 
     @property
+    def first(self) -> bool:
+        """Of the ranks that see this share of the samples."""
+        return self.rank % (self.grid.cp * self.grid.tp) == 0
+
+    @property
     def sharding(self) -> DeviceMesh:
         """What FSDP splits weights over: [fsdp x cp], or [ddp, fsdp x cp] where there are copies."""
         assert self.mesh is not None

@@ -41,6 +41,7 @@ class Fleet:
         self.load_timeout, self.restart_timeout = load_timeout, restart_timeout
         self.prove, self.restart = prove, restart
         self.on_event: Callable[..., None] = on_event or (lambda name, **fields: None)
+        self.on_ready: Callable[[Member], None] = lambda member: None
         self.expect: Callable[[Mapping[Remote, int], Update], None] | None = (
             None  # hears whom a load goes to (with pid)
         )
@@ -119,6 +120,8 @@ class Fleet:
             told = "" if state is State.READY else member.error
             fields = {"address": member.remote.address, "was": str(was), "version": member.version, "error": told}
             self.on_event(f"engine_{state}", **fields)
+            if state is State.READY:
+                self.on_ready(member)
         self.notify()
 
     def notify(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.serve.asked import Asked
 from birl.serve.fleet import Fleet
+from birl.serve.loads import Loads
 from birl.serve.member import Member, Row, State, check_versions
 from birl.serve.remote import Remote
 from birl.types import Completion, Held, SamplingParams, Stop, Update
@@ -75,6 +76,8 @@ class Router:
             restart=restart,
             on_event=on_event,
         )
+        self._loads = Loads()
+        self.fleet.on_ready = self._loads.put
         self._open: set[Asked] = set()
         self._sessions: OrderedDict[str, Member] = OrderedDict()
 
@@ -241,13 +244,10 @@ class Router:
 
     def _choose(self, asked: Asked) -> Member | None:
         now = asyncio.get_running_loop().time()
-        free = [m for m in self.fleet.members if m.free(now)]
-        if not free:
-            return None
         known = self._sessions.get(asked.session)
-        if known is None or known not in free or known in asked.avoid:
-            known = min(free, key=lambda m: (m in asked.avoid, m.in_flight, m.sent))
-        if asked.session:
+        if known is None or not known.free(now) or known in asked.avoid:
+            known = self._loads.least(now, asked.avoid)
+        if known is not None and asked.session:
             self._sessions[asked.session] = known
             self._sessions.move_to_end(asked.session)
             if len(self._sessions) > SESSIONS:
@@ -261,6 +261,7 @@ class Router:
         assert gone is not None
         member.in_flight += 1
         member.sent += 1
+        self._loads.put(member)
         task = asyncio.ensure_future(member.remote.generate(prompt, params, asked.session))
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # looked at, even where nobody waits any more
         try:
@@ -282,6 +283,7 @@ class Router:
             raise
         finally:
             member.in_flight -= 1
+            self._loads.put(member)
             task.cancel()
 
     async def _admit(self, member: Member, gone: "asyncio.Future[None]", found: Completion, lowest: int) -> None:

@@ -1,7 +1,8 @@
 """How an engine in another process is spoken to: birl's own dialect, JSON over HTTP. Token ids and log-probs cross it
 exactly (a float is written with all its digits).
 
-    POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}
+    POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}, and routes (base64)
+                                                               of an engine that says which experts computed them
     POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
     PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
     POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all are there (`Invitation`)
@@ -15,6 +16,7 @@ An error is {"error": {"message", "type"}} with a status of 400 or more; a refus
 `cause` beside it (`WeightsFailed`).
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -127,12 +129,13 @@ def params_from(data: Mapping[str, Any]) -> SamplingParams:
 
 
 def completion_to(completion: Completion) -> dict[str, Any]:
-    return {
+    found = {
         "tokens": completion.tokens,
         "logprobs": completion.logprobs,
         "versions": completion.versions,
         "stop": str(completion.stop),
     }
+    return found | {"routes": b64encode(completion.routes).decode()} if completion.routes else found
 
 
 def completion_from(data: Mapping[str, Any]) -> Completion:
@@ -142,6 +145,7 @@ def completion_from(data: Mapping[str, Any]) -> Completion:
         logprobs=tuple(map(float, data["logprobs"])),
         versions=tuple(map(int, data["versions"])),
         stop=Stop(data["stop"]),
+        routes=b64decode(data.get("routes", ""), validate=True),
     )
 
 

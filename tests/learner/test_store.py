@@ -1,20 +1,27 @@
 """Checkpoints on an object store: nothing half counts, faults are tried again, and what comes back is what was sent."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import httpx
 import pytest
+import s3fs
 import torch
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.store import COMPLETE, Store
 from birl.parallel.ranks import Grid, Ranks
+from birl.serve.process import free_port
+from tests.loops import test_offline as offline
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_checkpoint import split_two_ways
 
@@ -46,8 +53,43 @@ def breaking(store: Store, every: int, monkeypatch: pytest.MonkeyPatch) -> list[
     return count
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    """A real S3 server on this machine, and s3fs with its own client."""
+    address = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", address.rpartition(":")[2]]
+    with pytest.MonkeyPatch.context() as patches:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patches.setenv(name, "testing")
+        patches.setenv("AWS_ENDPOINT_URL", address)
+        patches.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until = time.monotonic() + 60
+            while not listening(address):
+                assert child.poll() is None and time.monotonic() < until
+                time.sleep(0.05)
+            s3fs.S3FileSystem.clear_instance_cache()
+            s3fs.S3FileSystem().mkdir("bucket")
+            yield
+        finally:
+            child.kill()
+            child.wait()
+            s3fs.S3FileSystem.clear_instance_cache()
+
+
+def listening(address: str) -> bool:
+    try:
+        return httpx.get(address).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return f"s3://bucket/{tmp_path.name}"
     return f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/store"
 
 
@@ -107,8 +149,14 @@ store.put(Path(sys.argv[2]), 2, Ranks(), None)
 """
 
 
-def test_a_kill_in_the_middle_leaves_none_that_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_a_kill_in_the_middle_leaves_none_that_counts(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     url = f"file://{tmp_path}/store"
+    if kind == "s3":
+        request.getfixturevalue("s3")
+        url = f"s3://bucket/{tmp_path.name}"
     store = Store(url)
     store.put(saved(tmp_path, 1), 1, Ranks(), None)
     path = saved(tmp_path, 2)
@@ -116,7 +164,20 @@ def test_a_kill_in_the_middle_leaves_none_that_counts(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", KILLED, url, str(path), str(moment)], timeout=60)
         assert done.returncode == -signal.SIGKILL and store.steps() == [1]
     store.put(path, 2, Ranks(), None)
-    assert store.steps() == [1, 2] and (tmp_path / "store" / "step-000002" / COMPLETE).is_file()
+    assert store.steps() == [1, 2] and store.fs.isfile(f"{store.root}/step-000002/{COMPLETE}")
+
+
+def test_a_run_without_its_folder_goes_on_from_s3(tiny: Path, tmp_path: Path, s3: None) -> None:
+    words = ("batch_size=3", "optimizer.lr=1e-3", "checkpoint.every=1")
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    offline.run(tiny, tmp_path / "one", "sft", "steps=4", *words)
+    offline.run(tiny, tmp_path / "two", "sft", "steps=2", *words, "checkpoint.store=s3://bucket/runs")
+    shutil.rmtree(tmp_path / "two/run")
+    offline.run(tiny, tmp_path / "two", "sft", "steps=4", *words, "checkpoint.store=s3://bucket/runs")
+    one, two = ([step["loss"] for step in offline.log(tmp_path / f)] for f in ("one", "two"))
+    assert two == one[2:]
+    assert Store("s3://bucket/runs/run").steps() == [3, 4]
 
 
 def each_its_own(ranks: Ranks, root: Path, url: str) -> list[str]:

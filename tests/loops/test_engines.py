@@ -67,7 +67,7 @@ def test_every_method_brings_the_weights(tiny: Path, tmp_path: Path, server: Pat
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("method", ["reload", "direct"])
+@pytest.mark.parametrize("method", ["reload", "direct", "shared", "volume", "checkpoint"])
 def test_ranks_that_have_parts_of_the_weights_bring_them_too(plain: Path, tmp_path: Path, method: str) -> None:
     """No rank has the whole model; what the engine says of its own weights is what was gathered."""
     words = [*QUICK, f"weights.method={method}", "parallel.fsdp=2", "model.dtype=float32", "steps=2"]

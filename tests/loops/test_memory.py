@@ -240,6 +240,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.loops import build, rl
 import birl.track.report, birl.track.tensorboard
+from birl.learner import checkpoint
 from birl.models.load import load_model, load_tokenizer
 
 def anonymous():
@@ -256,6 +257,12 @@ def watch():
 plain = build.sampling
 build.sampling = lambda rollout: dataclasses.replace(plain(rollout), ignore_eos=True)
 different = lambda completions, **_: list(range(len(completions)))
+write = checkpoint.save
+def slowly(root, step, *rest):
+    if step == 1:
+        time.sleep(6)  # so that it is still being written while the next step trains
+    return write(root, step, *rest)
+checkpoint.save = slowly
 given = build.Given(rewards=[different], train=[{"prompt": "What is 1 + 1?", "answer": "2"}] * 4)
 base = peak = anonymous()
 threading.Thread(target=watch, daemon=True).start()
@@ -265,14 +272,15 @@ print(peak - base)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the constants are Linux's")
-def test_a_run_takes_what_was_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [(), ("parallel.fsdp=2",)])
+def test_a_run_takes_what_was_predicted(tmp_path: Path, form: tuple[str, ...]) -> None:
     """A model of 40 million parameters, so that the process is not everything."""
     model = tiny_model(hidden=768, heads=24, kv_heads=8, layers=8)
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    words = [f"model.path={tmp_path}/model", "data.train=[given]", "reward.functions=[given:different]", "steps=1"]
+    words = [f"model.path={tmp_path}/model", "data.train=[given]", "reward.functions=[given:different]", "steps=2"]
+    words += ["checkpoint.every=1", *form]
     words += ["rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=60", "validation.every=0"]
-    words += ["checkpoint.asynchronous=false"]  # the copy that is being written is not predicted yet
     words += ["track.console=off", "track.tensorboard=false", "track.report=false", f"run={tmp_path}/run", "threads=1"]
     done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True, check=True)
     grown = int(done.stdout.splitlines()[-1])

@@ -15,7 +15,9 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.loops.ledger import audit
 from birl.loops.ranks import crew
+from birl.serve.client import Client
 from tests.loops import test_offline as offline
 from tests.loops import test_rl as rl
 
@@ -49,9 +51,19 @@ def test_training_on_rows(tiny: Path, tmp_path: Path, command: str, words: tuple
     assert not list((tmp_path / "two/run").glob("*.part"))
 
 
-def test_grpo_with_an_engine_that_has_its_own_weights(tiny: Path, tmp_path: Path) -> None:
-    """They are refreshed from the split ones: the same answers, and log-probs that agree at every step."""
-    for folder, keys in (("one", ()), ("two", (FSDP,))):
+@pytest.mark.parametrize("form", [FSDP, COPIES])
+def test_grpo_with_an_engine_on_every_rank(
+    tiny: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over weights of their own where these are split: the same answers, and log-probs that agree at every step."""
+    asked, generate = [], Client.generate
+
+    async def counting(self: Client, *words: Any) -> Any:
+        asked.append(words)
+        return await generate(self, *words)
+
+    monkeypatch.setattr(Client, "generate", counting)
+    for folder, keys in (("one", ()), ("two", (form,))):
         (tmp_path / folder).mkdir()
         rl.run(tiny, tmp_path / folder, "steps=2", "track.rollouts=true", "validation.every=0", *keys)
     one, two = (rl.log(tmp_path / f) for f in ("one", "two"))
@@ -60,6 +72,14 @@ def test_grpo_with_an_engine_that_has_its_own_weights(tiny: Path, tmp_path: Path
     assert max(figures(two, "mismatch/mean")) < 1e-5
     texts = [[r["samples"][0]["tokens"] for r in rl.log(tmp_path / f, "rollouts")[:16]] for f in ("one", "two")]
     assert texts[0] == texts[1]
+    assert len(asked) == len(rl.log(tmp_path / "two", "rollouts")) / 2  # rank 1 answered half of them
+
+
+def test_engines_of_all_ranks_run_ahead(tiny: Path, tmp_path: Path) -> None:
+    rl.run(tiny, tmp_path, "steps=4", "rollout.max_staleness=2", "optimizer.lr=0.01", "validation.every=0", COPIES)
+    found, steps = audit(tmp_path / "run"), rl.log(tmp_path)
+    assert not found.problems and len(steps) == 4
+    assert all(s["mismatch/mean"] is None or s["mismatch/mean"] < 1e-5 for s in steps)
 
 
 def test_ppo_with_critic_and_reference(tiny: Path, tmp_path: Path) -> None:

@@ -37,8 +37,39 @@ from birl.config.schema.training import Reports as Reports
 from birl.config.schema.training import Track as Track
 
 
+class Splits:
+    """What has a learner, and processes that its rows are split over."""
+
+    learner: Compute
+    parallel: Parallel
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a packed row: learner.tokens_per_microbatch on each process that it is split over."""
+        return self.learner.tokens_per_microbatch * self.parallel.splits
+
+
 @dataclass(kw_only=True)
-class RL:
+class Training(Splits):
+    """What all training runs have in common."""
+
+    run: str = ""
+    """Folder of the run. Empty: runs/<model>-<data>-<preset or command>-<seed>."""
+    resume: str = "auto"
+    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
+    checkpoint folder."""
+    steps: int = 0
+    """Training steps: batches of rollouts, or of rows. 0: until data.train was seen `epochs` times."""
+    epochs: int = 1
+    """Passes over the training data when steps is 0."""
+    seed: int = 0
+    """Seed of everything random: data order, sampling, initialisation."""
+    threads: int = 0
+    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
+
+
+@dataclass(kw_only=True)
+class RL(Training):
     """Reinforcement learning: `birl rl`."""
 
     model: Model = field(default_factory=Model)
@@ -59,30 +90,12 @@ class RL:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     track: Track = field(default_factory=Track)
     debug: Debug = field(default_factory=Debug)
-    steps: int = 0
-    """Training steps (batches of rollouts). 0: until data.train was seen `epochs` times."""
-    epochs: int = 1
-    """Passes over the training data when steps is 0."""
     watchdog: float = 1800.0
     """End the run when nothing has happened for so long, and print who waits for whom [s]. 0: never."""
-    seed: int = 0
-    """Seed of everything random: data order, sampling, initialisation."""
-    run: str = ""
-    """Folder of the run. Empty: runs/<model>-<data>-<preset>-<seed>."""
-    resume: str = "auto"
-    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
-    checkpoint folder."""
-    threads: int = 0
-    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens of a packed row: learner.tokens_per_microbatch on each process that it is split over."""
-        return self.learner.tokens_per_microbatch * self.parallel.splits
 
 
 @dataclass(kw_only=True)
-class Stage:
+class Stage(Training):
     """What SFT, RM and DPO have in common."""
 
     model: Model = field(default_factory=Model)
@@ -96,24 +109,6 @@ class Stage:
     track: Reports = field(default_factory=Reports)
     batch_size: int = 32
     """Rows per optimizer step."""
-    steps: int = 0
-    """Optimizer steps. 0: until data.train was seen `epochs` times."""
-    epochs: int = 1
-    """Passes over the training data when steps is 0."""
-    seed: int = 0
-    """Seed of everything random: data order, initialisation."""
-    run: str = ""
-    """Folder of the run. Empty: runs/<model>-<data>-<command>-<seed>."""
-    resume: str = "auto"
-    """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
-    checkpoint folder."""
-    threads: int = 0
-    """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens of a packed row: learner.tokens_per_microbatch on each process that it is split over."""
-        return self.learner.tokens_per_microbatch * self.parallel.splits
 
 
 @dataclass(kw_only=True)

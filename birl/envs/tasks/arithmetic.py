@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Drawn, Row, answered, at_least, drawn, one_of
+from birl.envs.tasks.rows import Drawn, Row, answered_number, at_least, drawn, one_of
 from birl.types import Conversation, Feedback, Message, Task
 
 WORDINGS = {
@@ -58,10 +58,7 @@ class Arithmetic:
         return self.task.prompt
 
     async def step(self, reply: Message) -> Feedback:
-        want = number(answered(self.task))
-        if want is None:
-            raise ValueError(f"the answer {self.task.answer!r} is no number")
-        return Feedback(reward=float(number(reply.content) == want))
+        return Feedback(reward=float(number(reply.content) == answered_number(self.task)))
 
     async def close(self) -> None:
         pass

@@ -1,16 +1,13 @@
 """Sums that are too large for the head, and a calculator to call: OpenAI's tool calls, through the model's own chat
 template."""
 
-import json
 import random
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
-from birl.envs.tasks.answer import number
 from birl.envs.tasks.expression import NoExpression, evaluate
-from birl.envs.tasks.rows import Drawn, Row, answered, at_least, drawn
-from birl.types import Conversation, Feedback, Message, Task, ToolCall
+from birl.envs.tasks.rows import Row, drawn
+from birl.envs.tasks.tooled import Tooled, Turns
 
 CALCULATOR = {
     "type": "function",
@@ -31,26 +28,18 @@ CALCULATOR = {
 }
 
 
-class Calculator:
-    """The reward is 1 where the last number of the reply without calls is the result, else 0. What is wrong with a call
-    is told to the model, as a tool's answer."""
-
-    tools = (CALCULATOR,)
+class Calculator(Tooled):
+    kind, tools = "calculator", (CALCULATOR,)
 
     @dataclass(kw_only=True)
-    class Config(Drawn):
+    class Config(Turns):
         digits: int = 4
         """Digits of the largest operands."""
-        turns: int = 4
-        """Replies; then the episode ends without an answer. At most env.max_turns count."""
-        validation_rows: int = 100
-        """Held-out tasks. No expression is in both."""
 
         def __post_init__(self) -> None:
             self.check(
                 "calculator",
                 digits="" if 1 <= self.digits <= 12 else f"is {self.digits}, must be from 1 to 12",
-                turns=at_least(self.turns, 2),
             )
 
     @staticmethod
@@ -64,47 +53,11 @@ class Calculator:
 
         return drawn(draw, config, split, "calculator")
 
-    @staticmethod
-    def gold(task: Task) -> list[Message | str]:
-        expression = task.columns.get("expression")
-        call = ToolCall(name="calculator", arguments=json.dumps({"expression": expression}), id="call-1")
-        first = [Message(role="assistant", content="", tool_calls=(call,))] if expression else []
-        return [*first, f"The result is {task.answer}."]
-
-    def __init__(self, task: Task, config: Config) -> None:
-        self.task, self.config = task, config
-        self.turn = self.calls = 0
-
-    async def start(self) -> Conversation:
-        return self.task.prompt
-
-    async def step(self, reply: Message) -> Feedback:
-        self.turn += 1
-        if not reply.tool_calls:
-            right = number(reply.content) == Fraction(answered(self.task))
-            return Feedback(reward=float(right), info={"calculator/calls": float(self.calls)})
-        self.calls += len(reply.tool_calls)
-        told = tuple(
-            Message(role="tool", content=called(call), tool_call_id=call.id, name=call.name)
-            for call in reply.tool_calls
-        )
-        return Feedback(messages=told, done=self.turn >= self.config.turns)
-
-    async def close(self) -> None:
-        pass
-
-
-def called(call: ToolCall) -> str:
-    """What the calculator says."""
-    if call.name != "calculator":
-        return f"Error: there is no tool {call.name}; there is calculator."
-    expression: Any = json.loads(call.arguments).get("expression")
-    if not isinstance(expression, str):
-        return "Error: the calculator needs an expression, as text."
-    try:
-        return written(evaluate(expression)[0])
-    except NoExpression as error:
-        return f"Error: {error}."
+    async def use(self, given: str) -> str:
+        try:
+            return written(evaluate(given)[0])
+        except NoExpression as error:
+            return f"Error: {error}."
 
 
 def written(value: Fraction) -> str:

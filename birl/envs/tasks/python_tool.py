@@ -1,16 +1,14 @@
 """Questions that want a small program, and a Python interpreter to call. It runs in a sandbox, anew for each call."""
 
-import json
 import random
 from dataclasses import dataclass
-from fractions import Fraction
 
-from birl.envs.tasks.answer import number
-from birl.envs.tasks.rows import Row, answered, at_least, drawn
+from birl.envs.tasks.rows import Row, drawn
 from birl.envs.tasks.sandboxed import Sandboxed, shared_sandbox
+from birl.envs.tasks.tooled import Tooled, Turns
 from birl.sandbox.code import SandboxFailed
 from birl.sandbox.protocol import Ending, Result, Sandbox
-from birl.types import Conversation, Feedback, Message, Task, ToolCall
+from birl.types import Task
 
 PYTHON = {
     "type": "function",
@@ -27,24 +25,15 @@ PYTHON = {
 LONGEST = 2000  # characters of what is printed that the model sees
 
 
-class PythonTool:
-    """The reward is 1 where the last number of the reply without calls is the result, else 0. What goes wrong in a
-    program is told to the model; what goes wrong with the sandbox is an error of the episode."""
+class PythonTool(Tooled):
+    """What goes wrong with the sandbox is an error of the episode."""
 
-    tools = (PYTHON,)
+    kind, tools = "python_tool", (PYTHON,)
 
     @dataclass(kw_only=True)
-    class Config(Sandboxed):
-        turns: int = 4
-        """Replies; then the episode ends without an answer. At most env.max_turns count."""
-        validation_rows: int = 100
-        """Held-out tasks. No question is in both."""
-
+    class Config(Sandboxed, Turns):
         def __post_init__(self) -> None:
-            self.check(
-                "python_tool",
-                turns=at_least(self.turns, 2),
-            )
+            self.check("python_tool")
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
@@ -59,42 +48,12 @@ class PythonTool:
     async def shared(cls, config: Config) -> Sandbox:
         return await shared_sandbox(config)
 
-    @staticmethod
-    def gold(task: Task) -> list[Message | str]:
-        code = task.columns.get("code")
-        call = ToolCall(name="python", arguments=json.dumps({"code": code}), id="call-1")
-        first = [Message(role="assistant", content="", tool_calls=(call,))] if code else []
-        return [*first, f"The result is {task.answer}."]
-
     def __init__(self, task: Task, config: Config, shared: Sandbox) -> None:
-        self.task, self.config, self.sandbox = task, config, shared
-        self.turn = self.calls = 0
+        super().__init__(task, config)
+        self.sandbox, self.limits = shared, config.limits
 
-    async def start(self) -> Conversation:
-        return self.task.prompt
-
-    async def step(self, reply: Message) -> Feedback:
-        self.turn += 1
-        if not reply.tool_calls:
-            right = number(reply.content) == Fraction(answered(self.task))
-            return Feedback(reward=float(right), info={"python_tool/calls": float(self.calls)})
-        self.calls += len(reply.tool_calls)
-        told = [
-            Message(role="tool", content=await self._called(call), tool_call_id=call.id, name=call.name)
-            for call in reply.tool_calls
-        ]
-        return Feedback(messages=tuple(told), done=self.turn >= self.config.turns)
-
-    async def _called(self, call: ToolCall) -> str:
-        code = json.loads(call.arguments).get("code")
-        if call.name != "python":
-            return f"Error: there is no tool {call.name}; there is python."
-        if not isinstance(code, str):
-            return "Error: python needs code, as text."
-        return told(await self.sandbox.run({"main.py": code}, ["python", "main.py"], self.config.limits))
-
-    async def close(self) -> None:
-        pass
+    async def use(self, given: str) -> str:
+        return told(await self.sandbox.run({"main.py": given}, ["python", "main.py"], self.limits))
 
 
 def told(result: Result) -> str:

@@ -4,8 +4,10 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+from birl.envs.tasks.answer import number
 from birl.errors import BirlError
 from birl.types import Message, Task
 
@@ -74,6 +76,12 @@ def answered(task: Task) -> str:
     if task.answer is None:
         raise BirlError(f"{where(task)} has no answer, which the environment needs")
     return task.answer
+
+
+def answered_number(task: Task) -> Fraction:
+    if (value := number(answered(task))) is None:
+        raise BirlError(f"{where(task)}: its answer {task.answer!r} is no number, which the environment needs")
+    return value
 
 
 def said(text: str) -> tuple[Message, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from birl.envs.tasks.calculator import called
+from birl.envs.tasks.calculator import Calculator
 from birl.envs.tasks.invented import country, passages, questions
 from birl.errors import BirlError
 from birl.types import Message, ToolCall
@@ -86,14 +86,15 @@ def call(name: str = "calculator", **arguments: object) -> ToolCall:
         (call(expression="1 / 3"), "0.333333333333"),
         (call(expression="2 / 0"), "Error: it divides by zero."),
         (call(expression="__import__('os')"), "Error: only numbers, + - * / and parentheses are allowed."),
-        (call(expression=7), "Error: the calculator needs an expression, as text."),
-        (call(), "Error: the calculator needs an expression, as text."),
+        (call(expression=7), "Error: calculator needs expression, as text."),
+        (call(), "Error: calculator needs expression, as text."),
         (call("python", code="1"), "Error: there is no tool python; there is calculator."),
         (call(expression="*".join(["9999999999"] * 18) + "/7"), None),
     ],
 )
 def test_the_calculator_answers_whatever_it_is_asked(made: ToolCall, told: str | None) -> None:
-    assert called(made) == told if told else len(called(made)) > 10
+    answer = asyncio.run(Calculator(row(answer="145"), Calculator.Config()).answer(made))
+    assert answer == told if told else len(answer) > 10
 
 
 def test_calculator_episodes() -> None:

@@ -1,0 +1,81 @@
+"""Questions whose answer is a number, and one tool to call that takes a text."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from birl.envs.tasks.answer import number
+from birl.envs.tasks.rows import Drawn, answered_number, at_least
+from birl.types import Conversation, Feedback, Message, Task, ToolCall
+
+
+@dataclass(kw_only=True)
+class Turns(Drawn):
+    turns: int = 4
+    """Replies; then the episode ends without an answer. At most env.max_turns count."""
+
+    def check(self, kind: str, **wrong: bool | str) -> None:
+        super().check(kind, **wrong, turns=at_least(self.turns, 2))
+
+
+class Tooled:
+    """Base of such tasks, named `kind`; each row has a column named like the tool's argument, with what the gold reply
+    calls it with.
+
+    The reward is 1 where the last number of the reply without calls is the result, else 0. What is wrong with a call is
+    told to the model, as the tool's answer.
+    """
+
+    kind: ClassVar[str]
+    tools: ClassVar[Sequence[dict[str, Any]]]
+
+    @classmethod
+    def called(cls) -> tuple[str, str]:
+        """Names of the tool and of its argument."""
+        (tool,) = cls.tools
+        (argument,) = tool["function"]["parameters"]["required"]
+        return tool["function"]["name"], argument
+
+    @classmethod
+    def gold(cls, task: Task) -> list[Message | str]:
+        name, argument = cls.called()
+        given = task.columns.get(argument)
+        call = ToolCall(name=name, arguments=json.dumps({argument: given}), id="call-1")
+        first = [Message(role="assistant", content="", tool_calls=(call,))] if given else []
+        return [*first, f"The result is {task.answer}."]
+
+    def __init__(self, task: Task, config: Turns) -> None:
+        self.task, self.turns = task, config.turns
+        self.turn = self.calls = 0
+
+    async def start(self) -> Conversation:
+        return self.task.prompt
+
+    async def step(self, reply: Message) -> Feedback:
+        self.turn += 1
+        if not reply.tool_calls:
+            right = number(reply.content) == answered_number(self.task)
+            return Feedback(reward=float(right), info={f"{self.kind}/calls": float(self.calls)})
+        self.calls += len(reply.tool_calls)
+        told = [
+            Message(role="tool", content=await self.answer(call), tool_call_id=call.id, name=call.name)
+            for call in reply.tool_calls
+        ]
+        return Feedback(messages=tuple(told), done=self.turn >= self.turns)
+
+    async def answer(self, call: ToolCall) -> str:
+        """What the model is told."""
+        name, argument = self.called()
+        given = json.loads(call.arguments).get(argument)
+        if call.name != name:
+            return f"Error: there is no tool {call.name}; there is {name}."
+        if not isinstance(given, str):
+            return f"Error: {name} needs {argument}, as text."
+        return await self.use(given)
+
+    async def use(self, given: str) -> str:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,61 @@
+"""What stops a step of reinforcement learning, and what is said of one that went on with less."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from birl.config import schema
+from birl.envs.tasks.rows import where
+from birl.errors import BirlError
+from birl.rollout.pipeline import Step
+from birl.types import Task, Trajectory
+
+
+def staleness(oldest: int, config: schema.Rollout) -> None:
+    """The bound that `rollout/pipeline.py` proves. `oldest`: steps since the oldest group was begun."""
+    if oldest > config.max_staleness:
+        raise BirlError(
+            f"A group was begun {oldest} steps ago, and rollout.max_staleness={config.max_staleness}. "
+            "That is a mistake in birl: please report it, with the ledger.jsonl of this run."
+        )
+
+
+def failures(step: Step, most: float) -> None:
+    """Raises `BirlError` where more than this share of the episodes failed."""
+    episodes = [(g.task, t) for g in (*step.groups, *step.refused) for t in g.trajectories]
+    failed = [(task, t) for task, t in episodes if not t.outcome.scored]
+    if len(failed) <= most * len(episodes):
+        return
+    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(str(t.outcome) for _, t in failed).most_common())
+    raise BirlError(
+        f"Step {step.number}: {len(failed)} of {len(episodes)} episodes failed ({kinds}), more than "
+        f"rollout.max_failure_rate={most:g} allows. Most frequent reasons:\n{reasons(failed)}"
+    )
+
+
+def reasons(failed: Sequence[tuple[Task, Trajectory]]) -> str:
+    """The three most frequent, each with the first row that it happened to."""
+    first = {t.detail: task for task, t in reversed(failed)}
+    common = Counter(t.detail for _, t in failed).most_common(3)
+    return "\n".join(f"  {n} x {why} (first with {where(first[why])})" for why, n in common)
+
+
+def refill(step: Step, config: schema.RL) -> str:
+    """The pipeline gives up after max_refill and hands over what it has; the step goes on with that."""
+    wanted, asked = config.rollout.prompts, len(step.groups) + len(step.refused)
+    if len(step.groups) >= wanted or len(step.refused) <= config.algorithm.max_refill * wanted:
+        return ""
+    return (
+        f"Step {step.number}: only {len(step.groups)} of {asked} groups have rewards that differ "
+        f"(algorithm.max_refill={config.algorithm.max_refill:g}). Where that lasts, the prompts are too easy or too "
+        "hard by now."
+    )
+
+
+def gap(mean: float, most: float) -> None:
+    """Between the log-probs of engine and learner, of the same tokens and weights [nats a token]."""
+    if not mean <= most:
+        raise BirlError(
+            f"The engine's log-probs differ from the learner's by {mean:.3g} nats a token on average; "
+            f"learner.max_logprob_gap={most:g} is allowed. The engine does not sample from the weights that are "
+            "trained."
+        )
