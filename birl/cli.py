@@ -33,8 +33,10 @@ Usage: birl COMMAND [key=value ...] [--help]
   eval         measure a model on data; --validate: are the right answers right?
   serve        a model behind HTTP: OpenAI's dialect and birl's own
   launch       start a training somewhere else, or detached: this machine, a cluster, a cloud
-  status       the processes of a launched training; logs: what they print; stop: let it save and end;
-               scale: more or fewer engines
+  status       the processes of a launched training
+  logs         what they print
+  stop         let them save and end
+  scale        more engines, or fewer
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
   ledger       where every token went that a run has sampled
