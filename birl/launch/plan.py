@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from birl.errors import BirlError
 
@@ -104,8 +105,9 @@ def save(plan: Plan) -> Path:
 def load(file: Path) -> Plan:
     """Raises `BirlError`."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        return Plan(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        lists: dict[str, Any] = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+        return Plan(**data | lists)
     except (OSError, ValueError, TypeError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error
 

@@ -303,10 +303,10 @@ class Fleet:
             member.held = False
             return True
         due = asyncio.get_running_loop().time() >= member.load_after
-        wants = member.state is State.STALE and self.update is not None and not member.leaving
-        if wants and due and not self._loading.locked():
+        update = None if member.leaving or self._loading.locked() else self.update
+        if member.state is State.STALE and update is not None and due:
             with contextlib.suppress(WeightsFailed):  # told by its state, and tried again later
-                await self._give(member, replace(self.update, anew=True))  # whatever it has
+                await self._give(member, replace(update, anew=True))  # whatever it has
                 return True
         return False
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,8 @@ def job(
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("BIRL_TOKEN", SECRET)
-    made = Launched(*request.param[:2], tiny, tmp_path, *request.param[2:])
+    where, command, *words = request.param
+    made = Launched(where, command, tiny, tmp_path, *words)
     try:
         yield made
     finally:
@@ -94,7 +95,7 @@ def test_engines_learner_and_supervisor_are_killed(job: Launched, capsys: pytest
     """The table of docs/launch_local.md, which `-s` prints."""
     began, seconds = time.monotonic(), {}
 
-    def recovered(what: str, since: float, done: object) -> None:
+    def recovered(what: str, since: float, done: Callable[[], object]) -> None:
         job.wait(done, 200)
         seconds[what] = time.monotonic() - since
 
