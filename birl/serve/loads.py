@@ -22,7 +22,8 @@ class Loads:
         self._members.add(member)
         heapq.heappush(self._heap, (member.in_flight, member.sent, next(self._number), member))
         if len(self._heap) > 3 * len(self._members) + SLACK:
-            self._heap = [(m.in_flight, m.sent, next(self._number), m) for m in self._members if m.state is State.READY]
+            self._members = {m for m in self._members if m.state is State.READY}  # others come back when they are ready
+            self._heap = [(m.in_flight, m.sent, next(self._number), m) for m in self._members]
             heapq.heapify(self._heap)
 
     def least(self, now: float, avoid: Collection[Member] = ()) -> Member | None:
