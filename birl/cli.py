@@ -247,9 +247,25 @@ def _configured(command: str, words: list[str]) -> int:
 
         serve.run(config)
     else:
-        loop = import_module(f"birl.loops.{command}")
-        loop.train(config, choices, dry_run="--dry-run" in flags)
+        _train(command, schema, overrides, "--dry-run" in flags)
     return 0
+
+
+def _train(command: str, schema: type[Any], words: list[str], dry_run: bool) -> None:
+    """As the only process, or as one of the ranks that torchrun or another launcher has started. Where the words say
+    nothing of how to split the model over these, FSDP does."""
+    from birl.config.load import load_with_choices
+    from birl.loops import ranks
+
+    config, choices = load_with_choices(schema, words)
+    if ranks.started() > 1 and ranks.grid_of(config).size == 1:
+        config, choices = load_with_choices(schema, [*words, f"parallel.fsdp={ranks.started()}"])
+    ranks.end_with_torchrun()
+    loop = import_module(f"birl.loops.{command}")
+    if ranks.leads():
+        loop.train(config, choices, dry_run=dry_run)
+    else:
+        loop.follow(config)
 
 
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
