@@ -247,25 +247,31 @@ def _configured(command: str, words: list[str]) -> int:
 
         serve.run(config)
     else:
-        _train(command, schema, overrides, "--dry-run" in flags)
+        loop = import_module(f"birl.loops.{command}")
+        config, choices = _over_ranks(schema, overrides, config, choices)
+        if _ranks().leads():
+            loop.train(config, choices, dry_run="--dry-run" in flags)
+        else:
+            loop.follow(config)
     return 0
 
 
-def _train(command: str, schema: type[Any], words: list[str], dry_run: bool) -> None:
-    """As the only process, or as one of the ranks that torchrun or another launcher has started. Where the words say
-    nothing of how to split the model over these, FSDP does."""
+def _over_ranks(
+    schema: type[Any], words: list[str], config: Any, choices: dict[str, str]
+) -> tuple[Any, dict[str, str]]:
+    """Where torchrun or another launcher has started several ranks, and the words do not say how to split the model
+    over them: FSDP."""
     from birl.config.load import load_with_choices
-    from birl.loops import ranks
 
-    config, choices = load_with_choices(schema, words)
-    if ranks.started() > 1 and ranks.grid_of(config).size == 1:
-        config, choices = load_with_choices(schema, [*words, f"parallel.fsdp={ranks.started()}"])
+    ranks = _ranks()
     ranks.end_with_torchrun()
-    loop = import_module(f"birl.loops.{command}")
-    if ranks.leads():
-        loop.train(config, choices, dry_run=dry_run)
-    else:
-        loop.follow(config)
+    if ranks.started() > 1 and ranks.grid_of(config).size == 1:
+        return load_with_choices(schema, [*words, f"parallel.fsdp={ranks.started()}"])
+    return config, choices
+
+
+def _ranks() -> Any:
+    return import_module("birl.loops.ranks")
 
 
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:

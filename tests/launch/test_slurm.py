@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -294,15 +295,26 @@ def test_failures_are_counted_and_mistakes_are_not_repeated(idle: Cluster, tmp_p
 
 @needs_slurm
 def test_an_array_has_a_run_for_each_combination(idle: Cluster, tmp_path: Path) -> None:
-    python = tmp_path / "python"  # in its place: what it was told to run
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$@"\n')
+    """And what happens to one, the last of all, whose number is that of the array, is no matter of the others."""
+    python, gate = tmp_path / "python", tmp_path / "gate"  # in its place: says what it was told to run
+    python.write_text(
+        f'#!/bin/bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\n[ "$SLURM_RESTART_COUNT" ] && exit 0\necho "$@"\n'
+        f'trap "exit 0" TERM\nwhile [ ! -e {gate} ]; do sleep 0.1; done\n'
+    )
     python.chmod(0o755)
     job = derive("sft", ["data.train=x.jsonl", f"run={tmp_path}/runs"], Keys(), str(python))
     handle = submitted(job, array="optimizer.lr=1e-5,1e-6 seed=7", at_once=2)
+    until(
+        lambda: all(log(replace(job, run=job.run / n), "learner-0.log") for n in ("lr=1e-05", "lr=1e-06")), "both run"
+    )
+    idle.do("scancel", "--batch", "--signal=USR1", f"{handle.id}_1")
+    until(lambda: states(handle) == ["running", "restarting"], "the second is requeued, and not the first")
+    gate.touch()
     ended(idle, handle, "done")
+    assert [idle.job(f"{handle.id}_{number}")["Restarts"] for number in (0, 1)] == ["0", "1"]
     for name in ("lr=1e-05", "lr=1e-06"):
         run = tmp_path / "runs" / name
-        text = (run / "launch" / "learner-0.log").read_text().strip()
+        text = (run / "launch" / "learner-0.log").read_text().splitlines()[0]
         own = f"optimizer.{name} seed=7 run={run} run={run}"
         assert text == f"-m birl sft data.train=x.jsonl run={tmp_path}/runs {own}"
         assert f"{name} learner-0: {text}" in [*slurm.logs(handle, "learner", False)]
