@@ -12,11 +12,18 @@ state() { echo "$job $*" >"$launch/state.part" && mv "$launch/state.part" "$laun
 lines() { if [ -f "$run/metrics.jsonl" ]; then wc -l <"$run/metrics.jsonl"; else echo 0; fi; }
 # The address by which Slurm reaches a node: its name need not mean anything elsewhere.
 address() { scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'; }
-tell() { # SIGNAL STEP: to all steps of that name; false where there is none
-    local found
-    found=$(squeue --noheader --steps --jobs="$job" --format='%i %j' | awk -v name="$2" '$2 == name { print $1 }')
-    [ -n "$found" ] && scancel --signal="$1" $found
-}
+step() { squeue --noheader --steps --jobs="$job" --format='%i %j' | awk '$2 == "learner" { print $1 }'; }
+save() { # tell the learner; false where it is not there yet
+    local pid found
+    # Rank 0 is on this node. A step's signal would reach its workers as well, which it still needs.
+    if read -r pid <"$run/.lock" && grep -qzx "SLURM_JOB_ID=$SLURM_JOB_ID" "/proc/$pid/environ"; then
+        kill -TERM "$pid"
+    else
+        found=$(step)
+        if [ -z "$found" ]; then return 1; fi
+        scancel --signal=TERM "$found" # whose exit code means nothing: 22.05 fails for steps that it has signalled
+    fi
+} 2>/dev/null
 
 hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 export PYTHONUNBUFFERED=1
@@ -71,13 +78,13 @@ while kill -0 "${pids[learner]}" 2>/dev/null; do
         since=$SECONDS
         if [ "$asked" = limit ]; then patience=$((signal > 30 ? signal - 15 : signal / 2)); fi
     fi
-    if [ -z "$told" ] && tell TERM learner; then
+    if [ -z "$told" ] && save; then
         told=yes
         say "$asked: the learner is told to save and end"
     fi
     if [ $((SECONDS - since)) -gt "$patience" ]; then
         say "the learner has not ended within $patience s"
-        tell KILL learner || kill "${pids[learner]}"
+        scancel --signal=KILL "$(step)" || kill "${pids[learner]}"
         patience=$((patience + 600))
     fi
 done

@@ -130,7 +130,9 @@ def state_of(job: Seen | None, run: Path) -> tuple[str, str]:
         return (written if written in ("done", "stopped") else "done"), detail
     if job.state == "CANCELLED":
         return "stopped", detail
-    return ("stopped" if written == "stopped" else "failed"), detail or job.state
+    if written in ("stopped", "failed"):
+        return written, detail
+    return "failed", f"{job.state}, {job.reason}"
 
 
 def last_word(run: Path) -> tuple[str, str]:

@@ -41,7 +41,7 @@ def idle(nodes: Cluster) -> Cluster:
 
 # A process of a job, without a model. It says where it is; TERM makes it save and end, as it does a run.
 STAND_IN = """
-import hashlib, os, signal, sys, time
+import atexit, hashlib, os, signal, subprocess, sys, time
 from pathlib import Path
 role, run = sys.argv[1], Path(sys.argv[2])
 start = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -50,6 +50,11 @@ def term(*_):
     (run / "saved").touch()
     sys.exit(0)
 rank = os.environ.get("RANK", "0")
+if role == "learner" and rank == "0" and "early" not in sys.argv:  # as a run: its number, and a worker
+    (run / ".lock").write_text(f"{os.getpid()}\\n")
+    code = "import signal, time; signal.signal(15, lambda *_: print('worker told', flush=True)); time.sleep(60)"
+    worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    atexit.register(worker.kill)
 signal.signal(signal.SIGTERM, term if rank == "0" else signal.SIG_IGN)
 digest = hashlib.sha256(os.environ.get("BIRL_TOKEN", "").encode()).hexdigest()
 names = ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "BIRL_HOST")
@@ -239,7 +244,8 @@ def test_an_engine_that_ends_starts_the_job_again(idle: Cluster, tmp_path: Path)
     ended(idle, handle, "done")
     follower.join(10)
     assert idle.job(handle.id)["Restarts"] == "1" and (job.run / "metrics.jsonl").read_text() == "0\n1\n"
-    assert "learner-0: saved" in followed and sum(line.startswith("engine-0: ") for line in followed) >= 2
+    assert "learner-0: saved" in followed and "learner-0: worker told" not in followed
+    assert sum(line.startswith("engine-0: ") for line in followed) >= 2
     assert "engine-0 ended with 3 (failure 1 of 3)" in log(job, f"slurm-{handle.id}.out")
     assert [*slurm.logs(handle, "learner", False)] == [line for line in followed if line.startswith("learner-0")]
 
@@ -255,12 +261,12 @@ def test_the_time_limit_saves_and_requeues(idle: Cluster, tmp_path: Path) -> Non
     assert any("time limit" in one.detail for one in slurm.status(handle))
     ended(idle, handle, "done")
     assert idle.job(handle.id)["Restarts"] == "1" and log(job, "learner-0.log").count("saved") == 1
-    assert not (job.run / "launch" / "failures").exists()
+    assert not (job.run / "launch" / "failures").exists() and "worker" not in log(job, "learner-0.log")
 
 
 @needs_slurm
 def test_stop_lets_it_save_and_nothing_starts_again(idle: Cluster, tmp_path: Path) -> None:
-    job = stand_ins(tmp_path, "wait", engines=(f"until={tmp_path}/never",))
+    job = stand_ins(tmp_path, "wait", "early", engines=(f"until={tmp_path}/never",))
     handle = submitted(job)
     waiting = submitted(stand_ins(tmp_path / "waiting"), partition="short", time=1, signal=1, extra=["--begin=now+60"])
     assert states(waiting) == ["waiting"]
