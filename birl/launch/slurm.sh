@@ -21,8 +21,9 @@ save() { # tell the learner; false where it is not there yet
     else
         found=$(step)
         if [ -z "$found" ]; then return 1; fi
-        scancel --signal=TERM "$found" # whose exit code means nothing: 22.05 fails for steps that it has signalled
+        scancel --signal=TERM "$found"
     fi
+    return 0 # 22.05's scancel fails for steps that it has signalled
 } 2>/dev/null
 
 hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
