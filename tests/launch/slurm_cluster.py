@@ -21,7 +21,7 @@ from birl.serve.process import WRAPPER
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 NODES = ("n1", "n2", "n3")
-SECONDS = 60.0  # longest wait for anything
+SECONDS = 100.0  # longest wait for anything
 CONFIG = """
 ClusterName=birl
 SlurmctldHost={host}(127.0.0.1)
@@ -99,7 +99,8 @@ class Cluster:
 
     def job(self, job: str) -> dict[str, str]:
         """What scontrol says of it: JobState, Restarts, ..."""
-        return dict(word.partition("=")[::2] for word in self.do("scontrol", "-o", "show", "job", job).split())
+        words = (word.partition("=") for word in self.do("scontrol", "-o", "show", "job", job).split())
+        return {name: value for name, _, value in words}
 
     def hurry(self) -> None:
         """Slurm lets what was requeued wait until the credentials of its last start are worth nothing: 121 s. They are

@@ -22,7 +22,7 @@ from birl.launch.slurm_script import Places, places
 from tests.launch.slurm_cluster import Cluster, cluster, missing, until
 from tests.loops import test_offline as offline
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(240)
 needs_slurm = pytest.mark.skipif(missing(), reason="no Slurm: make setup-slurm")
 
 
@@ -139,14 +139,14 @@ def test_processes_are_spread_over_the_nodes() -> None:
 def test_what_slurm_cannot_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = stand_ins(tmp_path)
     for keys, part in (
-        ({"nodes": 2}, "launch.nodes=2: the job has 1 processes"),
-        ({"time": 2}, "launch.signal=120 s is not before launch.time=2 min"),
-        ({"extra": ["--constraint=x\nrm"]}, "launch.extra"),
-        ({"extra": ["rm -rf"]}, "launch.extra"),
-        ({"array": "seed=1"}, "launch.array=seed=1: has one value only"),
+        (Keys(nodes=2), "launch.nodes=2: the job has 1 processes"),
+        (Keys(time=2), "launch.signal=120 s is not before launch.time=2 min"),
+        (Keys(extra=["--constraint=x\nrm"]), "launch.extra"),
+        (Keys(extra=["rm -rf"]), "launch.extra"),
+        (Keys(array="seed=1"), "launch.array=seed=1: has one value only"),
     ):
         with pytest.raises(BirlError, match=re.escape(part)):
-            slurm.render(job, Keys(**keys))
+            slurm.render(job, keys)
     with pytest.raises(BirlError, match=r"launch.gpus: the learner would have 0.5 GPUs"):
         slurm.render(stand_ins(tmp_path, gpus=0.5), Keys())
     with pytest.raises(BirlError, match=r"launch.env: NOT_THERE is not set here"):
