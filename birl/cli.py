@@ -5,7 +5,6 @@ missing or `birl eval --validate` a wrong row; 2 a mistake in the input; 130 int
 """
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -316,8 +315,8 @@ def _help(command: str, schema: type, words: list[str]) -> None:
 def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:
     """One process per combination, one after the other. All configurations are checked before the first starts."""
     from birl.config.load import load_with_choices, run_folder, to_yaml
+    from birl.config.sweep import job_names, swept_keys
     from birl.config.sweep import sweep as combinations
-    from birl.config.sweep import swept_keys
 
     swept, jobs, errors, configs = swept_keys(overrides), combinations(overrides), [], []
     for job in jobs:
@@ -344,23 +343,6 @@ def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[
             print(f"--- # {' '.join(job)}\n{to_yaml(load_with_choices(schema, job)[0])}", end="")
         return 0
     return Jobs().run([[command, *job, *sorted(flags - {"--multirun"})] for job in jobs], names)
-
-
-def job_names(jobs: list[list[str]], swept: list[str]) -> list[str]:
-    """What tells the jobs apart, as a folder name: `lr=1e-5,seed=1`."""
-    names: list[str] = []
-    last = [key.rpartition(".")[2] for key in swept]
-    for job in jobs:
-        values = [word.partition("=")[::2] for word in job]
-        parts = []
-        for key, value in values:
-            if key in swept:
-                short = key.rpartition(".")[2]
-                short = short if last.count(short) == 1 else key
-                parts.append(f"{short}={re.sub(r'[^A-Za-z0-9_.+-]+', '_', value)[-60:].strip('_')}")
-        name = ",".join(parts)
-        names.append(f"{name}-{len(names)}" if name in names else name)
-    return names
 
 
 @dataclass

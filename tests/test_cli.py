@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from birl import __version__
-from birl.cli import COMMANDS, job_names, main
+from birl.cli import COMMANDS, main
+from birl.config.sweep import job_names
 from birl.errors import BirlError
 
 TRAIN = "data.train=a.jsonl"

@@ -1,6 +1,7 @@
 """The jobs of `--multirun`."""
 
 import itertools
+import re
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -17,6 +18,23 @@ def sweep(overrides: list[str]) -> list[list[str]]:
 def swept_keys(overrides: list[str]) -> list[str]:
     """The keys that `sweep` varies."""
     return [argument.partition("=")[0] for argument in overrides if len(_values(argument)) > 1]
+
+
+def job_names(jobs: list[list[str]], swept: list[str]) -> list[str]:
+    """What tells the jobs apart, as a folder name: `lr=1e-5,seed=1`."""
+    names: list[str] = []
+    last = [key.rpartition(".")[2] for key in swept]
+    for job in jobs:
+        values = [word.partition("=")[::2] for word in job]
+        parts = []
+        for key, value in values:
+            if key in swept:
+                short = key.rpartition(".")[2]
+                short = short if last.count(short) == 1 else key
+                parts.append(f"{short}={re.sub(r'[^A-Za-z0-9_.+-]+', '_', value)[-60:].strip('_')}")
+        name = ",".join(parts)
+        names.append(f"{name}-{len(names)}" if name in names else name)
+    return names
 
 
 def _values(argument: str) -> list[str]:

@@ -17,6 +17,7 @@ FILE = "launch.json"
 WHERE = {
     "local": "processes of this machine, supervised",
     "torchrun": "the learner's ranks by torchrun, on this machine or on each of several",
+    "slurm": "one batch job of a Slurm cluster",
 }
 
 

@@ -1,0 +1,196 @@
+"""What Slurm says about a job of ours, by its own commands and without its accounting, which need not be there. Once it
+has forgotten a job, the file that the batch script keeps beside the logs still says how it ended."""
+
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from birl.errors import BirlError
+from birl.launch.launcher import Handle, Status
+
+STATE = "state"
+DEADLINE = 60.0  # seconds for one command; Slurm repeats by itself while its controller is away
+LOOK = 0.5  # seconds between two looks at logs
+ASK = 2.0  # seconds between two questions to the controller, which serves everybody
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One job as Slurm shows it; `number` within its array. The last one's own number would be that of the array.
+
+    Example: Seen(job="4711_0", number=0, state="PENDING", reason="Resources", restarts=1)
+    """
+
+    job: str
+    number: int
+    state: str
+    reason: str
+    restarts: int
+
+
+def ask(words: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm. Raises `BirlError` where there is none, or no answer."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE, env=env, check=False)
+    except FileNotFoundError:
+        raise BirlError(
+            f"{words[0]} is not here: `birl launch slurm` needs Slurm's commands; type it where you would type sbatch"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise BirlError(f"`{' '.join(words)}` did not answer within {DEADLINE:g} s") from None
+
+
+def hint(message: str) -> str:
+    """Which key to set, where Slurm's message is about one of ours."""
+    low = message.lower()
+    for key in ("partition", "account", "qos"):
+        if key in low:
+            there = ask(["sinfo", "--noheader", "--format=%R"]).stdout.split() if key == "partition" else []
+            return f"\nSet launch.{key}{' to one of ' if there else ''}{', '.join(sorted(set(there)))}."
+    if "node configuration is not available" in low or "more processors" in low or "memory" in low:
+        return "\nSet launch.nodes, launch.cpus, launch.gpus or launch.memory_gb to what its nodes have (`sinfo -Nel`)."
+    return "\nSet launch.time." if "time limit" in low else ""
+
+
+def seen(handle: Handle) -> list[Seen]:
+    """Empty where Slurm no longer knows the job. Raises `BirlError` where it does not answer."""
+    words = ["squeue", "--noheader", "--states=all", "--array", f"--jobs={handle.id}"]
+    done = ask([*words, "--Format=ArrayTaskID:|,State:|,Reason:|,RestartCnt:"])
+    if done.returncode:
+        if "invalid job id" in done.stderr.lower():
+            return []
+        raise BirlError(f"squeue: {done.stderr.strip()}")
+    found: list[Seen] = []
+    for line in done.stdout.splitlines():
+        number, state, reason, restarts = (part.strip() for part in line.split("|"))
+        place = int(number) if number.isdigit() else 0
+        job = f"{handle.id}_{place}" if handle.more["array"] else handle.id
+        found.append(Seen(job=job, number=place, state=state, reason=reason, restarts=int(restarts or 0)))
+    return found
+
+
+def active(handle: Handle) -> bool:
+    """Does Slurm still hold or run it?"""
+    return any(one.state in (*WAITING, *RUNNING) for one in seen(handle))
+
+
+def hosts(nodes: str) -> list[str]:
+    return ask(["scontrol", "show", "hostnames", nodes]).stdout.split() if nodes else []
+
+
+def status(handle: Handle) -> list[Status]:
+    """Each process of each job."""
+    jobs = {one.number: one for one in seen(handle)}
+    steps = running_steps(handle) if any(one.state == "RUNNING" for one in jobs.values()) else {}
+    found: list[Status] = []
+    for number, run in enumerate(handle.more["folders"]):
+        job = jobs.get(number)
+        state, detail = state_of(job, Path(run))
+        name = f"{Path(run).name} " if handle.more["array"] else ""
+        for role, count in handle.more["roles"].items():
+            for index in range(count):
+                place, now = "", state
+                if job is not None and job.state == "RUNNING":
+                    nodes = steps.get((job.job, role if role == "learner" else f"{role}-{index}"))
+                    now = "waiting" if nodes is None else state
+                    at = index // handle.more["ranks"] if role == "learner" else 0
+                    place = nodes[min(at, len(nodes) - 1)] if nodes else ""
+                found.append(Status(role=name + role, index=index, state=now, where=place, detail=detail))
+    return found
+
+
+def running_steps(handle: Handle) -> dict[tuple[str, str], list[str]]:
+    """Nodes of each step, by its job as Slurm shows it (4711, or 4711_0 in an array) and its name."""
+    words = ["squeue", "--noheader", "--steps", f"--jobs={handle.id}", "--format=%i|%j|%N"]
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in ask(words).stdout.splitlines():
+        number, name, nodes = (part.strip() for part in line.split("|"))
+        found[number.partition(".")[0], name] = hosts(nodes)
+    return found
+
+
+def state_of(job: Seen | None, run: Path) -> tuple[str, str]:
+    """Ours, and why. What the script wrote counts once the job is over."""
+    written, detail = last_word(run)
+    if job is None:
+        if written in ("", "running", "restarting"):
+            return "unknown", "Slurm no longer knows this job; its logs are in the run folder"
+        return written, detail
+    if job.state in WAITING:
+        again = "restarting" if job.restarts else "waiting"
+        return again, "; ".join(part for part in (job.reason, detail) if part not in ("", "None"))
+    if job.state in RUNNING:
+        return "running", f"started again {job.restarts} times" if job.restarts else ""
+    if job.state == "COMPLETED":
+        return (written if written in ("done", "stopped") else "done"), detail
+    if job.state == "CANCELLED":
+        return "stopped", detail
+    if written in ("stopped", "failed"):
+        return written, detail
+    return "failed", f"{job.state}, {job.reason}"
+
+
+def last_word(run: Path) -> tuple[str, str]:
+    with suppress(OSError, ValueError):
+        _, state, *detail = (run / "launch" / STATE).read_text(encoding="utf-8").split(maxsplit=2)
+        return state, " ".join(detail).strip()
+    return "", ""
+
+
+def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
+    """Each line with the process that wrote it. Raises `BirlError` for a role that is none."""
+    roles = handle.more["roles"]
+    if role and role not in (*roles, "slurm"):
+        raise BirlError(f"birl logs: there is no role {role}; there are {', '.join((*roles, 'slurm'))}")
+    at: dict[Path, int] = {}
+    asked, alive = 0.0, True
+    while True:
+        if follow and time.monotonic() - asked > ASK:
+            asked, alive = time.monotonic(), active(handle)
+        yield from new_lines(handle, role, at)
+        if not follow or not alive:
+            return
+        time.sleep(LOOK)
+
+
+def new_lines(handle: Handle, role: str, at: dict[Path, int]) -> Iterator[str]:
+    """Whole lines that were added since the last call."""
+    folders = dict.fromkeys([Path(handle.run), *map(Path, handle.more["folders"])])
+    for run in folders:
+        for file in sorted((run / "launch").glob(f"{role or '*'}-*.*")):
+            if file.suffix not in (".log", ".out"):
+                continue
+            with file.open("rb") as opened:
+                opened.seek(at.get(file, 0))
+                text = opened.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            at[file] = at.get(file, 0) + len(whole)
+            name = f"{run.name} {file.stem}" if handle.more["array"] else file.stem
+            for line in whole.decode(errors="replace").splitlines():
+                yield f"{name}: {line}"
+
+
+def stop(handle: Handle, patience: float) -> None:
+    """Jobs that wait are taken away; those that run save and end. Raises `BirlError`."""
+    told: set[str] = set()
+    until = time.monotonic() + patience
+    while jobs := [one for one in seen(handle) if one.state in (*WAITING, *RUNNING)]:
+        for job in jobs:
+            if job.state in WAITING:
+                ask(["scancel", job.job])
+            elif job.state == "RUNNING" and job.job not in told:
+                ask(["scancel", "--batch", "--signal=USR2", job.job])
+                told.add(job.job)
+        if time.monotonic() > until:
+            raise BirlError(
+                f"The job {handle.id} still saves after {patience:g} s; `scancel {handle.id}` ends it at once"
+            )
+        time.sleep(1.0)
+    for run in handle.more["folders"]:
+        if last_word(Path(run))[0] in ("", "running", "restarting"):
+            (Path(run) / "launch" / STATE).write_text(f"{handle.id} stopped\n", encoding="utf-8")
