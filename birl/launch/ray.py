@@ -42,14 +42,16 @@ class Keys(jobs.Keys):
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:
-    placement = {"name": actor_name(job.name), "strategy": strategy(keys.nodes), "bundles": bundles(job)}
+    lines = ",\n".join(f"  {json.dumps(bundle)}" for bundle in bundles(job))
+    name, spread = actor_name(job.name), strategy(keys.nodes)
+    placement = f'{{"name": "{name}", "strategy": "{spread}", "bundles": [\n{lines}\n]}}'
     actors = [f"{actor_name(job.name)}  (supervisor, {keys.restarts} restarts)"]
     commands: list[str] = []
     for role in job.roles:
         actors += [actor_name(job.name, role.name, index) for index in range(role.count)]
         commands.append(f"# {role.count} x {role.name}\n{shlex.join(role.command)}")
     return {
-        "placement group": json.dumps(placement, indent=1),
+        "placement group": placement,
         "actors": "\n".join(actors),
         "commands": "\n".join(commands),
     }
