@@ -33,7 +33,8 @@ Usage: birl COMMAND [key=value ...] [--help]
   eval         measure a model on data; --validate: are the right answers right?
   serve        a model behind HTTP: OpenAI's dialect and birl's own
   launch       start a training somewhere else, or detached: this machine, a cluster, a cloud
-  status       the processes of a launched training; logs: what they print; stop: let it save and end
+  status       the processes of a launched training; logs: what they print; stop: let it save and end;
+               scale: more or fewer engines
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
   ledger       where every token went that a run has sampled
@@ -48,12 +49,15 @@ Start here
   birl rl --help lr                      # only the keys that contain "lr"
 """
 
-LAUNCHED = ("launch", "status", "logs", "stop")
+LAUNCHED = ("launch", "status", "logs", "stop", "scale")
 USAGE = {
     "status": "Usage: birl status RUN\n\nEvery process of a training that `birl launch` started; exits with 1 where "
     "one has failed.",
     "logs": "Usage: birl logs RUN [ROLE] [--follow]\n\nWhat the processes of a launched training have printed.",
     "stop": "Usage: birl stop RUN\n\nLets a launched training save and end.",
+    "scale": "Usage: birl scale RUN engines=+2 | engines=-1 | engines=4\n\nAdds engines to a launched training that "
+    "runs, or takes some away. A new one gets the current weights before\nits first request; one that leaves answers "
+    "what it has.",
     "plan": "Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]\n\nTakes what `birl rl` takes, but "
     "reads neither weights nor data. Predicts the memory of generation and training,\nand the largest micro-batch and "
     "batch that fit into --memory (default: what is free).\n\n"
@@ -142,7 +146,7 @@ def _plain(command: str, words: list[str]) -> int:
     if command in LAUNCHED:
         from birl.launch import command as launching
 
-        return {"status": launching.status, "logs": launching.logs, "stop": launching.stop}[command](words)
+        return getattr(launching, command)(words)
     if command == "chat":
         from birl.loops import chat
 
@@ -249,8 +253,30 @@ def _configured(command: str, words: list[str]) -> int:
         serve.run(config)
     else:
         loop = import_module(f"birl.loops.{command}")
-        loop.train(config, choices, dry_run="--dry-run" in flags)
+        config, choices = _over_ranks(schema, overrides, config, choices)
+        if _ranks().leads():
+            loop.train(config, choices, dry_run="--dry-run" in flags)
+        else:
+            loop.follow(config)
     return 0
+
+
+def _over_ranks(
+    schema: type[Any], words: list[str], config: Any, choices: dict[str, str]
+) -> tuple[Any, dict[str, str]]:
+    """Where torchrun or another launcher has started several ranks, and the words do not say how to split the model
+    over them: FSDP."""
+    from birl.config.load import load_with_choices
+
+    ranks = _ranks()
+    ranks.end_with_torchrun()
+    if ranks.started() > 1 and ranks.grid_of(config).size == 1:
+        return load_with_choices(schema, [*words, f"parallel.fsdp={ranks.started()}"])
+    return config, choices
+
+
+def _ranks() -> Any:
+    return import_module("birl.loops.ranks")
 
 
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:

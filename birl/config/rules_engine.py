@@ -10,6 +10,7 @@ from birl.config.words import changed, without_effect
 
 SERVERS = ("birl", "vllm", "sglang")
 NAME = re.compile(r"[\w.-]+/[\w.-]+")  # experiment/trial
+LAUNCHED = "birl-launch/"  # names of engines that `birl launch` starts beside the run
 
 #: keys of `engine` that only some kinds read
 READ_BY = {
@@ -50,9 +51,11 @@ def engine_problems(config: RL | Eval) -> list[str]:
             found.append(
                 f"engine.attach: {address!r} is neither an address (http://host:port) nor a name (experiment/trial)."
             )
-    if engine.attach:
-        for key in ("count", "python", "threads", "arguments", "start_timeout", "restarts", "max_batch", "kv_cache_gb"):
+    if engine.attach and not any(word.startswith(LAUNCHED) for word in engine.attach):
+        for key in ("count", "python", "threads", "arguments", "restarts", "max_batch", "kv_cache_gb"):
             found += without_effect(config, f"engine.{key}", "engine.attach uses servers that run already")
+        if not any(map(NAME.fullmatch, engine.attach)):
+            found += without_effect(config, "engine.start_timeout", "engine.attach names addresses, which must answer")
     if engine.python and not (Path(engine.python).is_file() and os.access(engine.python, os.X_OK)):
         found.append(f"engine.python={engine.python}: is no Python interpreter; name the file, as in .venv/bin/python.")
     return found

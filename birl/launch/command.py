@@ -1,4 +1,4 @@
-"""`birl launch WHERE COMMAND ...`, `birl status`, `birl logs`, `birl stop`: words in, lines out."""
+"""`birl launch WHERE COMMAND ...`, `birl status`, `birl logs`, `birl stop`, `birl scale`: words in, lines out."""
 
 import shlex
 import sys
@@ -86,7 +86,7 @@ def usage(where: str) -> str:
         "Usage: birl launch WHERE COMMAND [FILE.yaml] [key=value ...] [launch.key=value ...] [--dry-run]",
         "",
         f"COMMAND: {', '.join(COMMANDS)}, with what it takes otherwise. --dry-run shows every file and command. Then:",
-        "birl status RUN, birl logs RUN [ROLE] [--follow], birl stop RUN; RUN is the run folder.",
+        "birl status RUN, birl logs RUN [ROLE] [--follow], birl stop RUN, birl scale RUN engines=+2. RUN is a folder.",
         "",
         *(f"  {name:<12} {text}" for name, text in WHERE.items()),
     ]
@@ -129,6 +129,20 @@ def stop(words: list[str]) -> int:
     print(
         f"{handle.name} was stopped. `birl launch {handle.where} ...` with the same words goes on from its checkpoint."
     )
+    return 0
+
+
+def scale(words: list[str]) -> int:
+    """`birl scale RUN engines=+2`."""
+    run, change, *more = [*words, "", ""]
+    if not run or not change.startswith("engines=") or any(more):
+        raise BirlError("birl scale: name a run folder and the engines, as in `birl scale runs/NAME engines=+2`")
+    handle = find(run)
+    place = launcher(handle.where)
+    if not hasattr(place, "scale"):
+        raise BirlError(f"birl scale: {handle.where} keeps the number of engines that a job was started with")
+    number = place.scale(handle, change.removeprefix("engines="))  # pyright: ignore[reportAttributeAccessIssue]
+    print(f"{handle.name}: {number} engine{'s' * (number > 1)}. `birl status {shlex.quote(handle.run)}` shows them.")
     return 0
 
 

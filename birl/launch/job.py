@@ -1,6 +1,8 @@
 """What a run consists of: roles, each some processes with what one of them needs. Derived from the configuration alone;
 where they run is up to a launcher (`launcher.py`). Imports nothing heavy."""
 
+import hashlib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from birl.config import schema
-from birl.config.load import load_with_choices, run_folder
+from birl.config.load import load, load_with_choices, run_folder
+from birl.config.rules_engine import LAUNCHED
 from birl.errors import BirlError
 
 COMMANDS: dict[str, type[Any]] = {"sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO, "rl": schema.RL}
@@ -99,8 +102,10 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
     if not isinstance(config, schema.RL) or config.engine.kind == "embedded" or config.engine.attach:
         return job
     engine = config.engine
-    place = f"birl-launch/{name}"
-    learner = replace(learner, command=(*learner.command, f"engine.attach=[{place}]"))
+    place = registered(name, run)
+    attach = f"engine.attach=[{place}]"
+    load(COMMANDS[command], [*words, attach])  # what a run with engines of its own may and this one may not
+    learner = replace(learner, command=(*learner.command, attach))
     role = Role(
         name="engine",
         count=engine.count,
@@ -109,3 +114,10 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
         **own,
     )
     return replace(job, roles=(learner, role), engines=place)
+
+
+def registered(name: str, run: Path) -> str:
+    """The name that the engines of a job register under; two jobs that are called the same have folders of their
+    own."""
+    word = re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:60]
+    return f"{LAUNCHED}{word}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]}"

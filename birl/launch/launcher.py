@@ -2,6 +2,7 @@
 to find the job again is in launch.json of the run folder, without any secret."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -15,6 +16,7 @@ FILE = "launch.json"
 #: modules of birl.launch, and what they start a job on
 WHERE = {
     "local": "processes of this machine, supervised",
+    "torchrun": "the learner's ranks by torchrun, on this machine or on each of several",
     "ray": "actors of a Ray cluster, supervised; nodes may come and go",
 }
 
@@ -52,7 +54,8 @@ class Status:
 
 
 class Launcher(Protocol):
-    """What `birl.launch.WHERE` has."""
+    """What `birl.launch.WHERE` has; one that can change the number of engines has `scale(handle, change)` besides,
+    which gives the new one."""
 
     Keys: type[Any]
 
@@ -94,3 +97,13 @@ def find(run: str) -> Handle:
         raise BirlError(f"{run} was not started by `birl launch`: it has no {FILE}") from None
     except (OSError, ValueError, TypeError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error
+
+
+def changed(now: int, change: str) -> int:
+    """A number of engines after `change`, which is +2, -1 or 4. Raises `BirlError`."""
+    if not re.fullmatch(r"[+-]?\d{1,4}", change):
+        raise BirlError(f"engines={change}: write engines=4, engines=+2 or engines=-1")
+    number = now + int(change) if change[0] in "+-" else int(change)
+    if number < 1:
+        raise BirlError(f"engines={change}: at least one must stay, and there are {now}")
+    return number

@@ -8,60 +8,37 @@ import asyncio
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 
 from birl.allocator import cores
 from birl.config import schema
-from birl.config.rules_engine import NAME, weights_method
+from birl.config.rules_engine import LAUNCHED, NAME, weights_method
 from birl.data.tasks import Tasks
 from birl.engine.engine import Counters
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.loops.attached import Following, found, take
 from birl.loops.policy import Policy, cache_bytes
 from birl.loops.ranks import grid_of, rank_threads
+from birl.loops.server import Wanted, child, speak
+from birl.models.device import choose
 from birl.models.digests import words
-from birl.serve import names, sglang, vllm
-from birl.serve.client import Client
-from birl.serve.process import Process, answers, free_port
+from birl.serve.process import Process, free_port
 from birl.serve.remote import Remote
 from birl.serve.router import Router
-from birl.serve.wire import Info
 from birl.types import Completion, SamplingParams
 from birl.waits import alive, event
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, published, released, shared_memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What servers are started for. `longest`: no sequence has more tokens; `kv_cache_gb` [GiB] holds what `max_batch`
-    of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
-    vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights."""
-
-    folder: Path
-    dtype: str
-    device: str
-    context: int
-    longest: int
-    kv_cache_gb: float
-    end_ids: frozenset[int]
-    logs: Path
-    method: str = "reload"
-    words: str = ""
-    volume: str = ""
-    run: str = ""
-    timeout: float = 300.0
-    bucket_mb: int = 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +50,7 @@ class Servers:
     children: list[Process]
     remotes: dict[str, Remote]  # by address, without what the method of the weights puts around them
     broadcast: Broadcast | None = None
+    following: asyncio.Task[None] | None = None  # of a name
     say: Callable[[str], None] = lambda text: None
     done: Counters = field(default_factory=Counters)  # as of the last answer
     renewed: bool = False  # they are just being started from other weights
@@ -110,7 +88,8 @@ class Servers:
         """Something has changed with an engine."""
         text = f"{name.replace('_', ' ')}: {fields.get('address', '')} {fields.get('error', '')}".strip()
         if name == "engine_down" and not self.children:
-            text += "; the run waits for it: start it again at the same address"
+            where = "under the same name" if self.following is not None else "at the same address"
+            text += f"; the run waits for it: start it again {where}"
         event(text)
         if name != "retry":
             self.say(text)
@@ -142,6 +121,8 @@ class Servers:
             self.renewed = False
 
     async def close(self) -> None:
+        if self.following is not None:
+            self.following.cancel()
         with suppress(Exception):  # whatever is wrong with them, the processes must end
             await self.router.close()
         await asyncio.gather(*(child.terminate() for child in self.children))
@@ -157,23 +138,17 @@ def learner_threads(config: schema.RL) -> int:
     return max(cores() // 2, 1)
 
 
-def server_threads(engine: schema.Engine) -> int:
-    return engine.threads or max((cores() - max(cores() // 2, 1)) // engine.count, 1)
-
-
 async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     """Start or find them; returns when each answers. Raises `BirlError`, and then none is left running."""
     if engine.attach:
-        addresses = list(dict.fromkeys(a for name in engine.attach for a in find(name)))
         token = os.environ.get("BIRL_TOKEN", "")
-        remotes, children = [speak(engine, wanted, a, token) for a in addresses], []
+        remotes, children = await found(engine, wanted, token), []
     else:
         token = secrets.token_hex(16)
         ports = [free_port() for _ in range(engine.count)]
         remotes = [speak(engine, wanted, f"http://127.0.0.1:{port}", token) for port in ports]
         pairs = enumerate(zip(remotes, ports, strict=True))
         children = [child(engine, wanted, remote, port, token, number) for number, (remote, port) in pairs]
-    plain = {remote.address: remote for remote in remotes}
     try:
         await start(engine, children)
         infos = await asyncio.gather(*(remote.info() for remote in remotes))
@@ -186,15 +161,14 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
             key = f"engine.attach=[{','.join(engine.attach)}]" if engine.attach else f"engine.kind={engine.kind}"
             raise BirlError(f"{key}: {error}") from error
         raise
+    plain = {remote.address: remote for remote in remotes}
     broadcast = None
     if wanted.method == "nccl":
         broadcast = Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
-        remotes = [Joined(remote, broadcast) for remote in plain.values()]  # pyright: ignore[reportArgumentType]
-    if wanted.method == "volume":
-        remotes = [Volume(remote, wanted.timeout) for remote in plain.values()]
+    wrap = partial(wrapped, wanted=wanted, broadcast=broadcast)
     servers = Servers(
         router=Router(
-            remotes,  # pyright: ignore[reportArgumentType]
+            [wrap(remote) for remote in remotes],
             version=max(info.version for info in infos),
             timeout=engine.request_timeout * (engine.restarts + 1),
             attempt_timeout=engine.request_timeout,
@@ -205,12 +179,24 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         remotes=plain,
         broadcast=broadcast,
     )
+    fleet = servers.router.fleet
     if broadcast is not None:
-        servers.router.fleet.expect = broadcast.expect
-    servers.router.fleet.on_event = servers.heard
+        fleet.expect = broadcast.expect
+    fleet.on_event = servers.heard
     if children:
-        servers.router.fleet.restart = servers.restart
+        fleet.restart = servers.restart
+    if any(NAME.fullmatch(word) for word in engine.attach):
+        limits = {"engine": engine, "wanted": wanted, "token": token}
+        follow = Following(**limits, fleet=fleet, remotes=plain, wrap=wrap, heard=servers.heard)
+        servers.following = asyncio.create_task(follow.run())
     return servers
+
+
+def wrapped(remote: Remote, wanted: Wanted, broadcast: Broadcast | None) -> Remote:
+    """With what the method of the weights needs around it."""
+    if broadcast is not None:
+        return Joined(remote, broadcast)  # pyright: ignore[reportArgumentType, reportReturnType]
+    return Volume(remote, wanted.timeout) if wanted.method == "volume" else remote  # pyright: ignore[reportReturnType]
 
 
 async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
@@ -222,114 +208,11 @@ async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
         raise BirlError(f"engine.kind={engine.kind}: a server did not start ({hint}). {error}") from error
 
 
-async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote], infos: Sequence[Info]) -> None:
-    """Raises `BirlError` where servers that run already do not fit this model, or belong to another run."""
-    for remote, info in zip(remotes, infos, strict=True):
-        if found := unfit(engine, wanted, remote.address, info):
-            raise BirlError(f"engine.attach: {remote.address} has the model {info.model}, which does not fit: {found}")
-    for remote, info in zip(remotes, infos, strict=True):
-        if isinstance(remote, Client) and wanted.run:
-            await remote.claim()
-        elif info.run:
-            print(f"{remote.address} is used by the run {info.run}, which may change its weights.", flush=True)
-
-
-def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> str:
-    """Why a server can not stand in for the model, and what to do; empty where it can."""
-    if info.words and wanted.words and info.words != wanted.words:
-        return (
-            "its vocabulary or its end tokens are others, so its tokens mean something else. Start it with this model."
-        )
-    if engine.kind == "birl" and info.dtype != wanted.dtype:
-        return f"it computes in {info.dtype}. Set model.dtype={info.dtype} here, or start it with {wanted.dtype}."
-    if info.context < wanted.longest:
-        return (
-            f"its context is {info.context} tokens, and prompt and answer may have {wanted.longest}. Start it with a "
-            f"larger model.max_length or engine.kv_cache_gb, or lower rollout.max_tokens or data.max_prompt_tokens."
-        )
-    here = urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")  # else it may see it at another place
-    elsewhere = info.volume != wanted.volume if here else not info.volume
-    if engine.kind == "birl" and wanted.volume and elsewhere:
-        return (
-            f"it looks for new weights in {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the "
-            "folder as it sees it), or set weights.method=reload or direct."
-        )
-    if (info.asleep or info.paused) and not engine.sleep:
-        return "it is paused or sleeps, as a run that was killed leaves it. Start it again."
-    return ""
-
-
-def find(name: str) -> list[str]:
-    """The addresses behind one word of `engine.attach`."""
-    if not NAME.fullmatch(name):
-        return [name]
-    found = names.find(name)
-    if not found:
-        raise BirlError(
-            f"engine.attach={name}: no server has that name now. Start one in another shell: `birl serve name={name} "
-            "model=...`."
-        )
-    return found
-
-
-def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
-    """The adapter for one address."""
-    seconds = engine.request_timeout
-    if engine.kind == "birl":
-        limits = {"timeout": seconds, "load_timeout": wanted.timeout, "bucket_mb": wanted.bucket_mb}
-        return Client(address, token, **limits, run=wanted.run)
-    kind = vllm.VLLM if engine.kind == "vllm" else sglang.SGLang
-    token = token if engine.attach or engine.kind == "sglang" else ""  # vLLM's own token does not guard its controls
-    return kind(address, token=token, recompute_kv=engine.recompute_kv, end_ids=wanted.end_ids, timeout=seconds)
-
-
-def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, token: str, number: int) -> Process:
-    """How one server is started."""
-    threads = server_threads(engine)
-    gpu = wanted.device != "cpu" and torch.cuda.is_available()
-    python = engine.python or sys.executable
-    if engine.kind == "birl":
-        words = [f"model.path={wanted.folder}", f"model.dtype={wanted.dtype}", f"model.device={wanted.device}"]
-        words += [f"model.max_length={wanted.context}", f"engine.max_batch={engine.max_batch}"]
-        words += [f"engine.kv_cache_gb={wanted.kv_cache_gb:.4f}", f"engine.draft_rows={engine.draft_rows}"]
-        words += [f"engine.recompute_kv={str(engine.recompute_kv).lower()}", f"threads={threads}", f"port={port}"]
-        words += [f"volume={wanted.volume}"] if wanted.volume else []
-        command = [python, "-m", "birl", "serve", *words, *engine.arguments]
-        env: dict[str, str] = {"BIRL_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
-    else:
-        common = {
-            "model": str(wanted.folder),
-            "port": port,
-            "python": python,
-            "dtype": wanted.dtype,
-            "tensor_parallel": engine.tensor_parallel,
-            "pipeline_parallel": engine.pipeline_parallel,
-            "memory_fraction": engine.memory_fraction if gpu else None,
-            "max_batch": engine.max_batch,
-            "context": wanted.context,
-            "extra": engine.arguments,
-        }
-        if engine.kind == "vllm":
-            command = vllm.command(**common)
-            own = sorted(os.sched_getaffinity(0))[-threads:]
-            bind = f"{own[0]}-{own[-1]}" if len(own) > 1 else str(own[0])
-            env = vllm.environment(cpu=not gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
-        else:
-            command = sglang.command(**common, token=token, cpu=not gpu)
-            env = sglang.environment(cpu=not gpu) | {"OMP_NUM_THREADS": str(threads)}
-    return Process(
-        command,
-        log=wanted.logs / f"engine-{number}.log",
-        ready=answers(remote.info),
-        env=env,
-        start_timeout=engine.start_timeout,
-        max_restarts=engine.restarts,
-    )
-
-
 def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[int, int]], run: Path) -> Wanted:
     longest = min(max(map(sum, asked)), context)
-    size = config.engine.kv_cache_gb or cache_bytes(policy.model, config.engine.max_batch, longest) / 2**30
+    size = config.engine.kv_cache_gb or (
+        cache_bytes(policy.model, config.engine.max_batch, longest, choose(config.model.device)) / 2**30
+    )
     method = weights_method(config)
     if method in ("reload", "volume", "checkpoint"):
         check_writable(weights_folder(config, run))
@@ -345,10 +228,17 @@ def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[in
         method=method,
         volume=str(weights_folder(config, run)) if method == "volume" else "",
         words=words(policy.tokenizer.get_vocab(), policy.chat.end_ids),
-        run=f"{socket.gethostname()}:{run.resolve()}" if config.engine.attach else "",
+        run=owner(config, run),
         timeout=config.weights.timeout,
         bucket_mb=config.weights.bucket_mb,
     )
+
+
+def owner(config: schema.RL, run: Path) -> str:
+    """What servers that run already are told of who uses them. A launcher may start the run on another machine again,
+    and its engines are nobody else's."""
+    launched = [word for word in config.engine.attach if word.startswith(LAUNCHED)]
+    return next(iter(launched), f"{socket.gethostname()}:{run.resolve()}" if config.engine.attach else "")
 
 
 def check_writable(folder: Path) -> None:
@@ -392,7 +282,7 @@ def sender(
         timeout=config.weights.timeout,
         tensors=published if config.engine.kind == "birl" else released,
         broadcast=servers.broadcast,
-        sleeping=list(servers.remotes.values()) if config.engine.sleep else (),
+        sleeping=servers.remotes.values() if config.engine.sleep else (),  # as they are then
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,
     )
     servers.router.fleet.prove = found.prove  # pyright: ignore[reportAttributeAccessIssue]

@@ -134,12 +134,12 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
 
 
-def cache_bytes(model: nn.Module, sequences: int, longest: int) -> int:
+def cache_bytes(model: nn.Module, sequences: int, longest: int, device: torch.device | None = None) -> int:
     """engine.kv_cache_gb=0: room for so many sequences of `longest` tokens, but at most `SHARE` of what is free now,
     with the weights and the optimizer in memory. While something is trained there is no cache, so the activations may
     have the same memory."""
     need = sequences * pages_for(longest) * page_bytes(model)
-    free = free_memory(head(model).weight.device)
+    free = free_memory(device or head(model).weight.device)
     return min(need, int(SHARE * free)) if free else need
 
 

@@ -4,9 +4,12 @@
 has started all of them (torchrun, srun, ...: RANK and WORLD_SIZE are set), each finds its place by itself.
 """
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -45,6 +48,18 @@ def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
 def leads() -> bool:
     """Is this process rank 0, or alone?"""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def started() -> int:
+    """How many ranks a launcher has started; 1 where none did."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def end_with_torchrun() -> None:
+    """torchrun that is killed leaves its ranks behind, which would go on and keep the run folder."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        death_signal = 1
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL, 0, 0, 0)
 
 
 def rank_threads(config: schema.RL | schema.Stage) -> int:
@@ -135,8 +150,13 @@ class Child:
 
 
 def follow(config: schema.RL | schema.Stage, make: Callable[[Crew], Any]) -> None:
-    """The life of a rank other than 0: `make` its part of the run, then do what rank 0 calls."""
+    """The life of a rank other than 0: `make` its part of the run, then do what rank 0 calls.
+
+    Launchers send SIGTERM to every rank. Rank 0 saves then, which needs the others, and ends them."""
     keep_memory()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(rank_threads(config) or torch.get_num_threads())
     timeout = config.parallel.timeout
     made = Crew(join(grid_of(config), choose(config.model.device), timeout), timeout)

@@ -16,6 +16,7 @@ from birl.serve.wire import Info
 from birl.types import Held, Update
 
 STRIKES = 2  # looks in a row that fail before an engine is down
+DRAIN = 0.1  # s between two looks at whether an engine that leaves has answered everything
 
 
 class Fleet:
@@ -50,14 +51,40 @@ class Fleet:
         self.refused: list[WeightsFailed] = []  # of the last load: by engines that answer
         self._commands = 0  # pauses and resumes so far: a look that one of them overtook says nothing
         self._loading = asyncio.Lock()
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches: dict[Member, asyncio.Task[None]] = {}
 
     def watch(self) -> None:
         """Begin, once."""
         if self.closed:
             raise EngineDown("the router was closed")
         if not self._watches:
-            self._watches = [asyncio.create_task(self._watch(m)) for m in self.members]
+            self._watches = {m: asyncio.create_task(self._watch(m)) for m in self.members}
+
+    def add(self, remote: Remote) -> Member:
+        """One more engine. It gets requests as soon as it holds the weights of the others and has proven them."""
+        member = Member(remote=remote)
+        self.members.append(member)
+        if self._watches and not self.closed:
+            self._watches[member] = asyncio.create_task(self._watch(member))
+        return member
+
+    async def remove(self, member: Member, why: str) -> None:
+        """It gets no more requests; returns when it has answered those that it has, or is down, and is forgotten."""
+        member.leaving = True
+        if member.state is State.READY:
+            self.become(member, State.DRAINING, why)
+        while member.in_flight and member.state is not State.DOWN and not self.closed:
+            await asyncio.sleep(min(self.interval, DRAIN))
+        if self.closed:
+            return
+        self.members.remove(member)
+        watch = self._watches.pop(member, None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        member.become(State.DOWN, why)  # no event: nothing is wrong
+        self.notify()
+        await member.remote.close()
 
     async def wait(self, done: Callable[[], bool], timeout: float) -> bool:
         """Until `done`, which is asked after every change. False when it is late."""
@@ -69,9 +96,9 @@ class Fleet:
 
     async def close(self) -> None:
         self.closed = True
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
         for member in self.members:
             member.become(State.DOWN, "the router was closed")  # no event: nothing is wrong
         self.notify()
@@ -251,6 +278,8 @@ class Fleet:
         elif not member.proven or member.version not in (self.version, self.arriving):
             told = member.error if member.state is State.STALE else f"it has version {info.version} of the weights"
             self.become(member, State.STALE, why or told)
+        elif member.leaving:
+            self.become(member, State.DRAINING)
         elif info.paused and not self.paused:
             self.become(member, State.DRAINING, "it is paused")
         else:
@@ -271,7 +300,8 @@ class Fleet:
             member.held = False
             return True
         due = asyncio.get_running_loop().time() >= member.load_after
-        if member.state is State.STALE and self.update is not None and due and not self._loading.locked():
+        wants = member.state is State.STALE and self.update is not None and not member.leaving
+        if wants and due and not self._loading.locked():
             with contextlib.suppress(WeightsFailed):  # told by its state, and tried again later
                 await self._give(member, replace(self.update, anew=True))  # whatever it has
                 return True

@@ -62,6 +62,7 @@ class Member:
     load_after: float = 0.0  # nor another attempt to bring it up to date
     loads_failed: int = 0  # in a row
     held: bool = False  # the router paused it
+    leaving: bool = False  # it answers what it has, and is forgotten then
     gone: "asyncio.Future[None] | None" = None  # done when it stops being one whose answers count
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one load at a time
     load: "asyncio.Task[Held] | None" = None

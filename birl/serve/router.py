@@ -132,7 +132,7 @@ class Router:
             member.poke.set()
 
         def done() -> bool:
-            there = [m for m in self.fleet.members if m.state is not State.DOWN]
+            there = [m for m in self.fleet.members if m.state is not State.DOWN and not m.leaving]
             proven = [m for m in there if m.proven and m.version == self.version]
             return bool(proven) and all(m.state is State.READY for m in proven)
 

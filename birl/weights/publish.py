@@ -14,7 +14,7 @@ What differs between the methods is how an engine comes to the tensors:
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +145,7 @@ class Sender:
     compute: Executor
     canary: Canary
     timeout: float
-    sleeping: Sequence[Remote] = ()
+    sleeping: Collection[Remote] = ()
     tensors: Callable[[nn.Module], dict[str, Tensor]] = published  # by the names that the engines know
     broadcast: Broadcast | None = None  # method=nccl
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
@@ -165,14 +165,14 @@ class Sender:
         with self.arriving(version):
             async with asyncio.timeout(self.timeout):
                 update = await asyncio.get_running_loop().run_in_executor(self.compute, self.update)
-                for remote in self.sleeping:
+                for remote in list(self.sleeping):
                     await remote.wake()
                 if self.recreate is not None:
                     await self.recreate(update.folder)
                 held = await self.fleet.load(update)
                 if self.fleet.refused:
                     raise self.fleet.refused[0]
-                for remote in self.sleeping:
+                for remote in list(self.sleeping):
                     await remote.resume()
         self.version, self.digest = version, whole(update.digests)
         self.proof = asyncio.create_task(self.proofs())
@@ -276,7 +276,7 @@ class Sender:
         return await self.canary.check(remote, remote.address)
 
     async def rest(self) -> None:
-        for remote in self.sleeping:
+        for remote in list(self.sleeping):
             await remote.sleep()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint
-from birl.loops import engines, evaluation
+from birl.loops import attached, engines, evaluation
 from birl.loops.ledger import audit
 from birl.serve import names
 from birl.serve.owner import header
@@ -95,7 +95,7 @@ def test_a_rollout_test_finds_servers_by_name(tiny: Path, tmp_path: Path, server
     found = __import__("json").loads((tmp_path / "r.json").read_text())
     assert len(found["weights"]) == len(found["data"]) == 32 and len(found["answers"]) == 3
     with pytest.raises(BirlError, match="no server has that name"):
-        evaluation.run(load(schema.Eval, [*words, "engine.attach=[nobody/0]"]))
+        evaluation.run(load(schema.Eval, [*words, "engine.attach=[nobody/0]", "engine.start_timeout=0.1"]))
     with pytest.raises(BirlError, match=r"127.0.0.1:9"):
         evaluation.run(load(schema.Eval, [*words, "engine.attach=['http://127.0.0.1:9']"]))
 
@@ -173,7 +173,7 @@ def test_what_a_server_must_have(told: dict[str, object], reason: str) -> None:
     )
     state = {"engine": "birl", "model": "m", "version": 0, "digest": "d", "dtype": "bfloat16", "context": 96}
     state |= {"vocabulary": 320, "running": 0, "waiting": 0, "paused": False, "asleep": False, "pid": 1}
-    found = engines.unfit(
+    found = attached.unfit(
         schema.Engine(kind="birl"),
         wanted,
         "http://127.0.0.1:1",

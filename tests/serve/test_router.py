@@ -799,3 +799,60 @@ def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> None:
             await undisturbed.close()
 
     asyncio.run(asyncio.wait_for(main(), 150))
+
+
+def test_an_engine_that_joins_gets_the_weights_before_its_first_request() -> None:
+    async def main() -> None:
+        first, second = fakes(2)
+        second.restart(version=0)
+        router = Router([first])
+        await router.start()
+        await router.load(update(1))
+        router.fleet.add(second)
+        answers = await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(20)))
+        await until(lambda: states(router) == ["ready", "ready"])
+        answers += await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(20)))
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(20)] * 2
+        assert second.log[0] == ("load", 1) and second.most == 10
+        assert all(set(a.versions) == {1} for a in answers)
+        await router.close()
+
+    play(main)
+
+
+def test_an_engine_that_leaves_answers_what_it_has() -> None:
+    async def main() -> None:
+        first, second = fakes(2)
+        router = Router([first, second])
+        await router.start()
+        work = [asyncio.create_task(router.generate(PROMPT, params(seed=i), f"s{i}")) for i in range(8)]
+        await until(lambda: len(second.running) == 4)
+        await router.fleet.remove(router.fleet.members[1], "it was told to")
+        assert len(router.table()) == 1 and second.closed
+        answers = await asyncio.gather(*work)
+        answers += await asyncio.gather(*(router.generate(PROMPT, params(seed=i), f"s{i}") for i in range(8)))
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)] * 2
+        assert sum(what == "generate" for what, _ in second.log) == 4, "nothing was asked twice, or of one that leaves"
+        await router.load(update(1))
+        await router.settle(10.0)
+        assert router.version == 1 and second.version == 0
+        await router.close()
+
+    play(main)
+
+
+def test_an_engine_that_dies_while_it_leaves_is_forgotten() -> None:
+    async def main() -> None:
+        first, second = fakes(2)
+        router = Router([first, second])
+        await router.start()
+        work = [asyncio.create_task(router.generate(PROMPT, params(seed=i))) for i in range(8)]
+        await until(lambda: len(second.running) == 4)
+        second.crash()
+        await router.fleet.remove(router.fleet.members[1], "it was told to")
+        answers = await asyncio.gather(*work)
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)]
+        assert [row.address for row in router.table()] == ["engine0"]
+        await router.close()
+
+    play(main)

@@ -159,7 +159,8 @@ class Engine(Generation):
     """Servers that are started with the run, and end with it."""
     attach: list[str] = field(default_factory=list)
     """Servers that run already and are used instead: addresses (http://host:port), or a name that `birl serve
-    name=experiment/trial` was given. Their token is taken from the environment variable BIRL_TOKEN."""
+    name=experiment/trial` was given; those that take the name later join, and those that give it up leave. Their token
+    is taken from the environment variable BIRL_TOKEN."""
     python: str = ""
     """Python interpreter that servers are started with; vLLM and SGLang are usually installed in environments of their
     own. Empty: this one."""
@@ -177,7 +178,7 @@ class Engine(Generation):
     """Servers give back their weights and caches while the learner trains, because they share its device. For
     rollout.max_staleness=0."""
     start_timeout: float = 600.0
-    """Longest a server may take to start [s]."""
+    """Longest a server may take to start, or to take the name that engine.attach waits for [s]."""
     request_timeout: float = 600.0
     """Longest one answer may take [s]; then it is asked for again, from another server where there is one."""
     restarts: int = 3

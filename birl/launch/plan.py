@@ -1,0 +1,160 @@
+"""What a supervisor is to keep running, and what it says of that: files in the folder `launch` of a run. No secrets: a
+token is in the environment. Standard library only."""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from birl.errors import BirlError
+
+FOLDER = "launch"  # of a run
+PLAN, STATE, LOCK, LOG, WANTED = "plan.json", "state.json", "supervisor.lock", "supervisor.log", "engines.wanted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`engine`: the command of one of `count` engines, empty where the job has none; they register under `engines`.
+    `devices`: the GPUs of this machine, of which the learner has the first `learner_gpus` and each engine the next
+    `engine_gpus`. `threads`: CPU threads of the learner; 0: all. `place`: where in the run folder this machine writes,
+    which has several machines then.
+
+    Example: Plan(name="demo", run="runs/demo", learner=("python", "-m", "birl", "rl", ...))
+    """
+
+    name: str
+    run: str
+    learner: tuple[str, ...]
+    engine: tuple[str, ...] = ()
+    count: int = 0
+    engines: str = ""
+    restarts: int = 3
+    threads: int = 0
+    devices: tuple[str, ...] = ()
+    learner_gpus: float = 0.0
+    engine_gpus: float = 0.0
+    place: str = ""
+
+    @property
+    def home(self) -> Path:
+        return Path(self.run) / self.place
+
+    @property
+    def folder(self) -> Path:
+        return self.home / FOLDER
+
+    def most_engines(self) -> int:
+        """How many there are GPUs for."""
+        free = len(self.devices) - -(-self.learner_gpus // 1)
+        return int(free / self.engine_gpus) if self.engine_gpus else 1000
+
+    def of(self, role: str, index: int) -> list[str]:
+        """GPUs of one process."""
+        first, each = (0.0, self.learner_gpus) if role == "learner" else (-(-self.learner_gpus // 1), self.engine_gpus)
+        start = int(first + index * each)
+        return list(self.devices[start : start + max(int(-(-each // 1)), 0)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One process in state.json. For `state` see `launcher.Status`; `since` in seconds of the clock."""
+
+    role: str
+    index: int
+    state: str
+    pid: int = 0
+    restarts: int = 0
+    since: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """`state`: running | done | failed | stopped. `engines`: how many there are to be."""
+
+    state: str
+    pid: int
+    engines: int = 0
+    parts: tuple[Part, ...] = ()
+    detail: str = ""
+
+
+def text(data: object) -> str:
+    return json.dumps(data, indent=1) + "\n"
+
+
+def write(file: Path, data: object) -> None:
+    """All of it or nothing."""
+    part = file.with_suffix(".part")
+    part.write_text(text(data), encoding="utf-8")
+    part.replace(file)
+
+
+def save(plan: Plan) -> Path:
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    file = plan.folder / PLAN
+    write(file, asdict(plan))
+    return file
+
+
+def load(file: Path) -> Plan:
+    """Raises `BirlError`."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return Plan(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+    except (OSError, ValueError, TypeError) as error:
+        raise BirlError(f"{file} cannot be read: {error}") from error
+
+
+def read_state(folder: Path) -> State | None:
+    try:
+        data = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return State(**data | {"parts": tuple(Part(**part) for part in data["parts"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def wanted(folder: Path, most: int) -> int | None:
+    """How many engines somebody has asked for; None where nobody has, or what is there is no such number."""
+    with contextlib.suppress(OSError, ValueError):
+        text = (folder / WANTED).read_text(encoding="ascii").strip()
+        if len(text) <= 4 and 1 <= int(text) <= most:
+            return int(text)
+    return None
+
+
+def supervised(folder: Path) -> int:
+    """The process that supervises the run now; 0 where there is none. It has a lock, which ends with it."""
+    try:
+        with (folder / LOCK).open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = file.read().strip()
+                return int(text) if text.isdigit() else -1
+    except FileNotFoundError:
+        pass
+    return 0
+
+
+@contextlib.contextmanager
+def lock(folder: Path, patience: int = 20) -> Iterator[None]:
+    """Be the only supervisor. Raises `BirlError`. Somebody may just look whether there is one: try again."""
+    file = (folder / LOCK).open("a+")
+    with file:
+        for left in reversed(range(patience)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    raise BirlError(f"{folder.parent} is supervised already by process {supervised(folder)}") from None
+                time.sleep(0.05)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield

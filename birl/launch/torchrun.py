@@ -1,0 +1,83 @@
+"""`birl launch torchrun`: the learner's ranks are started by torchrun; detached and supervised as `local` does it.
+
+For several machines the same command is given on each, with launch.nodes, launch.rendezvous=HOST:PORT of the first, and
+launch.node, from 0. They share the run folder.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from birl.errors import BirlError
+from birl.launch import local
+from birl.launch.job import Job
+from birl.launch.launcher import Handle, Status
+from birl.launch.plan import Plan
+from birl.serve.process import free_port
+
+PLACE = "birl"  # of torchrun's rendezvous
+
+
+@dataclass(kw_only=True)
+class Keys(local.Keys):
+    rendezvous: str = ""
+    """HOST:PORT of the first machine, where the ranks of several machines meet. Empty on one machine: a free port of it
+    that no other machine reaches."""
+    node: int = 0
+    """Which of launch.nodes machines this is, from 0."""
+
+
+def render(job: Job, keys: Keys) -> dict[str, str]:
+    return local.shown(plan_of(job, keys), Path(sys.executable))
+
+
+def submit(job: Job, keys: Keys) -> Handle:
+    return local.begin("torchrun", plan_of(job, keys))
+
+
+def command(job: Job, keys: Keys) -> list[str]:
+    """torchrun's own. Raises `BirlError`."""
+    ranks, nodes = job.learner.count, keys.nodes
+    if nodes < 1 or ranks % nodes:
+        raise BirlError(f"launch.nodes={nodes}: the {ranks} ranks of parallel.* cannot be spread evenly over them")
+    if nodes > 1 and not (keys.rendezvous.rpartition(":")[0] and keys.rendezvous.rpartition(":")[2].isdigit()):
+        raise BirlError(f"launch.rendezvous={keys.rendezvous}: name HOST:PORT of the first of {nodes} machines")
+    if not 0 <= keys.node < nodes:
+        raise BirlError(f"launch.node={keys.node}: launch.nodes={nodes} are numbered from 0")
+    python, *rest = job.learner.command
+    words = [f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}", "--max-restarts=0"]
+    if nodes == 1:
+        words += [f"--rdzv-endpoint={keys.rendezvous or f'127.0.0.1:{free_port()}'}", "--rdzv-backend=c10d"]
+        words += [f"--rdzv-id={PLACE}", "--local-addr=127.0.0.1"]
+    else:  # the others make rank 0 of anybody, and it must be on the machine whose supervisor is told to stop
+        words += [f"--rdzv-endpoint={keys.rendezvous}", "--rdzv-backend=static", f"--node-rank={keys.node}"]
+    return [python, "-m", "torch.distributed.run", *words, *rest]
+
+
+def plan_of(job: Job, keys: Keys) -> Plan:
+    """Raises `BirlError`."""
+    words = command(job, keys)
+    if keys.nodes > 1 and job.engine is not None:
+        raise BirlError(
+            f"launch.nodes={keys.nodes}: engines of a job over several machines are not started by torchrun. Start "
+            "them with `birl serve host=... name=experiment/trial`, and set engine.attach."
+        )
+    plan = local.supervised_plan(job, keys, words, job.learner.count // keys.nodes)
+    return replace(plan, threads=keys.cpus, place=f"node-{keys.node}" if keys.node else "")
+
+
+def status(handle: Handle) -> Sequence[Status]:
+    return local.status(handle)
+
+
+def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
+    return local.logs(handle, role, follow)
+
+
+def stop(handle: Handle) -> None:
+    local.stop(handle)
+
+
+def scale(handle: Handle, change: str) -> int:
+    return local.scale(handle, change)

@@ -1,0 +1,100 @@
+"""One engine in another process: what it is started with, and how one speaks to it."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from birl.allocator import cores
+from birl.config import schema
+from birl.serve import sglang, vllm
+from birl.serve.client import Client
+from birl.serve.process import Process, answers
+from birl.serve.remote import Remote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What servers are started for. `longest`: no sequence has more tokens; `kv_cache_gb` [GiB] holds what `max_batch`
+    of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
+    vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights."""
+
+    folder: Path
+    dtype: str
+    device: str
+    context: int
+    longest: int
+    kv_cache_gb: float
+    end_ids: frozenset[int]
+    logs: Path
+    method: str = "reload"
+    words: str = ""
+    volume: str = ""
+    run: str = ""
+    timeout: float = 300.0
+    bucket_mb: int = 256
+
+
+def server_threads(engine: schema.Engine) -> int:
+    return engine.threads or max((cores() - max(cores() // 2, 1)) // engine.count, 1)
+
+
+def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
+    """The adapter for one address."""
+    seconds = engine.request_timeout
+    if engine.kind == "birl":
+        limits = {"timeout": seconds, "load_timeout": wanted.timeout, "bucket_mb": wanted.bucket_mb}
+        return Client(address, token, **limits, run=wanted.run)
+    kind = vllm.VLLM if engine.kind == "vllm" else sglang.SGLang
+    token = token if engine.attach or engine.kind == "sglang" else ""  # vLLM's own token does not guard its controls
+    return kind(address, token=token, recompute_kv=engine.recompute_kv, end_ids=wanted.end_ids, timeout=seconds)
+
+
+def serve_words(engine: schema.Engine, wanted: Wanted) -> list[str]:
+    """What `birl serve` is told, but where it listens."""
+    words = [f"model.path={wanted.folder}", f"model.dtype={wanted.dtype}", f"model.device={wanted.device}"]
+    words += [f"model.max_length={wanted.context}", f"engine.max_batch={engine.max_batch}"]
+    words += [f"engine.kv_cache_gb={wanted.kv_cache_gb:.4f}", f"engine.draft_rows={engine.draft_rows}"]
+    words += [f"engine.recompute_kv={str(engine.recompute_kv).lower()}", f"threads={server_threads(engine)}"]
+    return words + ([f"volume={wanted.volume}"] if wanted.volume else [])
+
+
+def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, token: str, number: int | str) -> Process:
+    """How one server is started."""
+    threads = server_threads(engine)
+    gpu = wanted.device != "cpu" and torch.cuda.is_available()
+    python = engine.python or sys.executable
+    if engine.kind == "birl":
+        command = [python, "-m", "birl", "serve", *serve_words(engine, wanted), f"port={port}", *engine.arguments]
+        env: dict[str, str] = {"BIRL_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
+    else:
+        common = {
+            "model": str(wanted.folder),
+            "port": port,
+            "python": python,
+            "dtype": wanted.dtype,
+            "tensor_parallel": engine.tensor_parallel,
+            "pipeline_parallel": engine.pipeline_parallel,
+            "memory_fraction": engine.memory_fraction if gpu else None,
+            "max_batch": engine.max_batch,
+            "context": wanted.context,
+            "extra": engine.arguments,
+        }
+        if engine.kind == "vllm":
+            command = vllm.command(**common)
+            own = sorted(os.sched_getaffinity(0))[-threads:]
+            bind = f"{own[0]}-{own[-1]}" if len(own) > 1 else str(own[0])
+            env = vllm.environment(cpu=not gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
+        else:
+            command = sglang.command(**common, token=token, cpu=not gpu)
+            env = sglang.environment(cpu=not gpu) | {"OMP_NUM_THREADS": str(threads)}
+    return Process(
+        command,
+        log=wanted.logs / f"engine-{number}.log",
+        ready=answers(remote.info),
+        env=env,
+        start_timeout=engine.start_timeout,
+        max_restarts=engine.restarts,
+    )
