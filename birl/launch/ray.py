@@ -13,7 +13,7 @@ from typing import Any
 from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch.job import Job
-from birl.launch.launcher import Handle, Status
+from birl.launch.launcher import Handle, Status, changed
 from birl.launch.ray_cluster import NAMESPACE, OPEN, connect
 from birl.launch.ray_plan import Plan, actor_name, bundles, strategy
 from birl.launch.ray_supervisor import ENDED, create
@@ -184,6 +184,17 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
             yield from (f"{text}\n" for text in rests.values() if text)
             return
         time.sleep(LOOK)
+
+
+def scale(handle: Handle, change: str) -> int:
+    """How many engines there are to be. Raises `BirlError`."""
+    asked = Asked(handle)
+    state, now = asked("status")[0], asked("scale")
+    if state in ENDED:
+        raise BirlError(f"{handle.run} is {state}: it has no engines any more")
+    if not now:
+        raise BirlError(f"{handle.run} has no engines of its own: it samples in the learner; set engine.kind=birl")
+    return asked("scale", changed(now, change))
 
 
 def stop(handle: Handle) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from birl.launch.job import Job
+from birl.launch.job import Job, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,13 @@ def actor_name(job: str, role: str = "", index: int = 0) -> str:
 
 
 def bundles(job: Job) -> list[dict[str, float]]:
-    """What each process needs, in Ray's words, in the order of the roles."""
-    return [
-        {k: v for k, v in {"CPU": r.cpus, "GPU": r.gpus, "memory": r.memory_gb * 2**30}.items() if v}
-        for r in job.roles
-        for _ in range(r.count)
-    ]
+    """What each process needs, in the order of the roles."""
+    return [needs(role) for role in job.roles for _ in range(role.count)]
+
+
+def needs(role: Role) -> dict[str, float]:
+    """In Ray's words."""
+    return {k: v for k, v in {"CPU": role.cpus, "GPU": role.gpus, "memory": role.memory_gb * 2**30}.items() if v}
 
 
 def strategy(nodes: int) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 from birl.launch.launcher import Status
 from birl.launch.ray_cluster import NAMESPACE, head, library, room
 from birl.launch.ray_host import Order
-from birl.launch.ray_plan import Plan, actor_name, bundles, strategy
+from birl.launch.ray_plan import Plan, actor_name, bundles, needs, strategy
 from birl.launch.ray_spot import Spot
 
 TICK = 0.5  # seconds between two looks
 SAVE = 600.0  # seconds that the learner may take to save
+LEAVE = 5.0  # seconds in which the learner hears of an engine that is to end
 GRACE = 20.0  # seconds that engines may take to end
 FORGET = 31.0  # seconds after which engines let another run have them, as a learner on another node is
 EARLY = 60.0  # seconds: a mistake in the input shows before
@@ -42,6 +43,7 @@ class Supervisor:
         self.began = 0.0  # when the learner was started; 0: by another supervisor
         self.after = 0.0  # it is not started before
         self.failures = 0
+        self.wanted = 0  # engines; 0: those of the job
         self.events: deque[str] = deque(maxlen=200)
         self.rows: list[Status] = []
         self.tails: dict[tuple[str, int], tuple[str, int]] = {}  # the end of each log, and its size
@@ -66,6 +68,12 @@ class Supervisor:
 
     def stop(self) -> None:
         self.stopping = True
+
+    def scale(self, number: int = 0) -> int:
+        """So many engines from now on; those beyond the job's own run wherever there is room. How many there are to
+        be."""
+        self.wanted = number or self.wanted
+        return self.wanted
 
     def read(self, role: str, index: int, start: int) -> tuple[str, int]:
         """A part of a log, and where the next one begins."""
@@ -119,6 +127,39 @@ class Supervisor:
                 "scheduling_strategy": where, "namespace": NAMESPACE, "max_restarts": 0,
             }  # fmt: skip
             self.spots.append(Spot(role=role, index=index, name=actor_name(job.name, role.name, index), place=place))
+        if job.engine is not None:
+            while self._is_there(actor_name(job.name, job.engine.name, len(self.engines))):  # of a supervisor before
+                self._add()
+            self.wanted = len(self.engines)
+
+    def _is_there(self, actor: str) -> bool:
+        try:
+            return bool(self.ray.get_actor(actor, namespace=NAMESPACE))
+        except ValueError:
+            return False
+
+    def _add(self) -> None:
+        """One more engine, outside of the placement group."""
+        last = self.engines[-1]
+        name = actor_name(self.plan.job.name, last.role.name, last.index + 1)
+        place = {**last.place, "scheduling_strategy": "SPREAD"}
+        self.spots.append(Spot(role=last.role, index=last.index + 1, name=name, place=place))
+
+    def _scale(self) -> None:
+        """One that has to go is no more among those that the learner finds, and ends when it has answered."""
+        while len(self.engines) < self.wanted:
+            self._add()
+        for spot in self.engines[self.wanted :] if self.engines else ():
+            if not spot.leaving:
+                spot.leaving, spot.after = True, time.monotonic() + LEAVE
+                self._tell(f"{spot.role.name} {spot.index} is to end")
+            elif not spot.running:
+                if spot.host is not None:
+                    self.ray.kill(spot.host)
+                self.spots.remove(spot)
+            elif time.monotonic() > spot.after:
+                spot.signal(signal.SIGTERM)
+                spot.after += GRACE
 
     @property
     def learners(self) -> list[Spot]:
@@ -139,8 +180,10 @@ class Supervisor:
         lost = self._look()
         for spot, why in lost.items():
             self._tell(f"{spot.role.name} {spot.index} is lost: {why}")
+        self._scale()
         for spot in self.engines:
-            self._engine(spot, lost.get(spot, ""))
+            if not spot.leaving:
+                self._engine(spot, lost.get(spot, ""))
         self._learner(next((why for spot, why in lost.items() if spot in self.learners), ""))
         late = [s for s in self.spots if s.wanted and time.monotonic() - s.wanted > self.plan.start_timeout]
         if late and self.state not in ENDED:
@@ -148,7 +191,7 @@ class Supervisor:
             self._end(
                 "failed",
                 f"{spot.role.name} {spot.index} got no place within launch.start_timeout={self.plan.start_timeout:g} "
-                f"s: it needs {bundles(self.plan.job)[self.spots.index(spot)]}, and the cluster has {room(self.ray)}. "
+                f"s: it needs {needs(spot.role)}, and the cluster has {room(self.ray)}. "
                 f"{spot.detail}",
             )
 
@@ -247,7 +290,7 @@ class Supervisor:
     def _introduce(self, first: Spot) -> None:
         """Tell the learner's node which engines there are; the learner looks there for those that come and go."""
         if self.engines and first.host is not None:
-            ready = tuple(s.address for s in self.engines if s.address)
+            ready = tuple(s.address for s in self.engines if s.address and not s.leaving)
             self.ray.get(first.host.introduce.remote(self.plan.job.engines, ready), timeout=GRACE)
 
     def _begin(self, spot: Spot, generation: int, command: tuple[str, ...], name: str, env: dict[str, str]) -> None:

@@ -209,6 +209,29 @@ def supervisor(machines: Machines) -> dict[str, Any]:
     return {"seconds": seconds, "same": same, **job.report()}
 
 
+def scale(machines: Machines) -> dict[str, Any]:
+    """One engine more while the run goes on, and one less."""
+    machines.add(1), machines.add(1)
+    job = Launched(machines, "scale", "rl", *RL, "steps=400")
+    job.reach(2)
+    machines.add(1)
+    began = time.monotonic()
+    birl = [sys.executable, "-m", "birl", "scale", str(job.run)]
+    more = subprocess.run([*birl, "engines=+1"], capture_output=True, text=True, timeout=LIMIT)
+    until(lambda: "engine joined" in learner_log(job), "the engine to join")
+    seconds = time.monotonic() - began
+    less = subprocess.run([*birl, "engines=1"], capture_output=True, text=True, timeout=LIMIT)
+    until(lambda: len(launcher.status(job.handle)) == 3, "the engine to leave")
+    before = max(job.steps())
+    until(lambda: max(job.steps()) > before, "a step after that")
+    launcher.stop(job.handle)
+    return {"seconds": seconds, "said": more.stdout + more.stderr + less.stdout + less.stderr, **job.report()}
+
+
+def learner_log(job: Launched) -> str:
+    return "".join(launcher.logs(job.handle, "learner", False))
+
+
 def mistake(machines: Machines) -> dict[str, Any]:
     """What `birl` refuses is not tried again."""
     machines.add(1)
@@ -308,7 +331,7 @@ def token(machines: Machines) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Machines], dict[str, Any]]] = {
     f.__name__: f
-    for f in (engine_node, learner_node, ranks, supervisor, mistake, no_room, collectors, environments, token)
+    for f in (engine_node, learner_node, ranks, supervisor, scale, mistake, no_room, collectors, environments, token)
 }
 
 

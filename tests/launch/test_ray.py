@@ -25,8 +25,8 @@ from birl.serve import names
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
-#: what takes longer than all the others together: `make drill-ray`
-LONG = ("learner_node", "supervisor", "environments", "no_room", "head")
+#: those that run without `make drill-ray`
+SHORT = ("engine_node", "ranks", "mistake", "collectors", "token")
 WORDS = ["model.path=m", "data.train=rows.jsonl", "engine.kind=birl", "engine.count=2"]
 
 needs_ray = pytest.mark.skipif(not PYTHON.exists(), reason="no Ray: make setup-ray")
@@ -41,7 +41,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     @cache
     def played() -> dict[str, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("ray")
-        chosen = [] if os.environ.get("BIRL_DRILL") else ["engine_node", "ranks", "mistake", "collectors", "token"]
+        chosen = [] if os.environ.get("BIRL_DRILL") else SHORT
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "BIRL_CACHE": str(folder / "c")}
         environment.pop("RAY_ADDRESS", None)
         words = [str(PYTHON), "-m", "tests.launch.ray_drill", str(folder), *chosen]
@@ -129,7 +129,7 @@ def test_who_has_no_token_does_not_come_in(drill: Callable[[str], dict[str, Any]
 @needs_engine
 @long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("scenario", ["learner_node", "supervisor", "environments"])
+@pytest.mark.parametrize("scenario", ["learner_node", "supervisor", "scale", "environments"])
 def test_longer_drills(drill: Callable[[str], dict[str, Any]], scenario: str) -> None:
     found = drill(scenario)
     closed(found)
