@@ -79,6 +79,7 @@ def begin() -> None:
         _call(
             [ray, "get-auth-token", "--generate"]
         )  # the one that is there, else a new one; what it prints is no log's
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the job would wait for everything else here
     store = f"--object-store-memory={STORE}"
     _call([ray, "start", "--head", f"--node-ip-address={LOCAL}", "--port=0", store, "--disable-usage-stats"])
     print("No Ray cluster was there, so one was started on this machine; `ray stop` ends it.", flush=True)

@@ -65,6 +65,8 @@ class Host:
 
     def __init__(self, place: dict[str, str] | None = None) -> None:
         self.place = place or here()  # fields of Seen
+        with contextlib.suppress(OSError):  # Ray gives its workers 15 (RAY_worker_niceness); only root may take it back
+            os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0), 0))
         self.order: Order | None = None
         self.child: subprocess.Popen[bytes] | None = None
         self.swept = True  # nothing is left of the child's group

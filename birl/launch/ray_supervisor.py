@@ -114,6 +114,9 @@ class Supervisor:
         try:
             self.group = ray.util.get_placement_group(name)
         except ValueError:
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                self._end("stopped", "its supervisor was lost after the end, and what it knew with it")
+                return
             self.group = ray.util.placement_group(
                 bundles(job), strategy=strategy(self.plan.nodes), name=name, lifetime="detached"
             )

@@ -20,6 +20,8 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when Ray is imported
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: whatever else this machine does would go first
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process for each CPU that nobody needs
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
@@ -43,15 +45,23 @@ def until(done: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
     return found
 
 
+def started(start: Callable[[], Any], tries: int = 4) -> Any:
+    """Ray gives a node 30 s, which a busy machine may take."""
+    for left in reversed(range(tries)):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out" not in str(error) or not left:
+                raise
+
+
 class Machines:
     """A cluster whose head runs nothing, and nodes that can be lost. `folder`: of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False},
-        )
+        head = {"num_cpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+        self.cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
         os.environ["RAY_ADDRESS"] = self.cluster.address
         self.nodes: list[Any] = []
         self.model = folder / "model"
@@ -61,7 +71,7 @@ class Machines:
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def add(self, cpus: int) -> Any:
-        node = self.cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20)
+        node = started(lambda: self.cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20))
         self.nodes.append(node)
         return node
 
@@ -336,7 +346,6 @@ SCENARIOS: dict[str, Callable[[Machines], dict[str, Any]]] = {
 
 
 def main(folder: Path, chosen: list[str]) -> None:
-    os.environ.setdefault("BIRL_CACHE", str(folder / "cache"))
     machines = Machines(folder)
     try:
         ray.init(address=machines.cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")

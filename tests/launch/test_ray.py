@@ -42,7 +42,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     def played() -> dict[str, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("ray")
         chosen = [] if os.environ.get("BIRL_DRILL") else SHORT
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "BIRL_CACHE": str(folder / "c")}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment.pop("RAY_ADDRESS", None)
         words = [str(PYTHON), "-m", "tests.launch.ray_drill", str(folder), *chosen]
         child = subprocess.Popen(
