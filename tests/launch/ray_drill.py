@@ -3,7 +3,7 @@ has Ray (`make setup-ray`):
 
     .venv-ray/bin/python -m tests.launch.ray_drill FOLDER SCENARIO...      all scenarios where none is named
 
-Prints one line of JSON for each: what happened, and the seconds.
+Prints one line of JSON for each: what happened, and the seconds. FOLDER/results.jsonl has them too.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from birl.launch.ray_cluster import NAMESPACE
 from birl.loops.ledger import audit
 from tests.tiny import tiny_model_folder
 
+RESULTS = "results.jsonl"
 SECRET = "canary-of-the-ray-drill"
 LIMIT = float(os.environ.get("BIRL_DRILL_LIMIT", "90"))  # seconds for any one thing to happen
 
@@ -331,7 +332,7 @@ def token(machines: Machines) -> dict[str, Any]:
     script = "from birl.launch.ray_cluster import connect; from birl.errors import BirlError\n"
     script += "import sys\ntry:\n connect('')\nexcept BirlError as error:\n print(error)\n sys.exit(3)"
     found: dict[str, Any] = {}
-    for name, more in {"own": {}, "wrong": {"RAY_AUTH_TOKEN": "0" * 64}, "open": {"RAY_AUTH_MODE": "disabled"}}.items():
+    for name, more in {"wrong": {"RAY_AUTH_TOKEN": "0" * 64}, "open": {"RAY_AUTH_MODE": "disabled"}}.items():
         done = subprocess.run(
             [sys.executable, "-c", script], env={**os.environ, **more}, capture_output=True, text=True, timeout=60
         )
@@ -339,9 +340,42 @@ def token(machines: Machines) -> dict[str, Any]:
     return found
 
 
+def head(machines: Machines) -> dict[str, Any]:
+    """The head node is lost, and the whole cluster with it; on a new one the same command goes on. Comes last."""
+    machines.add(1), machines.add(1)
+    job = Launched(machines, "head", "rl", *RL, "steps=400")
+    job.reach(2)
+    actors = [ray.get_actor(f"birl:head:{role}:0", namespace=NAMESPACE) for role in ("learner", "engine")]
+    pids = [ray.get(actor.look.remote(), timeout=20).pid for actor in actors]
+    began = time.monotonic()
+    machines.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of all processes")
+    seconds, steps = time.monotonic() - began, max(job.steps())
+    machines.close()
+    machines.__init__(machines.folder)
+    machines.add(1), machines.add(1)
+    ray.init(address=machines.cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    again = Launched(machines, "head", "rl", *RL, "steps=400")
+    again.reach(steps + 2)
+    launcher.stop(again.handle)
+    return {"seconds": seconds, **again.report()}
+
+
 SCENARIOS: dict[str, Callable[[Machines], dict[str, Any]]] = {
     f.__name__: f
-    for f in (engine_node, learner_node, ranks, supervisor, scale, mistake, no_room, collectors, environments, token)
+    for f in (
+        engine_node,
+        learner_node,
+        ranks,
+        supervisor,
+        scale,
+        mistake,
+        no_room,
+        collectors,
+        environments,
+        token,
+        head,
+    )
 }
 
 
@@ -357,7 +391,10 @@ def main(folder: Path, chosen: list[str]) -> None:
                 found = {"error": f"{type(error).__name__}: {error}"}
             for node in list(machines.nodes):
                 machines.lose(node)
-            print(json.dumps({"scenario": name, "took": round(time.monotonic() - began, 1), **found}), flush=True)
+            line = json.dumps({"scenario": name, "took": round(time.monotonic() - began, 1), **found})
+            print(line, flush=True)
+            with (folder / RESULTS).open("a") as file:  # Ray prints between our lines
+                file.write(line + "\n")
     finally:
         machines.close()
 

@@ -26,7 +26,7 @@ from birl.serve import names
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 #: those that run without `make drill-ray`
-SHORT = ("engine_node", "ranks", "mistake", "collectors", "token")
+SHORT = ("engine_node", "collectors", "token")
 WORDS = ["model.path=m", "data.train=rows.jsonl", "engine.kind=birl", "engine.count=2"]
 
 needs_ray = pytest.mark.skipif(not PYTHON.exists(), reason="no Ray: make setup-ray")
@@ -50,12 +50,12 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
             start_new_session=True,
         )  # fmt: skip
         try:
-            said, wrong = child.communicate(timeout=600 if os.environ.get("BIRL_DRILL") else 110)
+            _, wrong = child.communicate(timeout=880 if os.environ.get("BIRL_DRILL") else 110)
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
         assert child.returncode == 0, wrong[-3000:]
-        lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
         return {line["scenario"]: line for line in lines}
 
     def one(name: str) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def test_an_engine_whose_node_is_lost_runs_elsewhere(drill: Callable[[str], dict
 
 
 @needs_ray
-@pytest.mark.timeout(120)
+@long
+@pytest.mark.timeout(900)
 def test_ranks_on_two_nodes_go_on_when_one_is_killed(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("ranks")
     closed(found)
@@ -98,7 +99,8 @@ def test_ranks_on_two_nodes_go_on_when_one_is_killed(drill: Callable[[str], dict
 
 
 @needs_ray
-@pytest.mark.timeout(120)
+@long
+@pytest.mark.timeout(900)
 def test_a_mistake_is_not_tried_again(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("mistake")
     assert found["state"] == "failed" and "empty.jsonl" in found["why"]
@@ -120,7 +122,6 @@ def test_environments_in_actors_grow_and_shrink(drill: Callable[[str], dict[str,
 @pytest.mark.timeout(120)
 def test_who_has_no_token_does_not_come_in(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("token")
-    assert found["own"][0] == 0, found["own"]
     assert found["wrong"][0] == 3 and "that takes this token" in found["wrong"][1]
     assert found["open"][0] == 3 and "launch.without_token" in found["open"][1]
 
@@ -128,8 +129,8 @@ def test_who_has_no_token_does_not_come_in(drill: Callable[[str], dict[str, Any]
 @needs_ray
 @needs_engine
 @long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("scenario", ["learner_node", "supervisor", "scale", "environments"])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scenario", ["learner_node", "supervisor", "scale", "environments", "head"])
 def test_longer_drills(drill: Callable[[str], dict[str, Any]], scenario: str) -> None:
     found = drill(scenario)
     closed(found)
@@ -139,7 +140,7 @@ def test_longer_drills(drill: Callable[[str], dict[str, Any]], scenario: str) ->
 
 @needs_ray
 @long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_job_that_fits_nowhere_says_so(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("no_room")
     assert found["state"] == "failed" and "launch.start_timeout=3" in found["why"] and "CPU" in found["why"]
