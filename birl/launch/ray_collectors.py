@@ -148,16 +148,18 @@ class Collectors:
         number = next(self.numbers)
         with waiting(f"episode {number}", "room in an actor", "environments"):
             while (place := self._free()) is None:
-                if self.problem and not self.places:
-                    raise BirlError(f"env=ray: no actor starts: {self.problem}")
                 self._need()
                 turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self.waiting.append(turn)
                 try:
                     await turn
-                finally:
-                    with suppress(ValueError):
-                        self.waiting.remove(turn)
+                except asyncio.CancelledError:
+                    self.waiting.remove(turn)
+                    self._wake()  # it may have been its turn already
+                    raise
+                self.waiting.remove(turn)
+                if self.problem and not self.places:
+                    raise BirlError(f"env=ray: no actor starts: {self.problem}")
         place.open.add(number)
         return place, number
 
@@ -220,9 +222,11 @@ class Collectors:
 
     async def _begin_or_drop(self, place: Place) -> None:
         try:
-            await self._begin(place)
-        except BirlError as error:
-            self.problem = str(error)
+            async with asyncio.timeout(self.config.start_timeout):
+                await self._begin(place)
+        except (BirlError, TimeoutError) as error:
+            self.problem = str(error) or f"it had no place within env.start_timeout={self.config.start_timeout:g} s"
+            self.ray.kill(place.actor)
             if place in self.places:
                 self.places.remove(place)
             if not self.places:
