@@ -15,6 +15,7 @@ from typing import Any
 from birl.errors import BirlError
 
 NAMESPACE = "birl"
+HEAD = "node:__internal_head__"  # a resource that only the head node has
 LOCAL = "127.0.0.1"
 STORE = 200 * 2**20  # bytes of Ray's object store in a cluster that we start: nothing of a job goes through it
 START = 120.0  # seconds
@@ -91,12 +92,6 @@ def _call(command: list[str]) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-3:]
         raise BirlError(f"`{' '.join(command)}` failed: {' '.join(said)}") from error
-
-
-def head(ray: Any) -> str:
-    """The id of the node that the cluster can not lose: what must not be lost belongs there."""
-    nodes = (n for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"])
-    return next((n["NodeID"] for n in nodes), "")
 
 
 def room(ray: Any) -> str:

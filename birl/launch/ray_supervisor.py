@@ -16,7 +16,7 @@ from collections import deque
 from typing import Any
 
 from birl.launch.launcher import Status
-from birl.launch.ray_cluster import NAMESPACE, head, library, room
+from birl.launch.ray_cluster import HEAD, NAMESPACE, library, room
 from birl.launch.ray_host import Order
 from birl.launch.ray_plan import Plan, actor_name, bundles, needs, strategy
 from birl.launch.ray_spot import Spot
@@ -37,7 +37,8 @@ class Supervisor:
 
     def __init__(self, plan: Plan) -> None:
         self.ray, self.plan = library(), plan
-        self.state, self.why = "waiting", ""
+        self.state, self.why = "running", ""  # as clients see it: it has ended when nothing of it runs any more
+        self.verdict = ""  # how it ended
         self.stopping = False
         self.saving = 0.0  # until when the learner may save [s of the monotonic clock]; 0: it was not told to
         self.began = 0.0  # when the learner was started; 0: by another supervisor
@@ -91,7 +92,7 @@ class Supervisor:
     def _live(self) -> None:
         try:
             self._place()
-            while self.state not in ENDED:
+            while not self.verdict:
                 began = time.monotonic()
                 try:
                     self._tick()
@@ -101,9 +102,12 @@ class Supervisor:
                 time.sleep(max(began + TICK - time.monotonic(), 0))
         except Exception:
             self._end("failed", traceback.format_exc())
+        self.state = "ending"
         try:
             self._clear()
         finally:
+            self.state = self.verdict
+            self.rows = [self._row(spot) for spot in self.spots]
             time.sleep(self.plan.keep)
             name = actor_name(self.plan.job.name)
             self.ray.kill(self.ray.get_actor(name, namespace=NAMESPACE))  # an exit would be a reason to restart it
@@ -189,7 +193,7 @@ class Supervisor:
                 self._engine(spot, lost.get(spot, ""))
         self._learner(next((why for spot, why in lost.items() if spot in self.learners), ""))
         late = [s for s in self.spots if s.wanted and time.monotonic() - s.wanted > self.plan.start_timeout]
-        if late and self.state not in ENDED:
+        if late and not self.verdict:
             spot = late[0]
             self._end(
                 "failed",
@@ -322,19 +326,18 @@ class Supervisor:
         if self.state in ENDED:
             state = self.state
         detail = spot.detail if state != "done" else ""
-        if spot.seen is None and self.state not in ENDED:
+        if spot.seen is None and not self.verdict:
             detail = f"for a place in the cluster. {detail}"
         more = f" pid {spot.seen.pid}" if spot.seen is not None and spot.seen.pid else ""
         return Status(role=spot.role.name, index=spot.index, state=state, where=spot.where + more, detail=detail)
 
     def _end(self, state: str, why: str) -> None:
-        if self.state not in ENDED:
+        if not self.verdict:
             self._tell(f"{state}{f': {why}' if why else ''}")
-            self.state, self.why = state, why
+            self.verdict, self.why = state, why
 
     def _clear(self) -> None:
         """End what runs, keep what it printed last, and give the places back."""
-        self.rows = [self._row(spot) for spot in self.spots]
         for spot in self.spots:
             spot.signal(signal.SIGTERM)
         until = time.monotonic() + GRACE
@@ -360,11 +363,9 @@ def backoff(failures: int) -> float:
 
 
 def create(ray: Any, plan: Plan) -> Any:
-    """On the node that the cluster can not lose, where there is one."""
-    node = head(ray)
-    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
+    """On the node that the cluster can not lose. (A soft NodeAffinity put it elsewhere.)"""
     made = ray.remote(Supervisor).options(
         name=actor_name(plan.job.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0,
-        max_concurrency=16, scheduling_strategy=where,
+        max_concurrency=16, resources={HEAD: 0.001} if HEAD in ray.cluster_resources() else None,
     )  # fmt: skip
     return made.remote(plan)
