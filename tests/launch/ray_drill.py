@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def started(start: Callable[[], Any], tries: int = 4) -> Any:
                 raise
 
 
+def descendants(pid: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found, new = [], [pid]
+    while new:
+        new = [child for child, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
 class Machines:
     """A cluster whose head runs nothing, and nodes that can be lost. `folder`: of the test."""
 
@@ -77,14 +90,28 @@ class Machines:
         return node
 
     def lose(self, node: Any) -> None:
-        """As by a power cut: no process of it says a word."""
+        """As by a power cut: all its processes are gone at once. Ray's own workers would go on for some seconds."""
         self.nodes.remove(node)
+        processes = descendants(node.all_processes["raylet"][0].process.pid)
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.cluster.remove_node(node, allow_graceful=False)
 
     def node_of(self, actor: str) -> Any:
         """The machine where a named actor is."""
         seen = ray.get(ray.get_actor(actor, namespace=NAMESPACE).look.remote(), timeout=20)
         return next(n for n in self.nodes if n.node_id.startswith(seen.node))
+
+    def sweep(self) -> None:
+        """Nothing of one scenario is there in the next, however it ended."""
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+        for group in ray.util.placement_group_table().values():
+            if group["state"] != "REMOVED":
+                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+        for node in list(self.nodes):
+            self.lose(node)
 
     def close(self) -> None:
         ray.shutdown()
@@ -389,8 +416,7 @@ def main(folder: Path, chosen: list[str]) -> None:
                 found = SCENARIOS[name](machines)
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"}
-            for node in list(machines.nodes):
-                machines.lose(node)
+            machines.sweep()
             line = json.dumps({"scenario": name, "took": round(time.monotonic() - began, 1), **found})
             print(line, flush=True)
             with (folder / RESULTS).open("a") as file:  # Ray prints between our lines
