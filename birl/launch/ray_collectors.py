@@ -13,6 +13,7 @@ from birl.config import schema
 from birl.envs.calls import called
 from birl.envs.open import World, open_world
 from birl.errors import BirlError
+from birl.launch.ray_cluster import library
 from birl.types import Conversation, Feedback, Message, Task
 from birl.waits import waiting
 
@@ -54,12 +55,10 @@ class Collector:
 
     async def ready(self) -> str:
         """The node. Raises what the environment does not like about its keys."""
-        import ray  # pyright: ignore[reportMissingImports]
-
         self.world = await open_world(self.config, no_text)
         if self.world.agent:
             raise BirlError(f"env.inner={self.config.kind}: an agent talks to the model itself; env=ray is for others.")
-        return ray.util.get_node_ip_address()
+        return library().util.get_node_ip_address()
 
     async def rows(self, split: str) -> list[dict[str, Any]]:
         assert self.world is not None

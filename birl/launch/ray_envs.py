@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from birl.errors import BirlError
+from birl.launch.ray_cluster import connect
 from birl.launch.ray_collectors import Collectors, Config, Place
 from birl.types import Conversation, Feedback, Message, Task
 
@@ -29,8 +30,6 @@ class RayEnv:
 
     @classmethod
     async def shared(cls, config: Config) -> Collectors:
-        from birl.launch.ray_cluster import connect
-
         if not config.inner or config.inner == "ray":
             raise BirlError(
                 "env.inner is empty: name the environment that runs in the actors, as in env.inner=webarena."

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from birl.serve import names
 from birl.serve.process import WRAPPER
@@ -63,8 +64,8 @@ class Host:
     """Every method returns at once. Ray calls them in the actor's main thread: the kernel kills a child when the
     *thread* that started it ends."""
 
-    def __init__(self, place: dict[str, str] | None = None) -> None:
-        self.place = place or here()  # fields of Seen
+    def __init__(self, place: dict[str, Any] | None = None) -> None:
+        self.place: dict[str, Any] = place or here()  # fields of Seen
         with contextlib.suppress(OSError):  # Ray gives its workers 15 (RAY_worker_niceness); only root may take it back
             os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0), 0))
         self.order: Order | None = None

@@ -62,13 +62,14 @@ class Spot:
             return self._lost(ray, f"node {self.where} did not answer for {PATIENCE:g} s") if late else ""
         question, self.question = self.question, None
         try:
-            self.seen, self.wanted = ray.get(question), 0.0
+            seen: Seen = ray.get(question)
         except ray.exceptions.ActorUnavailableError:  # it may come back, and is asked again
             return ""
         except ray.exceptions.RayActorError as error:
             return self._lost(ray, f"node {self.where}: {summary(error)}")
+        self.seen, self.wanted = seen, 0.0
         if self.generation == 0:  # another supervisor was here before
-            self.generation, self.up = self.seen.generation, self.seen.running
+            self.generation, self.up = seen.generation, seen.running
             self.failures = max(self.generation - 1, 0)
         return ""
 

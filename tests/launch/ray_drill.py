@@ -204,7 +204,8 @@ def engine_node(machines: Machines) -> dict[str, Any]:
 
 def learner_node(machines: Machines) -> dict[str, Any]:
     """The machine with the learner is lost."""
-    machines.add(1), machines.add(1)
+    machines.add(1)
+    machines.add(1)
     job = Launched(machines, "learner-node", "rl", *RL, "steps=60")
     job.reach(2)
     machines.add(1)
@@ -219,7 +220,8 @@ def learner_node(machines: Machines) -> dict[str, Any]:
 
 def ranks(machines: Machines) -> dict[str, Any]:
     """Two ranks on two machines; one is killed, and the others go on from the checkpoint."""
-    machines.add(1), machines.add(1)
+    machines.add(1)
+    machines.add(1)
     words = ("parallel.fsdp=2", "steps=40", "batch_size=4", "launch.nodes=2")
     job = Launched(machines, "ranks", "sft", *words)
     job.reach(2)
@@ -233,7 +235,8 @@ def ranks(machines: Machines) -> dict[str, Any]:
 
 def supervisor(machines: Machines) -> dict[str, Any]:
     """The supervisor is killed: the processes go on, and it finds them again."""
-    machines.add(1), machines.add(1)
+    machines.add(1)
+    machines.add(1)
     job = Launched(machines, "supervisor", "rl", *RL, "steps=400")
     job.reach(2)
     actors = [ray.get_actor(f"birl:supervisor:{role}:0", namespace=NAMESPACE) for role in ("learner", "engine")]
@@ -249,7 +252,8 @@ def supervisor(machines: Machines) -> dict[str, Any]:
 
 def scale(machines: Machines) -> dict[str, Any]:
     """One engine more while the run goes on, and one less."""
-    machines.add(1), machines.add(1)
+    machines.add(1)
+    machines.add(1)
     job = Launched(machines, "scale", "rl", *RL, "steps=400")
     job.reach(2)
     machines.add(1)
@@ -290,7 +294,8 @@ def collectors(machines: Machines) -> dict[str, Any]:
     from birl.envs.open import open_world
     from birl.types import Message, Task
 
-    machines.add(1), machines.add(1)
+    machines.add(1)
+    machines.add(1)
     found: dict[str, Any] = {}
 
     async def episode(world: Any, task: Task, hold: asyncio.Event) -> str:
@@ -312,6 +317,7 @@ def collectors(machines: Machines) -> dict[str, Any]:
         world = await open_world(schema.Env(kind="ray", options=options), lambda prompt: "")
         found["start"] = time.monotonic() - began
         try:
+            assert world.rows is not None
             rows = world.rows("train")
             found["rows"] = len(rows)
             tasks = [Task(id=str(i), prompt="", answer=rows[i]["answer"], columns=rows[i]) for i in range(6)]
@@ -369,7 +375,8 @@ def token(machines: Machines) -> dict[str, Any]:
 
 def head(machines: Machines) -> dict[str, Any]:
     """The head node is lost, and the whole cluster with it; on a new one the same command goes on. Comes last."""
-    machines.add(1), machines.add(1)
+    machines.add(1)
+    machines.add(1)
     job = Launched(machines, "head", "rl", *RL, "steps=400")
     job.reach(2)
     actors = [ray.get_actor(f"birl:head:{role}:0", namespace=NAMESPACE) for role in ("learner", "engine")]
@@ -380,7 +387,8 @@ def head(machines: Machines) -> dict[str, Any]:
     seconds, steps = time.monotonic() - began, max(job.steps())
     machines.close()
     machines.__init__(machines.folder)
-    machines.add(1), machines.add(1)
+    machines.add(1)
+    machines.add(1)
     ray.init(address=machines.cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     again = Launched(machines, "head", "rl", *RL, "steps=400")
     again.reach(steps + 2)

@@ -50,7 +50,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
             start_new_session=True,
         )  # fmt: skip
         try:
-            _, wrong = child.communicate(timeout=880 if os.environ.get("BIRL_DRILL") else 110)
+            _, wrong = child.communicate(timeout=880 if os.environ.get("BIRL_DRILL") else 380)
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -75,7 +75,7 @@ def closed(found: dict[str, Any]) -> None:
 
 @needs_ray
 @needs_engine
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_an_engine_whose_node_is_lost_runs_elsewhere(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("engine_node")
     closed(found)
@@ -108,7 +108,7 @@ def test_a_mistake_is_not_tried_again(drill: Callable[[str], dict[str, Any]]) ->
 
 
 @needs_ray
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_environments_in_actors_grow_and_shrink(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("collectors")
     assert found["rows"] > 0
@@ -119,7 +119,7 @@ def test_environments_in_actors_grow_and_shrink(drill: Callable[[str], dict[str,
 
 
 @needs_ray
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_who_has_no_token_does_not_come_in(drill: Callable[[str], dict[str, Any]]) -> None:
     found = drill("token")
     assert found["wrong"][0] == 3 and "that takes this token" in found["wrong"][1]
