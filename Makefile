@@ -30,6 +30,7 @@ BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-slurm demo test lint format bench-setup bench check-peers check-engines chaos clean
+.PHONY: help setup setup-dev setup-browser setup-ray drill-ray demo test lint format bench-setup bench check-peers check-engines chaos clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -38,6 +39,8 @@ help:
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"
 	@echo "make setup-slurm  install Slurm and munge on Debian or Ubuntu, for the tests of birl launch slurm (as root)"
+	@echo "make setup-ray  install Ray into .venv-ray, for birl launch ray and env=ray"
+	@echo "make drill-ray  lose nodes and kill processes of jobs on a Ray cluster, for some minutes"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -79,6 +82,19 @@ setup-browser: .venv-browser/setup.done
 setup-slurm:
 	@command -v slurmctld >/dev/null || { apt-get update -qq && \
 		apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+setup-ray: .venv-ray/setup.done
+
+# Ray alone; everything else, birl included, is that of .venv.
+.venv-ray/setup.done: .venv/setup.done
+	@echo "Installing Ray into .venv-ray (once)"
+	@test -x .venv-ray/bin/python || $(BIN)/python -m venv .venv-ray
+	@.venv-ray/bin/python $(PIP) 'ray[default]>=2.60'
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@touch $@
+
+drill-ray: setup-dev setup-ray
+	@BIRL_DRILL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/launch/test_ray.py
 
 demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)
@@ -138,5 +154,5 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -51,6 +51,7 @@ BUILT_IN: dict[str, str] = {
     "textarena": "birl.envs.adapters.textarena:TextArena",
     "textarena_self_play": "birl.envs.adapters.textarena_self_play:SelfPlay",
     "verifiers": "birl.envs.adapters.verifiers:Verifiers",
+    "ray": "birl.launch.ray_envs:RayEnv",
 }
 
 

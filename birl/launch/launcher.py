@@ -18,6 +18,7 @@ WHERE = {
     "local": "processes of this machine, supervised",
     "torchrun": "the learner's ranks by torchrun, on this machine or on each of several",
     "slurm": "one batch job of a Slurm cluster",
+    "ray": "actors of a Ray cluster, supervised; nodes may come and go",
 }
 
 

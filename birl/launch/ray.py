@@ -1,0 +1,204 @@
+"""`birl launch ray`: engines and learner ranks as processes of named actors in a placement group of a Ray cluster, with
+an actor that supervises them. It goes on when the client ends."""
+
+import json
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from birl.errors import BirlError
+from birl.launch import job as jobs
+from birl.launch.job import Job
+from birl.launch.launcher import Handle, Status, changed
+from birl.launch.ray_cluster import NAMESPACE, OPEN, connect
+from birl.launch.ray_plan import Plan, actor_name, bundles, strategy
+from birl.launch.ray_supervisor import ENDED, create
+
+ANSWER = 60.0  # seconds that the supervisor may take to answer; Ray starts a lost one again in about 20
+LOOK = 0.5  # seconds between two looks while we wait
+OWN = ("BIRL_CACHE",)  # variables that the processes get unasked, where they are set
+
+
+@dataclass(kw_only=True)
+class Keys(jobs.Keys):
+    """What Ray asks for besides."""
+
+    address: str = ""
+    """Of the cluster, as host:port. Empty: RAY_ADDRESS, else the one that runs on this machine, else one is started
+    here that only this machine reaches."""
+    folder: str = ""
+    """Folder in which the processes run; a relative run folder is in there. All nodes must have it. Empty: the current
+    one."""
+    start_timeout: float = 600.0
+    """Longest that a process waits for its place in the cluster [s]; then the job fails."""
+    keep: float = 3600.0
+    """How long birl status and birl logs can ask for a job that has ended [s]; then nothing of it is in the cluster."""
+    without_token: bool = False
+    """Use a cluster that lets in anybody."""
+
+
+def render(job: Job, keys: Keys) -> dict[str, str]:
+    lines = ",\n".join(f"  {json.dumps(bundle)}" for bundle in bundles(job))
+    name, spread = actor_name(job.name), strategy(keys.nodes)
+    placement = f'{{"name": "{name}", "strategy": "{spread}", "bundles": [\n{lines}\n]}}'
+    actors = [f"{actor_name(job.name)}  (supervisor, {keys.restarts} restarts)"]
+    commands: list[str] = []
+    for role in job.roles:
+        actors += [actor_name(job.name, role.name, index) for index in range(role.count)]
+        commands.append(f"# {role.count} x {role.name}\n{shlex.join(role.command)}")
+    return {
+        "placement group": placement,
+        "actors": "\n".join(actors),
+        "commands": "\n".join(commands),
+    }
+
+
+def submit(job: Job, keys: Keys) -> Handle:
+    """Raises `BirlError` where there is no cluster, or it has a job of this name that goes on."""
+    env = values(job.env)
+    folder = os.path.abspath(os.path.expanduser(keys.folder or "."))
+    ray = connect(keys.address, start=True, without_token=keys.without_token)
+    old = supervisor(ray, job.name)
+    if old is not None:
+        state = ray.get(old.status.remote(), timeout=ANSWER)[0]
+        if state not in ENDED:
+            raise BirlError(
+                f"{job.name} is {state} in this cluster. `birl stop {job.run}` ends it; launch.name=ANOTHER is another."
+            )
+        ray.kill(old)
+        _gone(ray, job.name)
+    plan = Plan(
+        job=job, folder=folder, nodes=keys.nodes, restarts=keys.restarts, start_timeout=keys.start_timeout,
+        keep=keys.keep, env=env, token=env.get("BIRL_TOKEN") or secrets.token_hex(16),
+    )  # fmt: skip
+    made = create(ray, plan)
+    try:
+        guarded = ray.get(made.guarded.remote(), timeout=ANSWER)
+    except ray.exceptions.RayError as error:
+        ray.kill(made)
+        raise BirlError(
+            f"The supervisor did not start in the cluster; birl must be installed on its nodes. {error}"
+        ) from error
+    if not guarded and not keys.without_token:
+        ray.kill(made)
+        raise BirlError(f"The cluster at {ray.get_runtime_context().gcs_address} asks for no token: {OPEN}")
+    context = ray.get_runtime_context()
+    return Handle(
+        where="ray",
+        id=actor_name(job.name),
+        run=str(job.run),
+        name=job.name,
+        more={"address": context.gcs_address, "without_token": keys.without_token},
+    )
+
+
+def values(names: tuple[str, ...]) -> dict[str, str]:
+    """Of the environment variables with these names, in memory only. Raises `BirlError` where one is missing."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise BirlError(f"launch.env: {', '.join(missing)} is not set here. Set it, or take it out of the list.")
+    return {name: os.environ[name] for name in (*names, *(n for n in OWN if n in os.environ))}
+
+
+def supervisor(ray: Any, name: str) -> Any:
+    """None where the cluster has none of that name."""
+    try:
+        return ray.get_actor(actor_name(name), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _gone(ray: Any, name: str) -> None:
+    until = time.monotonic() + ANSWER
+    while supervisor(ray, name) is not None and time.monotonic() < until:
+        time.sleep(LOOK / 5)
+
+
+class Asked:
+    """The supervisor of a job, asked again while Ray starts it on another node."""
+
+    def __init__(self, handle: Handle) -> None:
+        """Raises `BirlError` where the cluster does not answer, or has no such job any more."""
+        self.handle = handle
+        self.ray = connect(handle.more["address"], without_token=handle.more.get("without_token", False))
+        self.actor = supervisor(self.ray, handle.name)
+        if self.actor is None:
+            raise BirlError(
+                f"The cluster at {handle.more['address']} has no job {handle.name} any more: it ended longer ago than "
+                f"launch.keep. What it wrote is in {handle.run}."
+            )
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        until = time.monotonic() + ANSWER
+        while True:
+            try:
+                return self.ray.get(getattr(self.actor, method).remote(*arguments), timeout=ANSWER)
+            except self.ray.exceptions.RayActorError as error:
+                if time.monotonic() > until:
+                    raise BirlError(f"The supervisor of {self.handle.name} does not answer: {error}") from error
+                time.sleep(LOOK)
+            except self.ray.exceptions.GetTimeoutError as error:
+                raise BirlError(f"The supervisor of {self.handle.name} did not answer within {ANSWER:g} s.") from error
+
+
+def status(handle: Handle) -> list[Status]:
+    asked = Asked(handle)
+    state, why, rows = asked("status")
+    first = Status(
+        role="supervisor",
+        index=0,
+        state=state if state in ENDED else "running",
+        detail=why.splitlines()[-1] if why else "",
+    )
+    return [first, *rows]
+
+
+def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
+    asked = Asked(handle)
+    if role == "supervisor":
+        yield from asked("told")
+        return
+    places: dict[tuple[str, int], int] = {}
+    rests: dict[tuple[str, int], str] = {}
+    while True:
+        state, _, rows = asked("status")
+        chosen = [(r.role, r.index) for r in rows if role in ("", r.role, f"{r.role}-{r.index}")]
+        if role and rows and not chosen:
+            raise BirlError(
+                f"birl logs: there is no role {role!r}; there are supervisor, {', '.join({r.role for r in rows})}."
+            )
+        moved = False
+        for where in chosen:
+            text, after = asked("read", *where, places.get(where, 0))
+            moved |= bool(text)
+            places[where] = after
+            *lines, rests[where] = (rests.get(where, "") + text).split("\n")
+            prefix = f"{where[0]} {where[1]}| " if len(chosen) > 1 else ""
+            yield from (f"{prefix}{line}\n" for line in lines)
+        if moved:
+            continue
+        if not follow or state in ENDED:
+            yield from (f"{text}\n" for text in rests.values() if text)
+            return
+        time.sleep(LOOK)
+
+
+def scale(handle: Handle, change: str) -> int:
+    """How many engines there are to be. Raises `BirlError`."""
+    asked = Asked(handle)
+    state, now = asked("status")[0], asked("scale")
+    if state in ENDED:
+        raise BirlError(f"{handle.run} is {state}: it has no engines any more")
+    if not now:
+        raise BirlError(f"{handle.run} has no engines of its own: it samples in the learner; set engine.kind=birl")
+    return asked("scale", changed(now, change))
+
+
+def stop(handle: Handle) -> None:
+    asked = Asked(handle)
+    asked("stop")
+    while asked("status")[0] not in ENDED:
+        time.sleep(LOOK)

@@ -1,0 +1,262 @@
+"""Actors of a Ray cluster that hold environments, as many as the episodes that wait can fill."""
+
+import asyncio
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from birl.config import schema
+from birl.envs.calls import called
+from birl.envs.open import World, open_world
+from birl.errors import BirlError
+from birl.launch.ray_cluster import library
+from birl.types import Conversation, Feedback, Message, Task
+from birl.waits import waiting
+
+CLOSE = 60.0  # seconds
+
+
+@dataclass
+class Config:
+    inner: str = ""
+    """What runs in the actors: whatever env.kind could name that has start and step, such as webarena."""
+    keys: list[str] = field(default_factory=list)
+    """Its own keys, as in env.keys=[verified=true]; without the env. before them."""
+    least: int = 1
+    """Actors that are always there."""
+    most: int = 4
+    """Most actors at once."""
+    episodes: int = 8
+    """Episodes that one actor holds at once."""
+    idle: float = 60.0
+    """An actor that had no episode for so long is ended, unless it is one of env.least [s]."""
+    cpus: float = 1.0
+    """CPU cores of each actor."""
+    address: str = ""
+    """Of the cluster, as host:port. Empty: the one that the run is in."""
+    start_timeout: float = 600.0
+    """Longest that the first actor may take to have a place and to start [s]."""
+
+
+class Collector:
+    """In the cluster: the environments of some episodes, by number. Its methods are coroutines, of which many run at
+    once."""
+
+    def __init__(self, kind: str, options: dict[str, str], folder: str) -> None:
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self.config = schema.Env(kind=kind, options=options)
+        self.world: World | None = None
+        self.open: dict[int, Any] = {}
+
+    async def ready(self) -> str:
+        """The node. Raises what the environment does not like about its keys."""
+        self.world = await open_world(self.config, no_text)
+        if self.world.agent:
+            raise BirlError(f"env.inner={self.config.kind}: an agent talks to the model itself; env=ray is for others.")
+        return library().util.get_node_ip_address()
+
+    async def rows(self, split: str) -> list[dict[str, Any]]:
+        assert self.world is not None
+        return [] if self.world.rows is None else await called(self.world.rows, split)
+
+    async def admit(self, number: int, task: Task) -> tuple[Any, ...]:
+        """Make the environment; its tools."""
+        assert self.world is not None
+        made: Any = self.world.open(task)
+        if hasattr(made, "run"):
+            raise BirlError(f"env.inner={self.config.kind}: an agent talks to the model itself; env=ray is for others.")
+        self.open[number] = made
+        if hasattr(made, "admit"):
+            await made.admit()
+        return tuple(getattr(made, "tools", ()))
+
+    async def start(self, number: int) -> Conversation:
+        return await called(self.open[number].start)
+
+    async def step(self, number: int, reply: Message) -> Feedback:
+        return await called(self.open[number].step, reply)
+
+    async def close(self, number: int) -> None:
+        if (made := self.open.pop(number, None)) is not None:
+            await called(made.close)
+
+    async def leave(self) -> None:
+        for number in list(self.open):
+            with suppress(Exception):
+                await self.close(number)
+        if self.world is not None:
+            await self.world.close()
+
+
+def no_text(prompt: Conversation) -> str:
+    raise BirlError("env=ray: this environment asks for the prompt as the model's text, which only rank 0 has.")
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """An actor as rank 0 sees it."""
+
+    actor: Any
+    name: str
+    ready: bool = False
+    node: str = ""
+    open: set[int] = field(default_factory=set[int])
+    used: float = field(default_factory=time.monotonic)  # when it last had an episode
+
+
+class Collectors:
+    """The actors of a run. Grows with the episodes that wait, shrinks when nobody needs them."""
+
+    def __init__(self, ray: Any, config: Config, options: dict[str, str]) -> None:
+        self.ray, self.config, self.options = ray, config, options
+        self.job = os.environ.get("BIRL_JOB") or f"pid-{os.getpid()}"
+        self.places: list[Place] = []
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.numbers, self.names = count(), count()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.problem = ""  # why the last actor did not start
+        self.lost = 0  # actors so far
+        self.closed = False
+
+    @classmethod
+    async def start(cls, ray: Any, config: Config, options: dict[str, str]) -> "Collectors":
+        made = cls(ray, config, options)
+        try:
+            async with asyncio.timeout(config.start_timeout):
+                await made._begin(made._add())
+        except TimeoutError:
+            raise BirlError(
+                f"env=ray: no actor had a place within env.start_timeout={config.start_timeout:g} s; it needs "
+                f"env.cpus={config.cpus:g}."
+            ) from None
+        for _ in range(config.least - 1):
+            made._grow()
+        made._spawn(made._watch())
+        return made
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        return self.ray.get(self.places[0].actor.rows.remote(split), timeout=self.config.start_timeout)
+
+    async def room(self) -> tuple[Place, int]:
+        """An actor with room, and a number there. Waits in the order of asking."""
+        number = next(self.numbers)
+        with waiting(f"episode {number}", "room in an actor", "environments"):
+            while (place := self._free()) is None:
+                self._need()
+                turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self.waiting.append(turn)
+                try:
+                    await turn
+                except asyncio.CancelledError:
+                    self.waiting.remove(turn)
+                    self._wake()  # it may have been its turn already
+                    raise
+                self.waiting.remove(turn)
+                if self.problem and not self.places:
+                    raise BirlError(f"env=ray: no actor starts: {self.problem}")
+        place.open.add(number)
+        return place, number
+
+    def leave(self, place: Place, number: int) -> None:
+        place.open.discard(number)
+        place.used = time.monotonic()
+        self._wake()
+
+    def gone(self, place: Place) -> None:
+        """It was lost; its episodes are told by their own calls."""
+        if place in self.places:
+            self.places.remove(place)
+            self.lost += 1
+            self._need()
+            self._wake()
+
+    def _free(self) -> Place | None:
+        """The one with the fewest episodes."""
+        ready = [p for p in self.places if p.ready and len(p.open) < self.config.episodes]
+        return min(ready, key=lambda p: len(p.open), default=None)
+
+    def _wake(self) -> None:
+        free = sum(self.config.episodes - len(p.open) for p in self.places if p.ready)
+        for turn in list(self.waiting)[: max(free, 0) if self.places else None]:
+            if not turn.done():
+                turn.set_result(None)
+
+    def _need(self) -> None:
+        """As many actors as what waits can fill, and at least the least."""
+        starting = [p for p in self.places if not p.ready]
+        backlog = len(self.waiting) + 1 - self.config.episodes * len(starting)
+        if len(self.places) < self.config.least or (backlog > 0 and len(self.places) < self.config.most):
+            self._grow()
+
+    def _grow(self) -> None:
+        if not self.closed:
+            self._spawn(self._begin_or_drop(self._add()))
+
+    def _add(self) -> Place:
+        name = f"birl:{self.job}:env:{next(self.names)}"
+        made = self.ray.remote(Collector).options(
+            name=f"{name}:{os.getpid()}", num_cpus=self.config.cpus, scheduling_strategy="SPREAD",
+            max_concurrency=4 * self.config.episodes + 8,
+        )  # fmt: skip
+        place = Place(made.remote(self.config.inner, self.options, os.getcwd()), name)
+        self.places.append(place)
+        return place
+
+    async def _begin(self, place: Place) -> None:
+        """Raises `BirlError` where it does not start."""
+        try:
+            place.node = await place.actor.ready.remote()
+        except self.ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BirlError) else error
+            raise BirlError(f"env=ray: {str(cause).splitlines()[0]}") from error
+        except self.ray.exceptions.RayActorError as error:
+            raise BirlError(f"env=ray: an actor did not start: {str(error).splitlines()[0]}") from error
+        place.ready, place.used, self.problem = True, time.monotonic(), ""
+        self._wake()
+
+    async def _begin_or_drop(self, place: Place) -> None:
+        try:
+            async with asyncio.timeout(self.config.start_timeout):
+                await self._begin(place)
+        except (BirlError, TimeoutError) as error:
+            self.problem = str(error) or f"it had no place within env.start_timeout={self.config.start_timeout:g} s"
+            self.ray.kill(place.actor)
+            if place in self.places:
+                self.places.remove(place)
+            if not self.places:
+                self._wake()
+
+    async def _watch(self) -> None:
+        """Ends actors that nobody needs."""
+        while True:
+            await asyncio.sleep(min(self.config.idle, 5.0))
+            now = time.monotonic()
+            for place in list(self.places):
+                idle = place.ready and not place.open and now - place.used > self.config.idle
+                if idle and not self.waiting and len(self.places) > self.config.least:
+                    self.places.remove(place)
+                    await self._end(place)
+
+    async def _end(self, place: Place) -> None:
+        with suppress(self.ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(CLOSE):
+                await place.actor.leave.remote()
+        self.ray.kill(place.actor)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def close(self) -> None:
+        self.closed = True
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(place) for place in self.places))
+        self.places = []

@@ -1,0 +1,196 @@
+"""An actor that hosts one process of a job on its node. Both end together: the kernel kills the process with the actor,
+which ends with its node.
+
+What the process prints goes to a file on that node, which is read from here; nothing goes through Ray's object store.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from birl.serve import names
+from birl.serve.process import WRAPPER
+
+LAST = 2000  # bytes of a log that are looked at for its last line
+NO_PROCESS = 127  # the code of one that could not be started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A process to start. `name`: under which an engine registers on its node; `log` and `folder` are paths there.
+
+    Example: Order(command=("python", "-m", "birl", "rl"), folder="/home/me", log="runs/demo/launch/learner-0.log",
+                   generation=1)
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    log: str
+    generation: int  # counts the starts of this process, from 1
+    name: str = ""
+    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)  # may hold secrets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """How it is there. `code` of a process that has ended, negative for a signal; `pid` 0: none was started yet.
+
+    Example: Seen(ip="10.0.0.7", node="5f2c01", gcs="10.0.0.1:6379", pid=4711, generation=1)
+    """
+
+    ip: str
+    node: str
+    gcs: str
+    pid: int = 0
+    generation: int = 0
+    code: int | None = None
+    address: str = ""  # of an engine that answers
+    last: str = ""  # line that it printed, where it has ended
+
+    @property
+    def running(self) -> bool:
+        return self.generation > 0 and self.code is None
+
+
+class Host:
+    """Every method returns at once. Ray calls them in the actor's main thread: the kernel kills a child when the
+    *thread* that started it ends."""
+
+    def __init__(self, place: dict[str, Any] | None = None) -> None:
+        self.place: dict[str, Any] = place or here()  # fields of Seen
+        with contextlib.suppress(OSError):  # Ray gives its workers 15 (RAY_worker_niceness); only root may take it back
+            os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0), 0))
+        self.order: Order | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+        self.swept = True  # nothing is left of the child's group
+        self.problem = ""
+        self.known: dict[str, names.Entry] = {}  # engines by address, for the learner
+        self.beating: threading.Thread | None = None
+
+    def look(self) -> Seen:
+        if self.order is None:
+            return Seen(**self.place)
+        code = NO_PROCESS if self.child is None else self.child.poll()
+        if code is not None:
+            self._sweep()
+        return Seen(
+            **self.place,
+            pid=self.child.pid if self.child else 0,
+            generation=self.order.generation,
+            code=code,
+            address=self._address() if code is None else "",
+            last="" if code is None else self.problem or self._last(),
+        )
+
+    def _address(self) -> str:
+        assert self.order is not None
+        found = names.find(self.order.name) if self.order.name else []
+        return found[-1] if found else ""
+
+    def begin(self, order: Order) -> None:
+        """Start it. That it could not be is told by `look`."""
+        self._sweep()
+        self.order, self.child, self.problem = order, None, ""
+        os.environ.update({k: v for k, v in order.env.items() if k == "BIRL_CACHE"})  # where names are looked up
+        python, *rest = order.command
+        command = [python if os.access(python, os.X_OK) else sys.executable, *rest]
+        log = Path(order.folder, order.log)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as out:
+                self.child = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), *command],
+                    cwd=order.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                    env=own_environment() | {"RAY_ADDRESS": self.place["gcs"]} | dict(order.env),
+                    start_new_session=True,
+                )  # fmt: skip
+            self.swept = False
+        except OSError as error:
+            self.problem = f"{error.filename}: {error.strerror} on node {self.place['ip']}; see launch.folder"
+
+    def signal(self, number: int) -> None:
+        """To the process; SIGKILL to all that it has started, too."""
+        if number == signal.SIGKILL:
+            self._sweep()
+        elif self.child is not None and self.child.poll() is None:
+            self.child.send_signal(number)
+
+    def _sweep(self) -> None:
+        """Kill the whole group, once: a leader that is gone may have left others; later its number may be another's."""
+        if self.child is None or self.swept:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait(10)
+        self.swept = True
+
+    def port(self) -> int:
+        """A free one of this node, where the ranks meet."""
+        with socket.socket(socket.AF_INET6 if ":" in self.place["ip"] else socket.AF_INET) as found:
+            found.bind((self.place["ip"], 0))
+            return found.getsockname()[1]
+
+    def introduce(self, name: str, addresses: tuple[str, ...]) -> None:
+        """Have these engines, and no others, under that name on this node, where the learner looks for them."""
+        for address in set(self.known) - set(addresses):
+            names.forget(self.known.pop(address))
+        for address in addresses:
+            if address not in self.known:
+                self.known[address] = names.register(name, address, os.getpid(), "")
+        if self.beating is None:
+            self.beating = threading.Thread(target=self._beat, daemon=True)
+            self.beating.start()
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(names.BEAT):
+            for entry in list(self.known.values()):
+                with contextlib.suppress(OSError):
+                    names.touch(entry)
+
+    def leave(self) -> None:
+        """The job is over."""
+        self._sweep()
+        for entry in self.known.values():
+            names.forget(entry)
+        self.known = {}
+
+    def read(self, start: int, most: int = 65536) -> tuple[str, int]:
+        """What the log has from byte `start` on, negative from its end, and where the next part begins."""
+        if self.order is None:
+            return "", 0
+        try:
+            with Path(self.order.folder, self.order.log).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size + start, 0) if start < 0 else start if start <= size else 0)
+                found = file.read(most)
+                return found.decode(errors="replace"), file.tell()
+        except FileNotFoundError:
+            return "", 0
+
+    def _last(self) -> str:
+        lines = self.read(-LAST, LAST)[0].splitlines()
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+
+def own_environment() -> dict[str, str]:
+    """This process's, without what Ray tells its workers about themselves: the child is none."""
+    keep = ("RAY_AUTH_", "RAY_USAGE_STATS")
+    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k.startswith(keep)}
+
+
+def here() -> dict[str, str]:
+    """The node of this actor."""
+    from birl.launch.ray_cluster import library
+
+    ray = library()
+    context = ray.get_runtime_context()
+    return {"ip": ray.util.get_node_ip_address(), "node": context.get_node_id()[:8], "gcs": context.gcs_address}

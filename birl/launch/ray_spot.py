@@ -1,0 +1,111 @@
+"""One process of a job as its supervisor sees it: the actor that hosts it, and what was heard of it last."""
+
+import contextlib
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from birl.launch.job import Role
+from birl.launch.ray_host import Host, Order, Seen
+
+PATIENCE = 30.0  # seconds without an answer after which a node counts as lost
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Spot:
+    """`name`: of the actor; `place`: options of Ray that say where it may be. `up`: its process was started, and is not
+    known to have ended."""
+
+    role: Role
+    index: int
+    name: str
+    place: dict[str, Any]
+    host: Any = None
+    question: Any = None  # an answer that is still to come
+    asked: float = 0.0  # when
+    wanted: float = 0.0  # since when it has had no place; 0: it has one
+    seen: Seen | None = None
+    up: bool = False
+    leaving: bool = False  # it is to end, and not to be started again
+    generation: int = 0  # its process was started so often
+    failures: int = 0
+    after: float = 0.0  # it is not started before [s of the monotonic clock]
+    detail: str = ""  # what went wrong last
+
+    @property
+    def running(self) -> bool:
+        return self.seen is not None and self.seen.running
+
+    @property
+    def code(self) -> int | None:
+        return self.seen.code if self.seen is not None else None
+
+    @property
+    def address(self) -> str:
+        return self.seen.address if self.up and self.seen is not None else ""
+
+    def ask(self, ray: Any) -> None:
+        """How is it? Finds the actor that has the name, or has one made; Ray answers when that has a place."""
+        if self.host is None:
+            made = ray.remote(Host).options(name=self.name, lifetime="detached", get_if_exists=True, **self.place)
+            self.host = made.remote()
+            self.wanted = self.wanted or time.monotonic()
+        if self.question is None:
+            self.question, self.asked = self.host.look.remote(), time.monotonic()
+
+    def hear(self, ray: Any) -> str:
+        """Take in the answer, if there is one. Says why the actor is gone; empty where it is not, or never was."""
+        if self.question is None:
+            return ""
+        if not ray.wait([self.question], timeout=0)[0]:
+            late = self.seen is not None and time.monotonic() - self.asked > PATIENCE
+            return self._lost(ray, f"node {self.where} did not answer for {PATIENCE:g} s") if late else ""
+        question, self.question = self.question, None
+        try:
+            seen: Seen = ray.get(question)
+        except ray.exceptions.ActorUnavailableError:  # it may come back, and is asked again
+            return ""
+        except ray.exceptions.RayActorError as error:
+            return self._lost(ray, f"node {self.where}: {summary(error)}")
+        self.seen, self.wanted = seen, 0.0
+        if self.generation == 0:  # another supervisor was here before
+            self.generation, self.up = seen.generation, seen.running
+            self.failures = max(self.generation - 1, 0)
+        return ""
+
+    def _lost(self, ray: Any, why: str) -> str:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.host)  # so that nothing of it runs on, if it lives after all
+        there = self.seen is not None
+        self.host = self.question = self.seen = None
+        self.up, self.detail = False, why
+        return why if there else ""
+
+    def begin(self, order: Order) -> None:
+        assert self.host is not None and self.seen is not None
+        self.generation, self.up = order.generation, True
+        self.host.begin.remote(order)
+        self.seen = replace(self.seen, generation=order.generation, code=None, address="", pid=0)
+
+    def signal(self, number: int) -> None:
+        if self.host is not None:
+            self.host.signal.remote(number)
+
+    @property
+    def where(self) -> str:
+        return f"{self.seen.ip} {self.seen.node}" if self.seen is not None else ""
+
+    @property
+    def ending(self) -> str:
+        """How its process ended, for messages."""
+        code = self.code or 0
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        said = f": {self.seen.last}" if self.seen is not None and self.seen.last else ""
+        return f"{self.role.name} {self.index} {how}{said}"
+
+
+def summary(error: BaseException) -> str:
+    """Ray's messages have a page of details below their first lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = next((x for x in lines if x.startswith("The actor ") and "because" in x), lines[0] if lines else "")
+    return (cause or type(error).__name__)[:300]

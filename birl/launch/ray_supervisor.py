@@ -1,0 +1,371 @@
+"""The actor that owns a job: it places the processes, starts them, looks at them, and starts what was lost again.
+
+    engines    each by itself: one that ends, or whose node is lost, is started again where there is room
+    learner    all ranks together; when one is lost they go on from their newest checkpoint
+
+It computes nothing and no token passes through it. Ray starts it again where its own node is lost; it finds its actors
+by their names then. What it knows of secrets is in memory only.
+"""
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+from birl.launch.launcher import Status
+from birl.launch.ray_cluster import HEAD, NAMESPACE, library, room
+from birl.launch.ray_host import Order
+from birl.launch.ray_plan import Plan, actor_name, bundles, needs, strategy
+from birl.launch.ray_spot import Spot
+
+TICK = 0.5  # seconds between two looks
+SAVE = 600.0  # seconds that the learner may take to save
+LEAVE = 5.0  # seconds in which the learner hears of an engine that is to end
+GRACE = 20.0  # seconds that engines may take to end
+FORGET = 31.0  # seconds after which engines let another run have them, as a learner on another node is
+EARLY = 60.0  # seconds: a mistake in the input shows before
+MISTAKE = 2  # the exit code for one
+TAIL = 65536  # bytes of each log that are kept at the end
+ENDED = ("done", "failed", "stopped")
+
+
+class Supervisor:
+    """Ray calls the methods in threads of their own; the work is done in one thread."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.ray, self.plan = library(), plan
+        self.state, self.why = "running", ""  # as clients see it: it has ended when nothing of it runs any more
+        self.verdict = ""  # how it ended
+        self.stopping = False
+        self.saving = 0.0  # until when the learner may save [s of the monotonic clock]; 0: it was not told to
+        self.began = 0.0  # when the learner was started; 0: by another supervisor
+        self.after = 0.0  # it is not started before
+        self.failures = 0
+        self.wanted = 0  # engines; 0: those of the job
+        self.events: deque[str] = deque(maxlen=200)
+        self.rows: list[Status] = []
+        self.tails: dict[tuple[str, int], tuple[str, int]] = {}  # the end of each log, and its size
+        self.group: Any = None
+        self.spots: list[Spot] = []
+        self.thread = threading.Thread(target=self._live, name="supervisor", daemon=True)
+        self.thread.start()
+
+    # --- what clients call
+
+    def status(self) -> tuple[str, str, list[Status]]:
+        """The state of the job, why, and its processes."""
+        return self.state, self.why, self.rows
+
+    def guarded(self) -> bool:
+        """Whether the cluster asks for a token: Ray's processes have what its first one was told."""
+        return os.environ.get("RAY_AUTH_MODE") == "token"
+
+    def told(self) -> list[str]:
+        """What happened, with the time of day."""
+        return list(self.events)
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    def scale(self, number: int = 0) -> int:
+        """So many engines from now on; those beyond the job's own run wherever there is room. How many there are to
+        be."""
+        self.wanted = number or self.wanted
+        return self.wanted
+
+    def read(self, role: str, index: int, start: int) -> tuple[str, int]:
+        """A part of a log, and where the next one begins."""
+        if (role, index) in self.tails:
+            text, end = self.tails[role, index]
+            kept = text.encode()
+            return kept[max(start - end + len(kept), 0) :].decode(errors="replace"), end
+        for spot in self.spots:
+            if (spot.role.name, spot.index) == (role, index) and spot.host is not None and spot.seen is not None:
+                return self.ray.get(spot.host.read.remote(start), timeout=GRACE)
+        return "", start
+
+    # --- its life
+
+    def _live(self) -> None:
+        try:
+            self._place()
+            while not self.verdict:
+                began = time.monotonic()
+                try:
+                    self._tick()
+                except self.ray.exceptions.RayError as error:  # a node that is just being lost
+                    self._tell(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                self.rows = [self._row(spot) for spot in self.spots]
+                time.sleep(max(began + TICK - time.monotonic(), 0))
+        except Exception:
+            self._end("failed", traceback.format_exc())
+        self.state = "ending"
+        try:
+            self._clear()
+        finally:
+            self.state = self.verdict
+            self.rows = [self._row(spot) for spot in self.spots]
+            time.sleep(self.plan.keep)
+            name = actor_name(self.plan.job.name)
+            self.ray.kill(self.ray.get_actor(name, namespace=NAMESPACE))  # an exit would be a reason to restart it
+
+    def _place(self) -> None:
+        job, ray = self.plan.job, self.ray
+        name = actor_name(job.name)
+        try:
+            self.group = ray.util.get_placement_group(name)
+        except ValueError:
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                self._end("stopped", "its supervisor was lost after the end, and what it knew with it")
+                return
+            self.group = ray.util.placement_group(
+                bundles(job), strategy=strategy(self.plan.nodes), name=name, lifetime="detached"
+            )
+        wanted = ((role, index) for role in job.roles for index in range(role.count))
+        for number, (role, index) in enumerate(wanted):
+            where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=number
+            )
+            place = {
+                "num_cpus": role.cpus, "num_gpus": role.gpus, "memory": int(role.memory_gb * 2**30) or None,
+                "scheduling_strategy": where, "namespace": NAMESPACE, "max_restarts": 0,
+            }  # fmt: skip
+            self.spots.append(Spot(role=role, index=index, name=actor_name(job.name, role.name, index), place=place))
+        if job.engine is not None:
+            while self._is_there(actor_name(job.name, job.engine.name, len(self.engines))):  # of a supervisor before
+                self._add()
+            self.wanted = len(self.engines)
+
+    def _is_there(self, actor: str) -> bool:
+        try:
+            return bool(self.ray.get_actor(actor, namespace=NAMESPACE))
+        except ValueError:
+            return False
+
+    def _add(self) -> None:
+        """One more engine, outside of the placement group."""
+        last = self.engines[-1]
+        name = actor_name(self.plan.job.name, last.role.name, last.index + 1)
+        place = {**last.place, "scheduling_strategy": "SPREAD"}
+        self.spots.append(Spot(role=last.role, index=last.index + 1, name=name, place=place))
+
+    def _scale(self) -> None:
+        """One that has to go is no more among those that the learner finds, and ends when it has answered."""
+        while len(self.engines) < self.wanted:
+            self._add()
+        for spot in self.engines[self.wanted :] if self.engines else ():
+            if not spot.leaving:
+                spot.leaving, spot.after = True, time.monotonic() + LEAVE
+                self._tell(f"{spot.role.name} {spot.index} is to end")
+            elif not spot.running:
+                if spot.host is not None:
+                    self.ray.kill(spot.host)
+                self.spots.remove(spot)
+            elif time.monotonic() > spot.after:
+                spot.signal(signal.SIGTERM)
+                spot.after += GRACE
+
+    @property
+    def learners(self) -> list[Spot]:
+        return [s for s in self.spots if s.role is self.plan.job.learner]
+
+    @property
+    def engines(self) -> list[Spot]:
+        return [s for s in self.spots if s.role is not self.plan.job.learner]
+
+    def _look(self) -> dict[Spot, str]:
+        """Ask everybody. The actors that are lost, and why."""
+        for spot in self.spots:
+            spot.ask(self.ray)
+        self.ray.wait([s.question for s in self.spots], num_returns=len(self.spots), timeout=TICK)
+        return {spot: why for spot in self.spots if (why := spot.hear(self.ray))}
+
+    def _tick(self) -> None:
+        lost = self._look()
+        for spot, why in lost.items():
+            self._tell(f"{spot.role.name} {spot.index} is lost: {why}")
+        self._scale()
+        for spot in self.engines:
+            if not spot.leaving:
+                self._engine(spot, lost.get(spot, ""))
+        self._learner(next((why for spot, why in lost.items() if spot in self.learners), ""))
+        late = [s for s in self.spots if s.wanted and time.monotonic() - s.wanted > self.plan.start_timeout]
+        if late and not self.verdict:
+            spot = late[0]
+            self._end(
+                "failed",
+                f"{spot.role.name} {spot.index} got no place within launch.start_timeout={self.plan.start_timeout:g} "
+                f"s: it needs {needs(spot.role)}, and the cluster has {room(self.ray)}. "
+                f"{spot.detail}",
+            )
+
+    def _engine(self, spot: Spot, lost: str) -> None:
+        if not lost and spot.up and not spot.running and spot.seen is not None:
+            lost, spot.up, spot.detail = spot.ending, False, spot.ending
+            self._tell(lost)
+        if lost and not self.stopping:
+            spot.failures += 1
+            spot.after = time.monotonic() + backoff(spot.failures)
+            if spot.failures > self.plan.restarts:
+                self._end("failed", f"{lost} (launch.restarts={self.plan.restarts} are used up)")
+        if spot.seen is None or spot.up or self.stopping or time.monotonic() < spot.after:
+            return
+        job, generation = self.plan.job, spot.generation + 1
+        name = f"{job.engines}.engine-{spot.index}.{generation}"  # so that this start of it is found, and no other one
+        command = tuple(word.replace(job.engines, name) for word in spot.role.command)
+        host = "127.0.0.1" if self.plan.nodes == 1 else spot.seen.ip
+        self._begin(spot, generation, command, name, {"BIRL_HOST": host})
+
+    def _learner(self, lost: str) -> None:
+        """All ranks of it, as one."""
+        spots = self.learners
+        up = any(s.up for s in spots) or bool(lost)
+        first = spots[0]
+        if up:
+            self._learning(spots, first, lost)
+        elif self.stopping:
+            self._end("stopped", "")
+        elif any(s.running for s in spots):  # the others of a group that was lost
+            for spot in spots:
+                spot.signal(signal.SIGKILL)
+        elif all(s.seen is not None for s in spots) and time.monotonic() >= self.after:
+            self._start(spots)
+
+    def _learning(self, spots: list[Spot], first: Spot, lost: str) -> None:
+        broken = next((s for s in spots if s.up and s.code not in (None, 0)), None)
+        now = time.monotonic()
+        if lost or broken is not None:
+            why = lost or (broken.ending if broken is not None else "")
+            self._failed(why, early=broken is not None and broken.code == MISTAKE and self._early)
+            for spot in spots:
+                spot.up = False
+                spot.signal(signal.SIGKILL)
+        elif first.code == 0:
+            for spot in spots:
+                spot.up = False
+            self._end("stopped" if self.stopping else "done", "")
+        elif self.saving and now > self.saving:
+            self._tell(f"the learner did not end within {SAVE:g} s of being told to save, and was killed")
+            for spot in spots:
+                spot.signal(signal.SIGKILL)
+        elif self.stopping and not self.saving:
+            self._tell("the learner is told to save and end")
+            self.saving = now + SAVE
+            first.signal(signal.SIGTERM)  # the other ranks end with it
+        elif not self.saving:
+            self._introduce(first)
+
+    @property
+    def _early(self) -> bool:
+        return self.failures == 0 and bool(self.began) and time.monotonic() - self.began < EARLY
+
+    def _failed(self, why: str, early: bool) -> None:
+        self.saving = 0.0
+        self.failures += 1
+        self.learners[0].detail = why
+        self._tell(why)
+        if early:
+            self._end("failed", why)
+        elif self.stopping:
+            self._end("stopped", why)
+        elif self.failures > self.plan.restarts:
+            self._end("failed", f"{why} (launch.restarts={self.plan.restarts} are used up)")
+        mistake = f"code {MISTAKE}" in why  # maybe engines that still wait for the learner as it was
+        self.after = time.monotonic() + (FORGET if mistake else backoff(self.failures))
+
+    def _start(self, spots: list[Spot]) -> None:
+        """All ranks; the learner waits for its engines by itself."""
+        first = spots[0]
+        assert first.seen is not None
+        self._introduce(first)
+        common: dict[str, str] = {}
+        if len(spots) > 1:
+            port = self.ray.get(first.host.port.remote(), timeout=GRACE)
+            common = {"WORLD_SIZE": str(len(spots)), "MASTER_ADDR": first.seen.ip, "MASTER_PORT": str(port)}
+        generation = max(s.generation for s in spots) + 1
+        nodes: dict[str, int] = {}
+        for rank, spot in enumerate(spots):
+            assert spot.seen is not None
+            local = nodes[spot.seen.node] = nodes.get(spot.seen.node, -1) + 1
+            place = {"RANK": str(rank), "LOCAL_RANK": str(0 if spot.role.gpus else local)} if common else {}
+            self._begin(spot, generation, spot.role.command, "", {**common, **place})
+        self.began = time.monotonic()
+
+    def _introduce(self, first: Spot) -> None:
+        """Tell the learner's node which engines there are; the learner looks there for those that come and go."""
+        if self.engines and first.host is not None:
+            ready = tuple(s.address for s in self.engines if s.address and not s.leaving)
+            self.ray.get(first.host.introduce.remote(self.plan.job.engines, ready), timeout=GRACE)
+
+    def _begin(self, spot: Spot, generation: int, command: tuple[str, ...], name: str, env: dict[str, str]) -> None:
+        job = self.plan.job
+        own = {"BIRL_JOB": job.name, "BIRL_TOKEN": self.plan.token}
+        log = f"{job.run}/launch/{spot.role.name}-{spot.index}.log"
+        spot.begin(
+            Order(
+                command=command,
+                folder=self.plan.folder,
+                log=log,
+                generation=generation,
+                name=name,
+                env={**self.plan.env, **own, **env},
+            )
+        )
+        self._tell(f"{spot.role.name} {spot.index} starts on node {spot.where} (start {generation})")
+
+    def _tell(self, what: str) -> None:
+        self.events.append(f"{time.strftime('%H:%M:%S')} {what}")
+
+    def _row(self, spot: Spot) -> Status:
+        state = {True: "running", False: "restarting" if spot.generation else "waiting"}[spot.up and spot.running]
+        if spot.role.name == "engine" and state == "running" and not spot.address:
+            state = "restarting" if spot.generation > 1 else "waiting"
+        if self.state in ENDED:
+            state = self.state
+        detail = spot.detail if state != "done" else ""
+        if spot.seen is None and not self.verdict:
+            detail = f"for a place in the cluster. {detail}"
+        more = f" pid {spot.seen.pid}" if spot.seen is not None and spot.seen.pid else ""
+        return Status(role=spot.role.name, index=spot.index, state=state, where=spot.where + more, detail=detail)
+
+    def _end(self, state: str, why: str) -> None:
+        if not self.verdict:
+            self._tell(f"{state}{f': {why}' if why else ''}")
+            self.verdict, self.why = state, why
+
+    def _clear(self) -> None:
+        """End what runs, keep what it printed last, and give the places back."""
+        for spot in self.spots:
+            spot.signal(signal.SIGTERM)
+        until = time.monotonic() + GRACE
+        while any(s.running for s in self.spots) and time.monotonic() < until:
+            self._look()
+            time.sleep(TICK / 5)
+        for spot in self.spots:
+            if spot.host is None:
+                continue
+            try:
+                self.tails[spot.role.name, spot.index] = self.ray.get(spot.host.read.remote(-TAIL, TAIL), timeout=5)
+                self.ray.get(spot.host.leave.remote(), timeout=5)
+            except (self.ray.exceptions.RayError, TimeoutError):
+                pass
+            self.ray.kill(spot.host)
+        if self.group is not None:
+            self.ray.util.remove_placement_group(self.group)
+
+
+def backoff(failures: int) -> float:
+    """Seconds before the next start."""
+    return min(2.0 ** (failures - 1), 30.0)
+
+
+def create(ray: Any, plan: Plan) -> Any:
+    """On the node that the cluster can not lose. (A soft NodeAffinity put it elsewhere.)"""
+    made = ray.remote(Supervisor).options(
+        name=actor_name(plan.job.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0,
+        max_concurrency=16, resources={HEAD: 0.001} if HEAD in ray.cluster_resources() else None,
+    )  # fmt: skip
+    return made.remote(plan)
