@@ -15,6 +15,7 @@ FILE = "launch.json"
 #: modules of birl.launch, and what they start a job on
 WHERE = {
     "local": "processes of this machine, supervised",
+    "modal": "containers of Modal's cloud, paid by the second",
 }
 
 
