@@ -117,8 +117,8 @@ def watch(
 
 
 def written(commit: Callable[[], object]) -> None:
-    """The volume as others see it. What fails is tried again: Modal itself writes a volume from time to time, and when
-    the container ends. While files are open on it, its client cannot read what others wrote, and raises after writing."""
+    """The volume as others see it. Modal writes it from time to time and at the end anyway; and while files are open on
+    it, its client raises after it has written, as it cannot read what others wrote."""
     try:
         commit()
     except Exception as error:

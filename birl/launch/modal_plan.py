@@ -153,6 +153,8 @@ def files(config: Any, job: Job, further: Sequence[str]) -> Iterator[tuple[str, 
         pure = PurePosixPath(path)
         if ".." in pure.parts:
             raise BirlError(f"{path}: is outside of this folder; name it by its whole path, or copy it")
+        if Path(path).absolute().is_relative_to(job.run.absolute()):
+            raise BirlError(f"{path}: is in the run folder, which is on the volume there; move it elsewhere")
         yield str(Path(path).absolute()), str(pure if pure.is_absolute() else PurePosixPath(HERE) / pure)
 
 

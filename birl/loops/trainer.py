@@ -182,7 +182,7 @@ class Trainer:
         keys = {**self._keys, "run": str(self.run)}
         for name, rows in (("train", self._given.train), ("validation", self._given.validation)):
             if rows is not None:
-                keys[f"data.{name}"] = [rows_file(rows, self.run / "launch" / f"{name}.jsonl")]
+                keys[f"data.{name}"] = [rows_file(rows, self.run.with_name(f"{self.run.name}-rows") / f"{name}.jsonl")]
         words = tuple(f"{k}={_written(v)}" for k, v in keys.items())
         return Program(where=self._launcher, words=words, launch=self._launch, here=self._here).train()
 

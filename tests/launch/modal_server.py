@@ -135,6 +135,9 @@ class Cloud:
     def environment(self, function: Any) -> dict[str, str]:
         return {k: v for secret in function.secret_ids for k, v in self.secrets.get(secret, {}).items()}
 
+    def function_of(self, call: Call) -> str:
+        return self.functions[call.function].function_name
+
     def close(self) -> None:
         for call in self.calls.values():
             call.cancelled = True
@@ -405,11 +408,16 @@ def running(folder: Path, **about: Any) -> Iterator[Cloud]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    server = Server([kind()], loop=loop)
     files = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(cloud.volume)))
     threading.Thread(target=files.serve_forever, daemon=True).start()
     cloud.files = f"http://127.0.0.1:{files.server_address[1]}"
-    asyncio.run_coroutine_threadsafe(server.start("127.0.0.1", 0), loop).result(10)
+
+    async def start() -> Server:
+        server = Server([kind()])
+        await server.start("127.0.0.1", 0)
+        return server
+
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     assert server._server is not None
     cloud.url = f"http://127.0.0.1:{server._server.sockets[0].getsockname()[1]}"
     try:
@@ -417,7 +425,7 @@ def running(folder: Path, **about: Any) -> Iterator[Cloud]:
     finally:
         cloud.close()
         files.shutdown()
-        server.close()
+        loop.call_soon_threadsafe(server.close)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)
 
