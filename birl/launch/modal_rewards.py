@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from queue import Empty
 from typing import Any
 
 from birl.launch.modal_settings import settings
@@ -58,11 +59,17 @@ async def _answer(queue: Any, functions: Mapping[str, Callable[..., Any]], over:
     answered = 0
     try:
         while not over():
-            text = await queue.get.aio(partition=ASKED, timeout=LOOK)
-            if text is not None:
-                answered += 1
-                open_ones.add(task := asyncio.create_task(_one(queue, rewards, json.loads(text))))
-                task.add_done_callback(open_ones.discard)
+            try:
+                question = json.loads(await queue.get.aio(partition=ASKED, timeout=LOOK))
+            except Empty:
+                continue
+            except Exception as error:  # the network; the cloud goes on waiting
+                print(f"birl: no questions about rewards can be heard now: {error}", flush=True)
+                await asyncio.sleep(LOOK)
+                continue
+            answered += 1
+            open_ones.add(task := asyncio.create_task(_one(queue, rewards, question)))
+            task.add_done_callback(open_ones.discard)
         await asyncio.gather(*open_ones)
         return answered
     finally:

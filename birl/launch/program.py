@@ -81,7 +81,7 @@ def summary(place: Launcher, handle: Handle) -> dict[str, Any]:
 
 
 def launch_words(where: str, gpus: Mapping[str, str], further: Mapping[str, Any]) -> tuple[str, ...]:
-    """Raises `BirlError` for a parameter that the launcher has no key for."""
+    """Raises `BirlError` for what the launcher has no key for."""
     known = [field.name for field in fields(launcher(where).Keys)]
     found = {}
     for parameter, value in gpus.items():
@@ -93,7 +93,9 @@ def launch_words(where: str, gpus: Mapping[str, str], further: Mapping[str, Any]
             )
         found |= {key: value} if value else {}
     found |= further
-    return tuple(f"{PREFIX}{key}={_written(value)}" for key, value in found.items())
+    words = tuple(f"{PREFIX}{key}={_written(value)}" for key, value in found.items())
+    keys_of(launcher(where).Keys, words)  # better now than when the job is submitted
+    return words
 
 
 def engine_keys(workers: int, method: str) -> dict[str, Any]:
