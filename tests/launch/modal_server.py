@@ -7,6 +7,7 @@ Needs the extra `modal`. What is not implemented is refused, and listed in `refu
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,8 @@ from google.protobuf.empty_pb2 import Empty
 from grpclib import GRPCError, Status
 from grpclib.server import Server
 from modal_proto import api_grpc, api_pb2
+
+from birl.cache import cache_folder
 
 CONTAINER = Path(__file__).with_name("modal_container.py")
 
@@ -41,6 +44,20 @@ class Call:
     starts: int = 0
     process: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
+
+    def kill(self) -> None:
+        """The container goes, with everything in it, whatever group it is in."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        for number in [self.process.pid, *descendants(self.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        self.process.wait()
+
+
+def descendants(number: int) -> list[int]:
+    children = subprocess.run(["pgrep", "-P", str(number)], capture_output=True, text=True).stdout.split()
+    return [one for child in children for one in (int(child), *descendants(int(child)))]
 
 
 @dataclass
@@ -111,6 +128,8 @@ class Cloud:
             about = [function.function_name, call.method, str(folder), str(self.volume)]
             words = [sys.executable, str(CONTAINER), *about]
             (work := folder / "root" / "work").mkdir(parents=True, exist_ok=True)
+            (folder / "cache").mkdir()
+            (folder / "cache" / "kernels").symlink_to(cache_folder("kernels"))  # compiling them takes half a minute
             pipe = subprocess.PIPE
             call.process = subprocess.Popen(words, env=env, cwd=work, stdout=pipe, stderr=subprocess.STDOUT)
             assert call.process.stdout is not None
@@ -141,9 +160,7 @@ class Cloud:
     def close(self) -> None:
         for call in self.calls.values():
             call.cancelled = True
-            if call.process is not None and call.process.poll() is None:
-                call.process.kill()
-                call.process.wait()
+            call.kill()
 
 
 Answer = Callable[[Cloud, Any], Any]
@@ -295,8 +312,7 @@ async def _outputs(cloud: Cloud, asked: Any) -> Any:
 def _cancel(cloud: Cloud, asked: Any) -> Any:
     call = cloud.calls[asked.function_call_id]
     call.cancelled = True
-    if call.process is not None:
-        call.process.kill()
+    call.kill()
 
 
 def _batch(cloud: Cloud, **more: Any) -> Any:

@@ -140,7 +140,7 @@ class Used:
     here: Path
     env: dict[str, str]
 
-    def birl(self, *words: str, code: int = 0, timeout: float = 60.0) -> str:
+    def birl(self, *words: str, code: int = 0, timeout: float = 120.0) -> str:
         command = [sys.executable, "-m", "birl", *words]
         done = subprocess.run(command, cwd=self.here, env=self.env, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == code, done.stdout + done.stderr
@@ -161,7 +161,7 @@ class Used:
 
         self.notes[serialize(key)] = serialize(value)
 
-    def until(self, done: Any, seconds: float = 60.0) -> None:
+    def until(self, done: Any, seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < end, "".join(self.cloud.logs[-30:])
@@ -180,7 +180,7 @@ def using(tmp_path: Path, here: Path, **about: Any) -> Iterator[Used]:
 
 
 @needs_modal
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_run_in_the_cloud(here: Path, tiny: Path, tmp_path: Path) -> None:
     """From the first command to its end: a whole training in a container, from what was uploaded alone."""
     with using(tmp_path, here) as used:
@@ -189,7 +189,7 @@ def test_a_run_in_the_cloud(here: Path, tiny: Path, tmp_path: Path) -> None:
         said = used.birl("launch", "modal", "rl", *words, *SMALL, *QUIET, *keys)
         assert "was handed to modal as ap-" in said
         (call,) = used.cloud.calls.values()
-        used.until(lambda: call.result is not None, 120)
+        used.until(lambda: call.result is not None)
         assert used.cloud.function_of(call) == "Learner.*" and call.starts == 1, used.cloud.logs
         run = used.cloud.volume / "runs" / "demo"
         assert json.loads((run / "summary.json").read_text())["finished"] is True
@@ -236,35 +236,35 @@ def test_what_the_cloud_is_asked_for(here: Path, tmp_path: Path) -> None:
 
 
 @needs_modal
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_learner_that_was_lost_goes_on_from_its_checkpoint(here: Path, tiny: Path, tmp_path: Path) -> None:
     with using(tmp_path, here) as used:
         words = ["data.train=my.jsonl", "steps=500", "reward=length", f"model.path={tiny}", "run=runs/demo"]
         used.birl("launch", "modal", "rl", *words, "checkpoint.every=1", *SMALL, *QUIET, "launch.gpus=0")
         (call,) = used.cloud.calls.values()
         saved = used.cloud.volume / "runs" / "demo" / "checkpoints"
-        used.until(lambda: list(saved.glob("step-0*")))
-        call.process.kill()  # the machine is gone, and everything that ran there
+        used.until(lambda: list(saved.glob("step-*[0-9]")))
+        call.kill()  # the machine is gone, and everything that ran there
         used.until(lambda: any("Resumed from runs/demo/checkpoints" in line for line in used.cloud.logs))
         assert call.starts == 2
         used.birl("stop", "runs/demo")
         assert used.note("learner")["state"] == "stopped" and call.starts == 2
         steps = [json.loads(x)["step"] for x in (saved.parent / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, len(steps) + 1))
-        newest = max(int(folder.name.removeprefix("step-")) for folder in saved.glob("step-0*"))
+        newest = max(int(folder.name.removeprefix("step-")) for folder in saved.glob("step-*[0-9]"))
         assert newest == steps[-1] < 500  # it was stopped, and saved before
 
 
 @needs_modal
 @pytest.mark.skipif(importlib.util.find_spec("birl.launch.engine") is None, reason="birl.launch.engine is not there")
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_engines_of_their_own(here: Path, tiny: Path, tmp_path: Path) -> None:
     with using(tmp_path, here) as used:
         words = ["data.train=my.jsonl", "steps=1", "reward=length", f"model.path={tiny}", "engine.kind=birl"]
         used.birl("launch", "modal", "rl", *words, *SMALL, *QUIET, "run=runs/demo", "launch.gpus=0")
-        used.until(lambda: len(used.cloud.calls) == 2, 60)
+        used.until(lambda: len(used.cloud.calls) == 2)
         learner, engine = used.cloud.calls.values()
-        used.until(lambda: learner.result is not None and engine.result is not None, 150)
+        used.until(lambda: learner.result is not None and engine.result is not None)
         assert used.cloud.function_of(engine) == "Engine.*"
         summary = json.loads((used.cloud.volume / "runs" / "demo" / "summary.json").read_text())
         assert summary["finished"] is True, used.cloud.logs
@@ -273,7 +273,7 @@ def test_engines_of_their_own(here: Path, tiny: Path, tmp_path: Path) -> None:
 
 
 @needs_modal
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_rewards_on_this_machine_for_a_run_in_the_cloud(here: Path, tiny: Path, tmp_path: Path) -> None:
     program = here / "program.py"
     program.write_text(
