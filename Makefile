@@ -29,7 +29,7 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-browser demo test lint format bench-setup bench check-peers check-engines chaos clean
+.PHONY: help setup setup-dev setup-browser setup-modal demo test lint format bench-setup bench check-peers check-engines chaos clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -37,6 +37,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"
+	@echo "make setup-modal  install Modal's client into .venv, for birl launch modal and sandbox.kind=modal"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -74,6 +75,9 @@ setup-browser: .venv-browser/setup.done
 	@test -x .venv-browser/bin/python || $(PYTHON) -m venv .venv-browser
 	@.venv-browser/bin/python $(PIP) --no-deps -r birl/envs/browser/requirements.txt
 	@touch $@
+
+setup-modal: setup
+	@$(BIN)/python $(INSTALL) -e ".[modal]"
 
 demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)

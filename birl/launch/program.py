@@ -40,16 +40,16 @@ class Program:
         handle.save()
         return handle
 
-    def train(self, say: Callable[[str], object] = sys.stdout.write) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         """Submit, show what the learner prints, return its summary. Ctrl-C leaves the job running. Raises `BirlError`
         where a part of it failed."""
         place, handle = launcher(self.where), self.submit()
         try:
             with answering(place, handle, self.here or {}):
                 for line in place.logs(handle, "learner", True):
-                    say(line if line.endswith("\n") else line + "\n")
+                    print(line.removesuffix("\n"), flush=True)
         except KeyboardInterrupt:
-            say(f"\n{handle.name} goes on without this program. `birl status {handle.run}`, `birl stop {handle.run}`\n")
+            print(f"\n{handle.name} goes on without this program. `birl status {handle.run}`, `birl stop {handle.run}`")
             raise
         failed = [line for line in place.status(handle) if line.state == "failed"]
         if failed:

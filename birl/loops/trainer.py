@@ -140,6 +140,7 @@ class Trainer:
             "run": output_dir,
             **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
             **{f"algorithm.{name}": value for name, value in LOSS_TYPES[loss_type].items()},
+            **({"reward.timeout": 300.0} if sandboxed else {}),  # a call runs the tests of a whole group
             **({"sandbox.kind": "modal"} if sandboxed and launcher == "modal" else {}),
             **engine_keys(num_rollout_workers, weight_sync_method),
         }

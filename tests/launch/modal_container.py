@@ -23,6 +23,7 @@ def forward(port: int) -> Iterator[Any]:
 
 def main(name: str, method: str, folder: str, volume: str) -> None:
     modal_app.modal.forward = forward
+    modal_app.ROOT = volume
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     args, options = deserialize((Path(folder) / "args").read_bytes(), None)
     for word in args:
