@@ -83,7 +83,8 @@ class Learner:
         """`birl COMMAND ...` until it is done; `engine`: the command of each engine. Returns the exit code."""
 
         def spawn(number: int) -> None:
-            Engine().run.spawn(engine, work, number)
+            kind = modal.Cls.from_name(SETTINGS.app, "Engine", environment_name=SETTINGS.environment or None)
+            kind().run.spawn(engine, work, number)
 
         asked = Work(command=command, **work)
         return modal_learner.learn(asked, notes(), spawn=spawn, commit=volume.commit)

@@ -220,15 +220,33 @@ def _function(cloud: Cloud, asked: Any) -> Any:
     number = cloud.id("fu", function.function_name)
     cloud.functions[number] = function
     about = _handle(cloud, function.function_name, list(function.method_definitions))
-    ranked = api_pb2.FunctionData.RankedFunction(rank=0, function=function)
-    data = api_pb2.FunctionData(function_name=function.function_name, ranked_functions=[ranked])
     return api_pb2.FunctionCreateResponse(
-        function_id=number, function=function, function_data=data, handle_metadata=about
+        function_id=number, function=function, function_data=_data(function), handle_metadata=about
+    )
+
+
+def _data(function: Any) -> Any:
+    ranked = api_pb2.FunctionData.RankedFunction(rank=0, function=function)
+    return api_pb2.FunctionData(function_name=function.function_name, ranked_functions=[ranked])
+
+
+def _function_get(cloud: Cloud, asked: Any) -> Any:
+    """By name, of the app that is deployed."""
+    number = cloud.ids.get(("fu", asked.object_tag), "")
+    if ("ap", asked.app_name) not in cloud.ids or number not in cloud.functions:
+        raise GRPCError(Status.NOT_FOUND, f"no {asked.object_tag} in {asked.app_name}")
+    about = _handle(cloud, asked.object_tag, list(cloud.functions[number].method_definitions))
+    return api_pb2.FunctionGetResponse(
+        function_id=number, function=_data(cloud.functions[number]), handle_metadata=about
     )
 
 
 def _class(cloud: Cloud, asked: Any) -> Any:
     return api_pb2.ClassCreateResponse(class_id=cloud.id("cs"), handle_metadata=api_pb2.ClassHandleMetadata())
+
+
+def _class_get(cloud: Cloud, asked: Any) -> Any:
+    return api_pb2.ClassGetResponse(class_id=cloud.id("cs"), handle_metadata=api_pb2.ClassHandleMetadata())
 
 
 def _image(cloud: Cloud, asked: Any) -> Any:
@@ -366,7 +384,9 @@ ANSWERS: dict[str, Answer] = {
     "AppGetLogs": _stream,
     "FunctionPrecreate": _precreate,
     "FunctionCreate": _function,
+    "FunctionGet": _function_get,
     "ClassCreate": _class,
+    "ClassGet": _class_get,
     "ImageGetOrCreate": _image,
     "ImageJoinStreaming": _joined,
     "MountBatchedCheckExistence": _missing,
