@@ -5,7 +5,6 @@ nobody asks anything ends by itself, so that no GPU is paid for after a learner 
 import os
 import re
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.request
@@ -93,27 +92,27 @@ def serve(
     is over or nobody asks any more. Raises `Ended` where it ended by itself, and `BirlError`."""
     if not os.environ.get("BIRL_TOKEN"):
         raise BirlError("an engine is reached over the network, so it needs the environment variable BIRL_TOKEN")
-    with tempfile.TemporaryDirectory() as cache:  # names of its own: no other server is taken for this one
-        os.environ["BIRL_CACHE"] = cache
-        log = Path(work.place) / "launch" / f"engine-{number}.log"
-        child = Streamed(f"engine {number}", work.command, log, {"BIRL_HOST": "0.0.0.0"})
-        try:
-            address = registered(child, work.engines, start)
-            port = urlsplit(address).port
-            assert port is not None
-            with forward(port) as tunnel:
-                return beats(child, number, notes, tunnel.url, f"http://127.0.0.1:{port}", work, beat)
-        finally:
-            code = child.end(30.0)
-            notes.put(f"engine/{number}", {"state": "stopped", "detail": f"exit code {code}", "time": time.time()})
+    began = time.time()
+    log = Path(work.place) / "launch" / f"engine-{number}.log"
+    child = Streamed(f"engine {number}", work.command, log, {"BIRL_HOST": "0.0.0.0"})
+    try:
+        address = registered(child, work.engines, began, start)
+        port = urlsplit(address).port
+        assert port is not None
+        with forward(port) as tunnel:
+            return beats(child, number, notes, tunnel.url, f"http://127.0.0.1:{port}", work, beat)
+    finally:
+        code = child.end(30.0)
+        notes.put(f"engine/{number}", {"state": "stopped", "detail": f"exit code {code}", "time": time.time()})
 
 
-def registered(child: Streamed, name: str, patience: float) -> str:
-    """The address of the server, as soon as it has its name. Raises `Ended`, `BirlError`."""
+def registered(child: Streamed, name: str, began: float, patience: float) -> str:
+    """The address of the server, as soon as it has its name; one from before, which was killed in the same container,
+    may still have it. Raises `Ended`, `BirlError`."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        if found := names.find(name):
-            return found[0]
+        if found := [entry.address for entry in names.entries(name) if entry.since >= began]:
+            return found[-1]
         if child.process.poll() is not None:
             raise Ended(f"the engine ended with exit code {child.process.returncode} before it was ready")
         time.sleep(0.1)

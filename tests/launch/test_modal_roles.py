@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from birl.cache import cache_folder
 from birl.errors import BirlError
 from birl.launch import modal_checks
 from birl.launch.modal_engines import Directory, serve
@@ -55,6 +56,8 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(cache_folder("kernels"))  # compiling them takes half a minute
     monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("BIRL_TOKEN", secrets.token_hex(8))
     return Job(tmp_path)
@@ -164,16 +167,22 @@ def test_an_engine_that_nobody_asks_ends(job: Job, tiny: Path) -> None:
     assert "birl serve: " in (job.folder / "launch" / "engine-0.log").read_text()
 
 
-def test_an_engine_that_is_killed_is_started_again_by_modal(job: Job, tiny: Path) -> None:
+def test_an_engine_that_is_killed_is_started_again_by_modal(job: Job) -> None:
     def kill() -> None:
         while "engine/0" not in job.notes:
             time.sleep(0.05)
         mine = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "birl serve"], capture_output=True, text=True)
         os.kill(int(mine.stdout.split()[0]), signal.SIGKILL)
 
+    program = (
+        "import os, time\nfrom birl.serve import names\n"
+        "names.register('birl-launch/demo', 'http://127.0.0.1:9', os.getpid(), 'x')\n"
+        "print('birl serve')\ntime.sleep(60)"
+    )
+    work = Work(command=(sys.executable, "-c", program), run="", place=str(job.folder), engines="birl-launch/demo")
     threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(Ended, match="exit code -9"):
-        serve(engine(tiny, job.folder), 0, job.notes, forward=forward, beat=0.2)
+        serve(work, 0, job.notes, forward=forward, beat=0.2)
 
 
 def test_an_engine_without_a_token_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch, tiny: Path) -> None:
@@ -210,7 +219,7 @@ def test_an_engine_is_tried(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None
     found = modal_checks.rollout(str(tiny), "What is 3 + 4?", 5, ("threads=1", "engine.kv_cache_gb=0.05"))
     assert 1 <= found["tokens"] <= 5 and isinstance(found["text"], str)
     with pytest.raises(BirlError, match="no engine started"):
-        modal_checks.rollout(str(tiny / "nowhere"), "x", 5)
+        modal_checks.rollout(str(tiny), "x", 5, ("nonsense=1",))
 
 
 def test_a_reward_is_tried() -> None:
