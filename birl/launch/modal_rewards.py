@@ -1,0 +1,92 @@
+"""Reward functions on the machine of whoever started the job, while everything else is in Modal's cloud.
+
+There, `birl.launch.modal_rewards:NAME` is a reward function like any other: it puts the answers into a queue and waits
+for their rewards. Here, `answer` takes them out, asks the Python function of that name, and puts the rewards back. Both
+write JSON text, so nothing that a model wrote is ever run.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from queue import Empty
+from typing import Any
+
+from birl.launch.modal_settings import settings
+
+ASKED = "asked"  # the partition with questions; each answer has one of its own
+WAIT = 3600.0  # s; the learner's own reward.timeout is what ends a question
+KEEP = 3600  # s that an answer nobody takes is kept
+LOOK = 2.0  # s between two looks at whether the job is over
+
+
+def __getattr__(name: str) -> Callable[..., list[Any]]:
+    """Any name is a function: which there are is known to the other machine alone."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+
+    def ask(completions: list[str], prompts: list[Any], **columns: Any) -> list[Any]:
+        queue = queue_of(settings().app, settings().environment)
+        number = f"{os.getpid()}-{secrets.token_hex(8)}"
+        question = {"id": number, "name": name, "completions": completions, "prompts": prompts, "columns": columns}
+        queue.put(json.dumps(question), partition=ASKED)
+        found = json.loads(queue.get(partition=number, timeout=WAIT))
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found["values"]
+
+    ask.__name__ = name
+    return ask
+
+
+def queue_of(app: str, environment: str = "") -> Any:
+    modal: Any = import_module("modal")
+    return modal.Queue.from_name(f"{app}-rewards", environment_name=environment or None, create_if_missing=True)
+
+
+def answer(queue: Any, functions: Mapping[str, Callable[..., Any]], over: Callable[[], bool]) -> int:
+    """Questions from `queue` until `over()`. Returns how many were answered."""
+    return asyncio.run(_answer(queue, functions, over))
+
+
+async def _answer(queue: Any, functions: Mapping[str, Callable[..., Any]], over: Callable[[], bool]) -> int:
+    from birl.rewards.score import Rewards
+
+    rewards = {name: Rewards([function], timeout=WAIT) for name, function in functions.items()}
+    open_ones: set[asyncio.Task[None]] = set()
+    answered = 0
+    try:
+        while not over():
+            try:
+                question = json.loads(await queue.get.aio(partition=ASKED, timeout=LOOK))
+            except Empty:
+                continue
+            except Exception as error:  # the network; the cloud goes on waiting
+                print(f"birl: no questions about rewards can be heard now: {error}", flush=True)
+                await asyncio.sleep(LOOK)
+                continue
+            answered += 1
+            open_ones.add(task := asyncio.create_task(_one(queue, rewards, question)))
+            task.add_done_callback(open_ones.discard)
+        await asyncio.gather(*open_ones)
+        return answered
+    finally:
+        for one in rewards.values():
+            await one.close()
+
+
+async def _one(queue: Any, rewards: Mapping[str, Any], question: dict[str, Any]) -> None:
+    columns = dict(question["columns"])
+    n = len(question["completions"])
+    gold = columns.pop("gold", None) or [None] * n
+    try:
+        asked = rewards[question["name"]]
+        scores = await asked.score(question["prompts"], question["completions"], columns, gold)
+        # a completion without a value is None there too: an error of its own, and never a 0
+        values = [score.value if score.outcome.value == "ok" else None for score in scores]
+        found: dict[str, Any] = {"values": values}
+    except Exception as error:  # whatever the user's function raises, or a name that is not here
+        found = {"error": f"{type(error).__name__}: {error}"}
+    await queue.put.aio(json.dumps(found), partition=question["id"], partition_ttl=KEEP)
