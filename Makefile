@@ -29,7 +29,7 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-browser demo test lint format bench-setup bench check-peers check-engines chaos clean
+.PHONY: help setup setup-dev setup-browser setup-cloud setup-skypilot demo test lint format bench-setup bench check-peers check-engines chaos clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -37,6 +37,8 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"
+	@echo "make setup-cloud  install Ray, aws and moto into .venv-cloud, for the tests of birl launch aws"
+	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -73,6 +75,21 @@ setup-browser: .venv-browser/setup.done
 	@echo "Installing BrowserGym into .venv-browser (once)"
 	@test -x .venv-browser/bin/python || $(PYTHON) -m venv .venv-browser
 	@.venv-browser/bin/python $(PIP) --no-deps -r birl/envs/browser/requirements.txt
+	@touch $@
+
+setup-cloud: .venv-cloud/setup.done
+setup-skypilot: .venv-skypilot/setup.done
+
+.venv-cloud/setup.done:
+	@echo "Installing Ray, aws and moto into .venv-cloud (once)"
+	@test -x .venv-cloud/bin/python || $(PYTHON) -m venv .venv-cloud
+	@.venv-cloud/bin/python $(PIP) "ray[default]==2.60.0" boto3 awscli "moto[server]==5.2.5"
+	@touch $@
+
+.venv-skypilot/setup.done:
+	@echo "Installing SkyPilot into .venv-skypilot (once)"
+	@test -x .venv-skypilot/bin/python || $(PYTHON) -m venv .venv-skypilot
+	@.venv-skypilot/bin/python $(PIP) "skypilot==0.14.1"
 	@touch $@
 
 demo: setup
@@ -133,5 +150,5 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-cloud .venv-skypilot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,9 @@ FILE = "launch.json"
 #: modules of birl.launch, and what they start a job on
 WHERE = {
     "local": "processes of this machine, supervised",
+    "aws": "machines of its own in AWS, as a Ray cluster",
+    "kubernetes": "a RayJob of KubeRay",
+    "skypilot": "machines of whichever cloud has them, by SkyPilot",
 }
 
 
