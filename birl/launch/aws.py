@@ -47,7 +47,7 @@ class Keys(elsewhere.Keys):
     user: str = "ubuntu"
     """Who logs in to this AMI."""
     efs: str = ""
-    """File system that all machines share, such as fs-0123456789abcdef0; a learner on several machines needs one."""
+    """File system that all machines share, such as fs-01ab; a learner on several machines and vLLM need one."""
     package: str = ""
     """What pip installs as birl: a requirement, or a wheel of this machine. Empty: this version."""
     keep: bool = False
@@ -69,7 +69,7 @@ def access(job: Job, keys: Keys) -> Access:
         raise BirlError(f"launch.efs={keys.efs}: must be the id of a file system, as in fs-0123456789abcdef0.")
     if not re.fullmatch(r"[a-z_][a-z0-9_-]*", keys.user):
         raise BirlError(f"launch.user={keys.user}: must be a name that logs in, as in launch.user=ubuntu.")
-    elsewhere.ranks_share(job, keys, keys.efs, "launch.efs=fs-...")
+    elsewhere.one_folder(job, keys, keys.efs, "launch.efs=fs-...")
     return Access(
         name=elsewhere.named(job.name),
         region=keys.region,
@@ -94,7 +94,8 @@ def network(text: str) -> str:
 
 
 def stored(job: Job, keys: Keys) -> Job:
-    """With checkpoints in the bucket, unless the configuration names a place for them: disks go with the machines."""
+    """With checkpoints in the bucket, unless the configuration names a place for them: disks go with the machines.
+    This is for there; here s3fs may be missing."""
     config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
     if config.checkpoint.store:
         return job
@@ -107,7 +108,6 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
         from birl import __version__
 
         keys = replace(keys, package=f"birl=={__version__}")
-    job = stored(job, keys)
     return {
         "cluster.yaml": elsewhere.yaml_text(aws_cluster.cluster(job, keys, own, launch)),
         **aws_access.files(own),
@@ -120,7 +120,7 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
 def start(job: Job, keys: Keys, own: Access) -> str:
     """Runs on the head. The job is detached: the connection may break."""
     lines = ["#!/bin/sh", "# On the head, in the folder of the job.", "set -eu", *aws_access.fetch(own)]
-    return elsewhere.block([*lines, *elsewhere.steps(job, keys, keys.nodes + 1)])
+    return elsewhere.block([*lines, *elsewhere.steps(stored(job, keys), keys, keys.nodes + 1)])
 
 
 def commands(job: Job, keys: Keys, own: Access) -> str:

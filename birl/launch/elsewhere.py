@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from birl.config.load import load_with_choices
+from birl.config.rules_engine import weights_method
+from birl.config.schema import RL
 from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch.job import COMMANDS, Job
@@ -110,13 +112,21 @@ def follow(job: Job) -> list[str]:
     return [f"birl logs {run} --follow", f"birl status {run}"]
 
 
-def ranks_share(job: Job, keys: Keys, shared: object, key: str) -> None:
-    """Raises `BirlError` where ranks may be on several machines that have no folder in common: a checkpoint is written
-    by all of them."""
-    if job.learner.count > 1 and keys.nodes > 1 and not shared:
+def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
+    """Raises `BirlError` where processes on several machines would need a folder in common, and `shared` is none."""
+    if keys.nodes < 2 or shared:
+        return
+    if job.learner.count > 1:
         raise BirlError(
             f"launch.nodes={keys.nodes}: the {job.learner.count} ranks of the learner write one checkpoint together, "
             f"so the machines need a folder that all of them see: {key}."
+        )
+    config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
+    if job.engine and isinstance(config, RL) and (method := weights_method(config)) not in ("direct", "nccl"):
+        fix = f"weights.method=direct, or {key}" if config.engine.kind == "birl" else key
+        raise BirlError(
+            f"launch.nodes={keys.nodes}: with weights.method={method} engines read new weights from a folder that the "
+            f"learner's machine has too. Set {fix}."
         )
 
 

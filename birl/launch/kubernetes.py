@@ -74,7 +74,7 @@ def check(job: Job, keys: Keys) -> None:
         value = getattr(keys, key)
         if value and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", value):
             raise BirlError(f"launch.{key}={value}: must be a name of Kubernetes: small letters, digits, - and dots.")
-    elsewhere.ranks_share(job, keys, keys.claim, "launch.claim=NAME, of a claim with ReadWriteMany")
+    elsewhere.one_folder(job, keys, keys.claim, "launch.claim=NAME, of a claim with ReadWriteMany")
 
 
 def carried(job: Job, keys: Keys, name: str) -> dict[str, Any]:

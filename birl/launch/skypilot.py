@@ -69,7 +69,7 @@ def check(job: Job, keys: Keys) -> None:
         raise BirlError(f"launch.bucket={keys.bucket}: must be a name of an S3 bucket, as in launch.bucket=my-runs.")
     if keys.bucket and len(job.run.parts) < 2:
         raise BirlError(f"run={job.run}: the bucket takes the place of its parent folder, as in run=runs/{job.run}.")
-    elsewhere.ranks_share(job, keys, keys.bucket, "launch.bucket=NAME")
+    elsewhere.one_folder(job, keys, keys.bucket, "launch.bucket=NAME")
 
 
 def task(job: Job, keys: Keys) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def body(job: Job, keys: Keys) -> list[str]:
         "  exit 0",
         "fi",
         f"ray start --head --port={PORT} --include-dashboard=false --disable-usage-stats --block &",
-        "trap 'kill $!' EXIT",
+        "ray=$!",
+        "trap 'kill $ray || true' EXIT",
         f"export RAY_ADDRESS=127.0.0.1:{PORT}",
         f"until ray health-check --address 127.0.0.1:{PORT}; do sleep 1; done",
         *elsewhere.steps(job, keys, keys.nodes),

@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, data: Any, status: int = 200) -> None:
         body = data if isinstance(data, bytes) else json.dumps(data).encode()
         self.send_response(status)
-        kind = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf" if data is SCHEMA else "application/json"
+        kind = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf" if data is SCHEMA else "application/json"
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
         self.end_headers()

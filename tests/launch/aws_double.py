@@ -40,13 +40,11 @@ def script(launch: Path, name: str) -> None:
         sys.exit(f"{name}: {done.stdout}{done.stderr}")
 
 
-def validated(config: dict[str, Any]) -> dict[str, Any]:
-    """As `ray up` reads it."""
-    from ray.autoscaler._private.util import prepare_config, validate_config
+def read(config: dict[str, Any]) -> dict[str, Any]:
+    """As `ray up` does: completed, validated, with subnets and keys of the account."""
+    from ray.autoscaler._private.commands import _bootstrap_config
 
-    config = prepare_config(config)
-    validate_config(config)
-    return config
+    return _bootstrap_config(config, no_config_cache=True)
 
 
 def refused(launch: Path) -> dict[str, bool]:
@@ -54,7 +52,7 @@ def refused(launch: Path) -> dict[str, bool]:
 
     def does(change: dict[str, Any]) -> bool:
         try:
-            validated({**yaml.safe_load((launch / "cluster.yaml").read_text()), **change})
+            read({**yaml.safe_load((launch / "cluster.yaml").read_text()), **change})
         except Exception:
             return True
         return False
@@ -69,10 +67,8 @@ def refused(launch: Path) -> dict[str, bool]:
 
 def machines(config: dict[str, Any], ec2: Any) -> dict[str, Any]:
     """Start one of each kind as Ray does, and look at it."""
-    from ray.autoscaler._private.aws.config import bootstrap_aws
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 
-    config = bootstrap_aws(config)
     provider = AWSNodeProvider(config["provider"], config["cluster_name"])
     found = {}
     for kind, node in config["available_node_types"].items():
@@ -119,7 +115,7 @@ def main() -> None:
             "secret": vault.get_secret_value(SecretId="birl/demo/HF_TOKEN")["SecretString"],
             "group": network(ec2),
             "refused": refused(launch),
-            "machines": machines(validated(yaml.safe_load((launch / "cluster.yaml").read_text())), ec2),
+            "machines": machines(read(yaml.safe_load((launch / "cluster.yaml").read_text())), ec2),
         }
         script(launch, "remove.sh")
         groups = ec2.describe_security_groups()["SecurityGroups"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-RECIPE = "data: {train: my.jsonl}\nengine: {kind: birl, count: 2}\n"
+RECIPE = "data: {train: my.jsonl}\nengine: {kind: birl, count: 2}\nweights: {method: direct}\n"
 ROW = '{"prompt": "What is 3 + 4?", "answer": "7"}\n'
 #: the keys that a place does not start without
 NEEDED = {

@@ -10,7 +10,7 @@ import pytest
 
 from birl.cli import main
 from birl.errors import BirlError
-from birl.launch import aws, command, job
+from birl.launch import aws, command, elsewhere, job
 from birl.launch.launcher import Handle
 from tests.launch import places
 
@@ -56,12 +56,13 @@ def test_the_machines_are_closed_encrypted_and_big(here: Path) -> None:
 
 def test_the_head_runs_the_same_job() -> None:
     words = places.head_words(rendered("launch.gpus=1", "launch.cpus=4")["start.sh"])
-    keys, given = command.keys_of(aws.elsewhere.Keys, [w for w in words if w != "launch.address=auto"])
+    assert "checkpoint.store=s3://my-runs/birl" in words and "launch.address=auto" in words
+    own = [word for word in words if not word.startswith(("checkpoint.store=", "launch.address="))]
+    keys, given = command.keys_of(elsewhere.Keys, own)
     found = job.derive(given[0], given[1:], keys)
     assert (found.name, found.run, [r.name for r in found.roles]) == ("demo", Path("runs/demo"), ["learner", "engine"])
     assert [(r.count, r.gpus, r.cpus) for r in found.roles] == [(1, 1, 4), (2, 1, 4)]
-    assert "checkpoint.store=s3://my-runs/birl" in words
-    kept = places.head_words(rendered("checkpoint.store=s3://other/place")["start.sh"])
+    kept = places.head_words(rendered("checkpoint.store=file:///mnt/x")["start.sh"])
     assert "checkpoint.store=s3://my-runs/birl" not in kept
 
 
@@ -99,8 +100,9 @@ def test_what_is_refused(word: str, said: str) -> None:
         rendered(word)
 
 
-def test_ranks_on_several_machines_need_a_folder_in_common() -> None:
-    words = ("launch.nodes=2", "parallel.fsdp=2")
+@pytest.mark.parametrize("word", ["parallel.fsdp=2", "weights.method=reload"])
+def test_several_machines_need_a_folder_in_common(word: str) -> None:
+    words = ("launch.nodes=2", word)
     with pytest.raises(BirlError, match=r"launch\.efs"):
         rendered(*words)
     (cluster,) = places.documents(rendered(*words, "launch.efs=fs-01ab")["cluster.yaml"])
