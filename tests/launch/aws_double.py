@@ -85,6 +85,51 @@ def machines(config: dict[str, Any], ec2: Any) -> dict[str, Any]:
     return found
 
 
+def allowed(launch: Path, region: str) -> dict[str, list[str]]:
+    """What somebody with each policy is let do, once the double looks at policies. It knows
+    actions, and resources of S3, but no conditions."""
+    import boto3
+    from botocore.exceptions import ClientError
+
+    iam, keys = boto3.client("iam"), {}
+    for kind in ("head", "worker"):
+        iam.create_user(UserName=kind)
+        iam.put_user_policy(UserName=kind, PolicyName="birl", PolicyDocument=(launch / f"{kind}.json").read_text())
+        key = iam.create_access_key(UserName=kind)["AccessKey"]
+        keys[kind] = {"aws_access_key_id": key["AccessKeyId"], "aws_secret_access_key": key["SecretAccessKey"]}
+    policing("0")
+    found = {}
+    for kind, key in keys.items():
+        names = ("s3", "ec2", "secretsmanager", "iam")
+        s3, ec2, vault, own = (boto3.client(name, region_name=region, **key) for name in names)
+        attempts = {
+            "write below": lambda s3=s3: s3.put_object(Bucket="my-runs", Key="birl/demo/x", Body=b"x"),
+            "read below": lambda s3=s3: s3.get_object(Bucket="my-runs", Key="birl/demo/x"),
+            "list below": lambda s3=s3: s3.list_objects_v2(Bucket="my-runs", Prefix="birl/demo/"),
+            "write elsewhere": lambda s3=s3: s3.put_object(Bucket="my-runs", Key="other/x", Body=b"x"),
+            "another bucket": lambda s3=s3: s3.create_bucket(Bucket="another"),
+            "open the bucket": lambda s3=s3: s3.delete_public_access_block(Bucket="my-runs"),
+            "machines": lambda ec2=ec2: ec2.describe_instances(),
+            "open the network": lambda ec2=ec2: ec2.create_security_group(GroupName="x", Description="x"),
+            "all secrets": lambda vault=vault: vault.list_secrets(),
+            "new roles": lambda own=own: own.create_role(RoleName="x", AssumeRolePolicyDocument="{}"),
+        }
+        found[kind] = []
+        for name, attempt in attempts.items():
+            with contextlib.suppress(ClientError):
+                attempt()
+                found[kind].append(name)
+    policing("inf")
+    return found
+
+
+def policing(after: str) -> None:
+    """Policies count from so many requests on."""
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset-auth"
+    asked = urllib.request.Request(url, after.encode(), {"content-type": "text/plain"}, method="POST")
+    urllib.request.urlopen(asked, timeout=10).read()
+
+
 def network(ec2: Any) -> dict[str, Any]:
     named = [{"Name": "group-name", "Values": ["birl-demo-group"]}]
     (group,) = ec2.describe_security_groups(Filters=named)["SecurityGroups"]
@@ -117,6 +162,7 @@ def main() -> None:
             "refused": refused(launch),
             "machines": machines(read(yaml.safe_load((launch / "cluster.yaml").read_text())), ec2),
         }
+        found["allowed"] = allowed(launch, region)
         script(launch, "remove.sh")
         groups = ec2.describe_security_groups()["SecurityGroups"]
         found["left"] = {

@@ -175,6 +175,8 @@ def test_the_double_of_aws(here: Path) -> None:
         for kind in ("head", "worker")
     }
     assert found["refused"] == {"unknown key": True, "wrong type": True, "bad head": True}
+    below = ["write below", "read below", "list below"]
+    assert found["allowed"] == {"worker": below, "head": [*below, "machines"]}
     assert found["left"] == {"roles": [], "groups": [], "profiles": [], "secrets": [], "buckets": ["my-runs"]}
     for path in here.rglob("*"):
         assert not path.is_file() or b"canary-7391" not in path.read_bytes(), path

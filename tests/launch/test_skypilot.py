@@ -1,8 +1,12 @@
 """The task of `birl launch skypilot`: as SkyPilot itself reads it where it is installed, and carried out by sh."""
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from birl.errors import BirlError
 from birl.launch import command, job, skypilot
 from tests.launch import places
 
+RAY = places.ROOT / ".venv-cloud" / "bin" / "ray"
 SKY = places.ROOT / ".venv-skypilot" / "bin" / "python"
 EVERYTHING = (
     *("launch.nodes=2", "launch.infra=aws/us-west-2", "launch.accelerators=A10G:1", "launch.spot=true"),
@@ -91,6 +96,45 @@ def test_what_each_machine_does(here: Path, rank: int) -> None:
     assert [words[0] for words in birl] == ["launch", "logs", "status"]
     assert birl[0][1:4] == ["ray", "rl", "recipe.yaml"] and "launch.env=[HF_TOKEN]" in birl[0]
     assert not any(words[:2] == ["ray", "stop"] for words in asked)  # it would end SkyPilot's own
+
+
+@pytest.mark.skipif(not RAY.exists(), reason="make setup-cloud installs Ray")
+@pytest.mark.timeout(240)
+def test_two_machines_become_a_cluster_and_end_with_the_job(here: Path) -> None:
+    """The task's script twice on this machine, with the real Ray: they find each other, the job runs once, all ends."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    text = task(*EVERYTHING, "launch.wait=100")["run"].replace(str(skypilot.PORT), port)
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as short:  # Ray's sockets have long names
+        machines = [machine(here, rank, text, short) for rank in (0, 1)]
+        try:
+            codes = [child.wait(110) for child in machines]
+        finally:
+            for child in machines:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+    said = [(here / f"{rank}.log").read_text() for rank in (0, 1)]
+    assert codes == [0, 0], said[0][-2000:]
+    assert [line.split()[:2] for line in said[0].splitlines() if line.startswith("birl ")] == [
+        ["birl", "launch"], ["birl", "logs"], ["birl", "status"],
+    ]  # fmt: skip
+    assert "birl launch" not in said[1]
+
+
+def machine(here: Path, rank: int, text: str, temporary: str) -> subprocess.Popen[bytes]:
+    bin = here / str(rank) / "birl-venv" / "bin"
+    bin.mkdir(parents=True)
+    (bin / "birl").write_text('#!/bin/sh\necho "birl $@"\n')
+    for name in ("python", "ray"):
+        (bin / name).write_text(f'#!/bin/sh\nexec {RAY.parent}/{name} "$@"\n')
+    for file in bin.iterdir():
+        file.chmod(0o755)
+    env = {"PATH": os.environ["PATH"], "HOME": str(here / str(rank)), "PYTHONPATH": str(places.ROOT)}
+    env |= {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "RAY_AUTH_TOKEN": "a" * 64}
+    env |= {"RAY_TMPDIR": temporary, "RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
+    with (here / f"{rank}.log").open("w") as log:
+        return subprocess.Popen(["bash", "-c", text], env=env, stdout=log, stderr=log, start_new_session=True)
 
 
 def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
