@@ -57,13 +57,13 @@ class Keys(elsewhere.Keys):
 def render(job: Job, keys: Keys) -> dict[str, str]:
     check(job, keys)
     name, launch = elsewhere.named(job.name), job.run / "launch"
-    manifest = "---\n".join(elsewhere.yaml_text(part) for part in (carried(job, keys, name), ray_job(job, keys, name)))
-    files = {"rayjob.yaml": manifest}
-    if job.env:
-        files["secret.sh"] = secret(job, keys, name)
+    files = elsewhere.sent(job, keys)
+    manifest = (carried(job, keys, name, files), ray_job(job, keys, name, files))
+    secrets = {"secret.sh": secret(job, keys, name)} if job.env else {}
     steps = [f"sh {launch}/secret.sh"] if job.env else []
     steps += [shlex.join(("kubectl", "apply", "-n", keys.namespace, "-f", str(launch / "rayjob.yaml")))]
-    return {**files, "commands": elsewhere.block(steps)}
+    text = "---\n".join(map(elsewhere.yaml_text, manifest))
+    return {"rayjob.yaml": text, **secrets, "commands": elsewhere.block(steps)}
 
 
 def check(job: Job, keys: Keys) -> None:
@@ -77,10 +77,10 @@ def check(job: Job, keys: Keys) -> None:
     elsewhere.one_folder(job, keys, keys.claim, "launch.claim=NAME, of a claim with ReadWriteMany")
 
 
-def carried(job: Job, keys: Keys, name: str) -> dict[str, Any]:
+def carried(job: Job, keys: Keys, name: str, files: list[str]) -> dict[str, Any]:
     """The files that go along, and what the head runs, as a ConfigMap. Raises `BirlError` where they are too large."""
     data = {"run.sh": elsewhere.block(["#!/bin/sh", "set -eu", f"cd {WORK}", *body(job, keys)])}
-    for number, path in enumerate(elsewhere.sent(job, keys)):
+    for number, path in enumerate(files):
         try:
             data[f"file-{number}"] = Path(path).read_text(encoding="utf-8")
         except (UnicodeDecodeError, IsADirectoryError):
@@ -102,7 +102,7 @@ def body(job: Job, keys: Keys) -> list[str]:
     return [*elsewhere.steps(job, keys, keys.nodes + 1), *elsewhere.follow(job)]
 
 
-def ray_job(job: Job, keys: Keys, name: str) -> dict[str, Any]:
+def ray_job(job: Job, keys: Keys, name: str, files: list[str]) -> dict[str, Any]:
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -118,7 +118,7 @@ def ray_job(job: Job, keys: Keys, name: str) -> dict[str, Any]:
                 "headGroupSpec": {
                     # the head only watches: no process of the job goes there
                     "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
-                    "template": {"spec": pod(job, keys, name, "head")},
+                    "template": {"spec": pod(job, keys, name, files, "head")},
                 },
                 "workerGroupSpecs": [
                     {
@@ -127,7 +127,7 @@ def ray_job(job: Job, keys: Keys, name: str) -> dict[str, Any]:
                         "minReplicas": keys.nodes,
                         "maxReplicas": keys.nodes,
                         "rayStartParams": {},
-                        "template": {"spec": pod(job, keys, name, "worker")},
+                        "template": {"spec": pod(job, keys, name, files, "worker")},
                     }
                 ],
             },
@@ -135,7 +135,7 @@ def ray_job(job: Job, keys: Keys, name: str) -> dict[str, Any]:
     }
 
 
-def pod(job: Job, keys: Keys, name: str, kind: str) -> dict[str, Any]:
+def pod(job: Job, keys: Keys, name: str, files: list[str], kind: str) -> dict[str, Any]:
     small = kind == "head"
     needs: dict[str, Any] = {"cpu": "2" if small else str(keys.node_cpus)}
     needs["memory"] = "8Gi" if small else f"{round(keys.node_memory_gb * 1024)}Mi"
@@ -144,7 +144,7 @@ def pod(job: Job, keys: Keys, name: str, kind: str) -> dict[str, Any]:
     secret = keys.secret or f"{name}-env"
     # the head hands them on through memory
     given = [{"name": n, "valueFrom": {"secretKeyRef": {"name": secret, "key": n}}} for n in job.env] if small else []
-    mounts, volumes = storage(job, keys, name)
+    mounts, volumes = storage(job, keys, name, files)
     return {
         **({"serviceAccountName": keys.account} if keys.account else {}),
         "restartPolicy": "Never",
@@ -171,14 +171,14 @@ def gpus_of_one(job: Job, keys: Keys) -> int:
     return -(-int(sum(role.gpus * role.count for role in job.roles)) // keys.nodes)
 
 
-def storage(job: Job, keys: Keys, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def storage(job: Job, keys: Keys, name: str, files: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Mounts and volumes: the working folder, the files below it, the run folder, shared memory."""
     mounts: list[dict[str, Any]] = [
         {"name": "work", "mountPath": WORK},
         {"name": "files", "mountPath": "/birl/run.sh", "subPath": "run.sh", "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    for number, path in enumerate(elsewhere.sent(job, keys)):
+    for number, path in enumerate(files):
         mounts.append({"name": "files", "mountPath": f"{WORK}/{path}", "subPath": f"file-{number}", "readOnly": True})
     volumes: list[dict[str, Any]] = [
         {"name": "work", "emptyDir": {}},
