@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError
@@ -55,7 +55,7 @@ def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: 
     return done.stdout or ""
 
 
-def lines(words: Sequence[str]) -> Iterator[str]:
+def lines(words: Sequence[str]) -> Generator[str, None, None]:
     """What it prints, line by line, until it ends; it ends when nobody reads any more."""
     try:
         process = subprocess.Popen(

@@ -3,13 +3,15 @@ in time. For the head of a cluster whose machines come one by one."""
 
 import sys
 import time
+from importlib import import_module
+from typing import Any
 
 LOOK = 2.0  # seconds between two looks
 
 
 def wait(count: int, seconds: float) -> int:
     """How many there are; fewer than `count` after so long."""
-    import ray
+    ray: Any = import_module("ray")
 
     until = time.monotonic() + seconds
     ray.init(address="auto", log_to_driver=False, logging_level="error")

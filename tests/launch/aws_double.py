@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """In an environment with Ray, boto3, aws and moto: `python aws_double.py FOLDER` carries out the files of a job against
 a double of AWS, and prints as JSON what it found there."""
 

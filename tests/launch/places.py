@@ -5,7 +5,7 @@ import shlex
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -63,14 +63,14 @@ for words, answer in answers.items():
 """
 
 
-def stand_ins(place: Path, names: Sequence[str], answers: dict[str, str | int] | None = None) -> Path:
+def stand_ins(place: Path, names: Sequence[str], answers: Mapping[str, str | int] | None = None) -> Path:
     """Programs in `place`/bin that append their words to the file that is returned, and print the first of `answers`
     whose key is among their words (a number: their exit code)."""
     log = place / "asked.jsonl"
     (place / "bin").mkdir(exist_ok=True)
     for name in names:
         file = place / "bin" / name
-        file.write_text(STAND_IN.format(python=sys.executable, log=str(log), answers=answers or {}))
+        file.write_text(STAND_IN.format(python=sys.executable, log=str(log), answers=dict(answers or {})))
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return log
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,18 @@ def processes() -> Iterator[set[str]]:
     yield found
     over.set()
     thread.join()
+
+
+def test_the_watch_finds(processes: set[str]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)", CANARIES["HF_TOKEN"]])
+    try:
+        until = time.monotonic() + 20
+        while not processes and time.monotonic() < until:
+            time.sleep(0.1)
+        assert any(CANARIES["HF_TOKEN"] in words for words in processes)
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.mark.timeout(240)
