@@ -32,6 +32,7 @@ BENCHMARKS := grpo_step rollout
 .PHONY: help setup setup-dev setup-browser setup-slurm demo test lint format bench-setup bench check-peers check-engines chaos clean
 .PHONY: help setup setup-dev setup-browser setup-ray drill-ray demo test lint format bench-setup bench check-peers check-engines chaos clean
 .PHONY: help setup setup-dev setup-browser setup-modal demo test lint format bench-setup bench check-peers check-engines chaos clean
+.PHONY: help setup setup-dev setup-browser setup-cloud setup-skypilot demo test lint format bench-setup bench check-peers check-engines chaos clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -43,6 +44,8 @@ help:
 	@echo "make setup-ray  install Ray into .venv-ray, for birl launch ray and env=ray"
 	@echo "make drill-ray  lose nodes and kill processes of jobs on a Ray cluster, for some minutes"
 	@echo "make setup-modal  install Modal's client into .venv, for birl launch modal and sandbox.kind=modal"
+	@echo "make setup-cloud  install Ray, aws and moto into .venv-cloud, for the tests of birl launch aws"
+	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -99,6 +102,20 @@ drill-ray: setup-dev setup-ray
 	@BIRL_DRILL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/launch/test_ray.py
 setup-modal: setup
 	@$(BIN)/python $(INSTALL) -e ".[modal]"
+setup-cloud: .venv-cloud/setup.done
+setup-skypilot: .venv-skypilot/setup.done
+
+.venv-cloud/setup.done:
+	@echo "Installing Ray, aws and moto into .venv-cloud (once)"
+	@test -x .venv-cloud/bin/python || $(PYTHON) -m venv .venv-cloud
+	@.venv-cloud/bin/python $(PIP) "ray[default]==2.60.0" boto3 awscli "moto[server]==5.2.5"
+	@touch $@
+
+.venv-skypilot/setup.done:
+	@echo "Installing SkyPilot into .venv-skypilot (once)"
+	@test -x .venv-skypilot/bin/python || $(PYTHON) -m venv .venv-skypilot
+	@.venv-skypilot/bin/python $(PIP) "skypilot==0.14.1"
+	@touch $@
 
 demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)
@@ -159,4 +176,5 @@ chaos: setup-dev
 
 clean:
 	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-cloud .venv-skypilot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,9 @@ WHERE = {
     "slurm": "one batch job of a Slurm cluster",
     "ray": "actors of a Ray cluster, supervised; nodes may come and go",
     "modal": "containers of Modal's cloud, paid by the second",
+    "aws": "machines of its own in AWS, as a Ray cluster",
+    "kubernetes": "a RayJob of KubeRay",
+    "skypilot": "machines of whichever cloud has them, by SkyPilot",
 }
 
 

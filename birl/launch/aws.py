@@ -1,0 +1,207 @@
+"""A Ray cluster of its own in AWS for a job: a head and `launch.nodes` workers, checkpoints in a bucket.
+
+    birl launch aws rl recipe.yaml launch.bucket=my-runs launch.ssh_from=203.0.113.7/32 --dry-run
+
+`aws_access.py` has roles, bucket, network and secrets, `aws_cluster.py` the machines. The programs aws and ray talk to
+AWS, with the user's own credentials, which birl never reads.
+"""
+
+import ipaddress
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from birl.config.load import load_with_choices
+from birl.errors import BirlError
+from birl.launch import aws_access, aws_cluster, elsewhere, external
+from birl.launch.aws_access import Access
+from birl.launch.job import COMMANDS, Job
+from birl.launch.launcher import Handle, Status
+
+PROGRAMS = {"aws": "pip install awscli", "ray": "pip install 'ray[default]' boto3"}
+UP = 3600.0  # s: machines, then the installation of PyTorch
+
+
+@dataclass(kw_only=True)
+class Keys(elsewhere.Keys):
+    bucket: str = ""
+    """S3 bucket for checkpoints and what the run writes; made where it is not there. Needed."""
+    prefix: str = "birl"
+    """Everything in the bucket is below this, and the machines may touch nothing else in it."""
+    ssh_from: str = ""
+    """The network that may connect to the machines, such as 203.0.113.7/32 for one address. Needed."""
+    region: str = "us-west-2"
+    """Of AWS."""
+    instance: str = "g5.2xlarge"
+    """Kind of the workers, on which all processes of the job run."""
+    head: str = "m6i.large"
+    """Kind of the head, which only watches."""
+    spot: bool = True
+    """Spot machines as workers: cheaper, and taken away at times; the job goes on from its newest checkpoint."""
+    disk_gb: int = 500
+    """Disk of each machine [GB]."""
+    image: str = ""
+    """AMI with an NVIDIA driver, the aws program and Python. Empty: the one that Ray knows for the region."""
+    user: str = "ubuntu"
+    """Who logs in to this AMI."""
+    efs: str = ""
+    """File system that all machines share, such as fs-01ab; a learner on several machines and vLLM need one."""
+    package: str = ""
+    """What pip installs as birl: a requirement, or a wheel of this machine. Empty: this version."""
+    keep: bool = False
+    """birl stop leaves the machines running."""
+
+
+def access(job: Job, keys: Keys) -> Access:
+    """Raises `BirlError` for keys that AWS would refuse, or that would let everybody in."""
+    elsewhere.check(job, keys)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", keys.bucket):
+        raise BirlError(
+            f"launch.bucket={keys.bucket}: name the S3 bucket for checkpoints, as in launch.bucket=my-runs."
+        )
+    if not re.fullmatch(r"[\w-]+(/[\w-]+)*", keys.prefix):
+        raise BirlError(f"launch.prefix={keys.prefix}: must be a part of a path, as in launch.prefix=birl.")
+    if not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", keys.region):
+        raise BirlError(f"launch.region={keys.region}: must be a region of AWS, as in launch.region=us-west-2.")
+    if not re.fullmatch(r"|fs-[0-9a-f]+", keys.efs):
+        raise BirlError(f"launch.efs={keys.efs}: must be the id of a file system, as in fs-0123456789abcdef0.")
+    if not re.fullmatch(r"[a-z_][a-z0-9_-]*", keys.user):
+        raise BirlError(f"launch.user={keys.user}: must be a name that logs in, as in launch.user=ubuntu.")
+    elsewhere.one_folder(job, keys, keys.efs, "launch.efs=fs-...")
+    return Access(
+        name=elsewhere.named(job.name),
+        region=keys.region,
+        bucket=keys.bucket,
+        prefix=keys.prefix,
+        ssh_from=network(keys.ssh_from),
+        secrets=job.env,
+    )
+
+
+def network(text: str) -> str:
+    try:
+        found = ipaddress.ip_network(text)
+    except ValueError:
+        found = None
+    if found is None or found.version != 4 or found.prefixlen < 8:
+        raise BirlError(
+            f"launch.ssh_from={text}: name the network that may connect, as in launch.ssh_from=203.0.113.7/32; "
+            "the whole internet may not."
+        )
+    return str(found)
+
+
+def stored(job: Job, keys: Keys) -> Job:
+    """With checkpoints in the bucket, unless the configuration names a place for them: disks go with the machines.
+    This is for there; here s3fs may be missing."""
+    config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
+    if config.checkpoint.store:
+        return job
+    return replace(job, words=(*job.words, f"checkpoint.store=s3://{keys.bucket}/{keys.prefix}"))
+
+
+def render(job: Job, keys: Keys) -> dict[str, str]:
+    own, launch = access(job, keys), (job.run / "launch").absolute()
+    if not keys.package:
+        from birl import __version__
+
+        keys = replace(keys, package=f"birl=={__version__}")
+    return {
+        "cluster.yaml": elsewhere.yaml_text(aws_cluster.cluster(job, keys, own, launch)),
+        **aws_access.files(own),
+        "collect.sh": aws_cluster.collect(job, keys, own),
+        "start.sh": start(job, keys, own),
+        "commands": commands(job, keys, own),
+    }
+
+
+def start(job: Job, keys: Keys, own: Access) -> str:
+    """Runs on the head. The job is detached: the connection may break."""
+    lines = ["#!/bin/sh", "# On the head, in the folder of the job.", "set -eu", *aws_access.fetch(own)]
+    return elsewhere.block([*lines, *elsewhere.steps(stored(job, keys), keys, keys.nodes + 1)])
+
+
+def commands(job: Job, keys: Keys, own: Access) -> str:
+    """All of its life, in order."""
+    launch = job.run / "launch"
+    steps = ["# start", *map(shlex.join, begin(job, keys, own)[:2]), "# sync, after a file has changed"]
+    steps += [shlex.join(("ray", "up", "-y", "--no-restart", str(launch / "cluster.yaml"))), "# run"]
+    steps += [*map(shlex.join, begin(job, keys, own)[2:]), "# stop"]
+    steps += [*map(shlex.join, end(handle(job, keys, own))), f"sh {launch}/remove.sh  # roles, network, secrets"]
+    return elsewhere.block(steps)
+
+
+def begin(job: Job, keys: Keys, own: Access) -> list[tuple[str, ...]]:
+    launch, place = job.run / "launch", aws_cluster.folder(keys.user, own)
+    file = str(launch / "cluster.yaml")
+    return [
+        ("sh", str(launch / "prepare.sh")),
+        ("ray", "up", "-y", file),
+        ("ray", "rsync-up", file, str(launch / "start.sh"), f"{place}/start.sh"),
+        ("ray", "exec", file, f"{aws_cluster.enter(place)} && sh start.sh"),
+    ]
+
+
+def there(handle: Handle, command: str) -> tuple[str, ...]:
+    """A command in the folder of the job on the head."""
+    return ("ray", "exec", handle.more["cluster"], f"{aws_cluster.enter(handle.more['place'])} && {command}")
+
+
+def end(handle: Handle) -> list[tuple[str, ...]]:
+    """Let it save, fetch what it wrote, give the machines back."""
+    run, bucket = shlex.quote(handle.run), handle.more["bucket"]
+    fetch = ("aws", "s3", "sync", f"{bucket}/machines", f"{handle.run}/machines")
+    down = () if handle.more["keep"] else (("ray", "down", "-y", handle.more["cluster"]),)
+    return [there(handle, f"birl stop {run}"), fetch, *down]
+
+
+def handle(job: Job, keys: Keys, own: Access) -> Handle:
+    more = {
+        "cluster": str(job.run / "launch" / "cluster.yaml"),
+        "place": aws_cluster.folder(keys.user, own),
+        "bucket": f"s3://{own.bucket}/{own.prefix}/{own.name}",
+        "keep": keys.keep,
+        "region": own.region,
+    }
+    return Handle(where="aws", id=own.name, run=str(job.run), name=job.name, more=more)
+
+
+def submit(job: Job, keys: Keys) -> Handle:
+    """Costs money from here on, until `birl stop`. Raises `BirlError`."""
+    own, rendered = access(job, keys), render(job, keys)
+    launch = job.run / "launch"
+    external.write(launch, rendered)
+    external.need(PROGRAMS, launch, rendered["commands"])
+    for words in begin(job, keys, own):
+        print(shlex.join(words), flush=True)
+        external.run(words, UP, shown=True)
+    return handle(job, keys, own)
+
+
+def status(handle: Handle) -> list[Status]:
+    # `birl status` fails where a process has failed, and that is an answer too
+    said = external.run(there(handle, f"birl status {shlex.quote(handle.run)} || true"))
+    return elsewhere.statuses(said) or [Status(role="job", index=0, state="unknown", detail=said.strip()[-200:])]
+
+
+def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
+    words = ["birl", "logs", handle.run, *([role] if role else []), *(["--follow"] if follow else [])]
+    return external.lines(there(handle, shlex.join(words)))
+
+
+def stop(handle: Handle) -> None:
+    """The machines are given back even where the job cannot be reached any more."""
+    steps: list[Any] = end(handle)
+    failed = []
+    for words in steps:
+        try:
+            external.run(words, UP, env={"AWS_DEFAULT_REGION": handle.more["region"]})
+        except BirlError as error:
+            failed.append(str(error))
+    if failed:
+        raise BirlError(
+            "Not everything worked; look into AWS's console whether machines are left, tagged "
+            f"{aws_access.TAG}={handle.id}.\n" + "\n".join(failed)
+        )

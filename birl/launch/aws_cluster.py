@@ -1,0 +1,129 @@
+"""The cluster as `ray up` reads it: a head without work of its own, workers that may be spot machines, big encrypted
+disks, no way in but ssh, machine identities that only answer to the machine itself (IMDSv2)."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from birl.launch import elsewhere
+from birl.launch.aws_access import GROUP, Access
+from birl.launch.job import Job
+
+VENV = "birl-venv"  # in the home of the user
+PORT = 6379
+HEAD = f"--head --port={PORT} --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
+
+
+def folder(user: str, access: Access) -> str:
+    """Where the job is on every machine."""
+    return f"/home/{user}/birl/{access.name}"
+
+
+def cluster(job: Job, keys: Any, access: Access, launch: Path) -> dict[str, Any]:
+    """`launch`: the folder of the rendered files here, absolute."""
+    home, place = f"/home/{keys.user}", folder(keys.user, access)
+    workers = {"head": 0, "worker": keys.nodes}
+    return {
+        "cluster_name": access.name,
+        "max_workers": keys.nodes,
+        "idle_timeout_minutes": 15,
+        "provider": {"type": "aws", "region": access.region, "cache_stopped_nodes": False},
+        "auth": {"ssh_user": keys.user},
+        "available_node_types": {kind: node(kind, keys, access, count) for kind, count in workers.items()},
+        "head_node_type": "head",
+        "file_mounts": {
+            f"{home}/.ray/auth_token": "~/.ray/auth_token",
+            f"{place}/collect.sh": str(launch / "collect.sh"),
+            **{f"{place}/{name}": str(Path(name).absolute()) for name in [*elsewhere.sent(job, keys), *wheel(keys)]},
+        },
+        "rsync_exclude": ["**/.git", "**/.git/**", "**/.env", "**/__pycache__"],
+        "initialization_commands": shared(keys, access),
+        "setup_commands": setup(keys, place),
+        "head_start_ray_commands": start(keys, place, HEAD),
+        "worker_start_ray_commands": start(keys, place, f"--address=$RAY_HEAD_IP:{PORT}"),
+    }
+
+
+def node(kind: str, keys: Any, access: Access, count: int) -> dict[str, Any]:
+    spot = {"InstanceMarketOptions": {"MarketType": "spot"}} if kind == "worker" and keys.spot else {}
+    image = {"ImageId": keys.image} if keys.image else {}  # without, Ray takes its default for the region
+    disk = {"VolumeSize": keys.disk_gb, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
+    return {
+        # no process of the job goes to the head, which must be there until the end
+        **({"resources": {"CPU": 0}} if kind == "head" else {}),
+        "min_workers": count,
+        "max_workers": count,
+        "node_config": {
+            "InstanceType": keys.head if kind == "head" else keys.instance,
+            **image,
+            **spot,
+            "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": disk}],
+            "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
+            "IamInstanceProfile": {"Name": access.role(kind)},
+            "SecurityGroupIds": [GROUP],
+        },
+    }
+
+
+def wheel(keys: Any) -> list[str]:
+    """The package, where it is a file of this machine."""
+    return [keys.package] if keys.package.endswith(".whl") else []
+
+
+def setup(keys: Any, place: str) -> list[str]:
+    package = f"{place}/{keys.package}" if wheel(keys) else keys.package
+    wanted = shlex.join([f"ray[default]=={keys.ray}", "boto3", "s3fs", package])
+    return [
+        f"test -x ~/{VENV}/bin/python || "
+        f"{{ python3 -m pip install --user uv && python3 -m uv venv --python 3.12 ~/{VENV}; }}",
+        f"python3 -m uv pip install --python ~/{VENV}/bin/python {wanted}",
+    ]
+
+
+def shared(keys: Any, access: Access) -> list[str]:
+    """The folder that all machines see; without one each has its own."""
+    if not keys.efs:
+        return []
+    server = f"{keys.efs}.efs.{access.region}.amazonaws.com:/"
+    options = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport"
+    place = f"/home/{keys.user}/birl"
+    return [
+        f"mkdir -p {place} && {{ mountpoint -q {place} || sudo mount -t nfs4 -o {options} {server} {place}; }} && "
+        f"sudo chown {keys.user} {place}"
+    ]
+
+
+def enter(place: str) -> str:
+    """In front of every command on a machine."""
+    return f"export PATH=$HOME/{VENV}/bin:$PATH RAY_AUTH_MODE=token; mkdir -p {place} && cd {place}"
+
+
+def start(keys: Any, place: str, options: str) -> list[str]:
+    copies = not keys.efs or options is HEAD  # one is enough where all have the same folder
+    alone = f"setsid sh {place}/collect.sh >/dev/null 2>&1 </dev/null & " if copies else ""
+    return [
+        f"{enter(place)} && ray stop",
+        f"{enter(place)} && ulimit -n 65536; {alone}ray start {options} --disable-usage-stats",
+    ]
+
+
+COLLECT = """#!/bin/sh
+# On a machine of the job: what the run writes is copied to the bucket every minute. Checkpoints go there by themselves.
+exec 9>/tmp/birl-{name}.lock
+flock -n 9 || exit 0
+cd {place}
+while sleep 60; do
+  [ -d {run} ] && aws s3 sync --only-show-errors --exclude 'checkpoints/*' --exclude 'weights/*' --exclude 'launch*' \\
+    {run} "s3://{bucket}/{prefix}/{name}/machines/$(hostname)"
+done
+"""
+
+
+def collect(job: Job, keys: Any, access: Access) -> str:
+    return COLLECT.format(
+        name=access.name,
+        place=folder(keys.user, access),
+        run=shlex.quote(str(job.run)),
+        bucket=access.bucket,
+        prefix=access.prefix,
+    )

@@ -1,0 +1,154 @@
+"""What the places have in common that bring their own machines (aws, kubernetes, skypilot). Each makes a Ray cluster,
+and its head runs `birl launch ray` with the words that were typed here: roles, restarts and logs are Ray's then.
+
+    here                                 there
+    birl launch aws rl recipe.yaml x=1   birl launch ray rl recipe.yaml x=1 run=... launch.gpus=... launch.address=auto
+
+Files that the command or its recipe names by a relative path go along, and have the same path there. Absolute paths
+and URLs are left alone: they mean what they mean there.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from birl.config.load import load_with_choices
+from birl.config.rules_engine import weights_method
+from birl.config.schema import RL
+from birl.errors import BirlError
+from birl.launch import job as jobs
+from birl.launch.job import COMMANDS, Job
+from birl.launch.launcher import Status
+
+STATES = ("waiting", "running", "restarting", "done", "failed", "stopped", "unknown")
+LINE = re.compile(rf"^\s+(\S+) (\d+)\s+({'|'.join(STATES)})\b\s*(.*)$")
+
+
+@dataclass(kw_only=True)
+class Keys(jobs.Keys):
+    """Of every place that brings its own machines."""
+
+    files: list[str] = field(default_factory=list)
+    """Files and folders that go along, beside the files that the command names. Relative to the current folder."""
+    ray: str = "2.60.0"
+    """Version of Ray on the machines. The one in use here must be the same."""
+    wait: int = 1800
+    """Longest that the head waits for the other machines [s]."""
+
+
+def check(job: Job, keys: Keys) -> None:
+    """Raises `BirlError` for what would not work on any machine but this one."""
+    if keys.nodes < 1:
+        raise BirlError(f"launch.nodes={keys.nodes}: at least one machine is needed.")
+    if job.run.is_absolute() or ".." in job.run.parts:
+        raise BirlError(f"run={job.run}: must be a relative path here, as in run=runs/{job.run.name}.")
+    for name in job.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise BirlError(
+                f"launch.env: {name!r} is no name of a variable. Give names only, as in launch.env=HF_TOKEN."
+            )
+
+
+def named(text: str) -> str:
+    """A name for machines and what belongs to them: small letters, digits and single -, at most 52."""
+    return re.sub(r"-+", "-", re.sub(r"[^a-z0-9]", "-", text.lower()))[:52].strip("-") or "run"
+
+
+def sent(job: Job, keys: Keys) -> list[str]:
+    """The relative paths of what goes along, sorted. Raises `BirlError` for a key `files` that names nothing."""
+    for name in keys.files:
+        path = Path(name)
+        if path.is_absolute() or ".." in path.parts or not path.exists():
+            raise BirlError(
+                f"launch.files: {name} is not there, or not below the current folder. Go to its folder first."
+            )
+    config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
+    named = [*job.words, *_texts(asdict(config))]
+    return sorted({*(str(Path(name)) for name in keys.files), *filter(_goes, _paths(named))})
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a configuration."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
+def _paths(words: Iterable[str]) -> Iterator[str]:
+    """Whatever may be a path: a YAML file, a value, one of a list, `file.py:name`, `split@file.jsonl`."""
+    for word in words:
+        value = word.partition("=")[2] if "=" in word else word
+        for part in value.strip("[]").split(","):
+            part = part.strip().strip("'\"")
+            yield from (part, part.partition(":")[0], part.partition("@")[2])
+
+
+def _goes(name: str) -> bool:
+    path = Path(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and path.is_file()
+
+
+def command(job: Job, keys: Keys) -> tuple[str, ...]:
+    """What the head runs, once all machines are there."""
+    own = [f"launch.{name}={getattr(keys, name):g}" for name in ("nodes", "gpus", "cpus", "memory_gb", "restarts")]
+    env = [f"launch.env=[{','.join(job.env)}]"] if job.env else []
+    words = [*job.words, f"run={job.run}", f"launch.name={job.name}", *own, *env, "launch.address=auto"]
+    return ("birl", "launch", "ray", job.command, *words)
+
+
+def steps(job: Job, keys: Keys, machines: int) -> list[str]:
+    """Shell lines of the head: wait for the machines, start. `machines` counts the head."""
+    return [f"python -m birl.launch.nodes {machines} {keys.wait}", shlex.join(command(job, keys))]
+
+
+def follow(job: Job) -> list[str]:
+    """Shell lines that print what happens until the job has ended, and fail when it has failed."""
+    run = shlex.quote(str(job.run))
+    return [f"birl logs {run} --follow", f"birl status {run}"]
+
+
+def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
+    """Raises `BirlError` where processes on several machines would need a folder in common, and `shared` is none."""
+    if keys.nodes < 2 or shared:
+        return
+    if job.learner.count > 1:
+        raise BirlError(
+            f"launch.nodes={keys.nodes}: the {job.learner.count} ranks of the learner write one checkpoint together, "
+            f"so the machines need a folder that all of them see: {key}."
+        )
+    config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
+    if job.engine and isinstance(config, RL) and (method := weights_method(config)) not in ("direct", "nccl"):
+        fix = f"weights.method=direct, or {key}" if config.engine.kind == "birl" else key
+        raise BirlError(
+            f"launch.nodes={keys.nodes}: with weights.method={method} engines read new weights from a folder that the "
+            f"learner's machine has too. Set {fix}."
+        )
+
+
+def statuses(text: str) -> list[Status]:
+    """What `birl status` printed there."""
+    found = [match.groups() for line in text.splitlines() if (match := LINE.match(line))]
+    return [Status(role=r, index=int(i), state=s, where="", detail=d.strip()) for r, i, s, d in found]
+
+
+def block(lines: Sequence[str]) -> str:
+    return "".join(line + "\n" for line in lines)
+
+
+def yaml_text(value: Any) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: Any, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, width=10_000, allow_unicode=True)

@@ -1,0 +1,72 @@
+"""Programs of others that a launcher needs (ray, aws, kubectl, sky): found, run, or told to the user."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+from birl.errors import BirlError
+
+SHOWN = 2000  # characters of what a program said that an error shows
+
+
+def write(folder: Path, rendered: Mapping[str, str]) -> None:
+    """The files of a job, for this user only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in rendered.items():
+        with open(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def need(programs: Mapping[str, str], folder: Path, commands: str) -> None:
+    """`programs`: with the way to install each. Raises `BirlError` with the commands to run where one is missing."""
+    missing = {name: how for name, how in programs.items() if shutil.which(name) is None}
+    if missing:
+        names = ", ".join(f"{name} ({how})" for name, how in missing.items())
+        raise BirlError(
+            f"Nothing was started: this machine lacks {names}. Everything is in {folder}; where they are, run\n"
+            + commands.rstrip("\n")
+        )
+
+
+def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: Mapping[str, str] | None = None) -> str:
+    """What it prints; with `shown` it prints to the terminal instead. Raises `BirlError` with the end of what it said
+    where it fails, is missing, or takes more than `timeout` [s]."""
+    try:
+        done = subprocess.run(
+            list(words),
+            stdin=subprocess.DEVNULL,
+            stdout=None if shown else subprocess.PIPE,
+            stderr=None if shown else subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
+        )
+    except FileNotFoundError:
+        raise BirlError(f"`{words[0]}` is not installed on this machine.") from None
+    except subprocess.TimeoutExpired:
+        raise BirlError(f"`{shlex.join(words)}` took longer than {timeout:g} s.") from None
+    if done.returncode:
+        said = ((done.stderr or "") + (done.stdout or "")).strip()[-SHOWN:]
+        raise BirlError(f"`{shlex.join(words)}` ended with code {done.returncode}. {said}".rstrip())
+    return done.stdout or ""
+
+
+def lines(words: Sequence[str]) -> Generator[str, None, None]:
+    """What it prints, line by line, until it ends; it ends when nobody reads any more."""
+    try:
+        process = subprocess.Popen(
+            list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace",
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise BirlError(f"`{words[0]}` is not installed on this machine.") from None
+    assert process.stdout is not None
+    try:
+        yield from process.stdout
+    finally:
+        process.terminate()
+        process.wait(timeout=10)

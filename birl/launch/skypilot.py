@@ -1,0 +1,180 @@
+"""A task of SkyPilot: machines in whichever cloud has them, the run folder in a bucket.
+
+    birl launch skypilot rl recipe.yaml launch.accelerators=A10G:1 launch.nodes=2 launch.bucket=my-runs --dry-run
+
+The machines become a Ray cluster beside SkyPilot's own, and the first of them runs the job there.
+"""
+
+import re
+import secrets
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from birl.errors import BirlError
+from birl.launch import elsewhere, external
+from birl.launch.job import Job
+from birl.launch.launcher import Handle, Status
+
+PROGRAMS = {"sky": "pip install 'skypilot[aws]'"}
+VENV = "~/birl-venv"
+WORK = "~/birl"
+PORT = 6399  # SkyPilot's own Ray has 6380
+TOKEN = "RAY_AUTH_TOKEN"  # what the machines of the Ray cluster show one another; new for each job
+JOB_STATES = {
+    "RUNNING": "running",
+    "SUCCEEDED": "done",
+    "FAILED": "failed",
+    "FAILED_SETUP": "failed",
+    "FAILED_DRIVER": "failed",
+    "CANCELLED": "stopped",
+}
+
+
+@dataclass(kw_only=True)
+class Keys(elsewhere.Keys):
+    infra: str = ""
+    """Where, in SkyPilot's words, such as aws/us-west-2. Empty: wherever it is cheapest."""
+    accelerators: str = ""
+    """GPUs of each machine, such as H100:8. Empty: none."""
+    node_cpus: int = 4
+    """CPU cores of each machine, or more."""
+    node_memory_gb: int = 16
+    """Memory of each machine, or more [GB]."""
+    spot: bool = False
+    """Spot machines. SkyPilot does not start them again; the same command does, and goes on from the bucket."""
+    disk_gb: int = 256
+    """Disk of each machine [GB]."""
+    bucket: str = ""
+    """S3 bucket that is mounted where the run folder is; made where it is not there. Empty: the disk of the machine."""
+    package: str = ""
+    """What pip installs as birl: a requirement, or a wheel of this machine. Empty: this version."""
+
+
+def render(job: Job, keys: Keys) -> dict[str, str]:
+    check(job, keys)
+    if not keys.package:
+        from birl import __version__
+
+        keys = replace(keys, package=f"birl=={__version__}")
+    steps = [f"export {TOKEN}=$(openssl rand -hex 32)", shlex.join(begin(job)), "# stop"]
+    steps += map(shlex.join, end(elsewhere.named(job.name), str(job.run)))
+    return {"task.yaml": elsewhere.yaml_text(task(job, keys)), "commands": elsewhere.block(steps)}
+
+
+def check(job: Job, keys: Keys) -> None:
+    elsewhere.check(job, keys)
+    if not re.fullmatch(r"|[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", keys.bucket):
+        raise BirlError(f"launch.bucket={keys.bucket}: must be a name of an S3 bucket, as in launch.bucket=my-runs.")
+    if keys.bucket and len(job.run.parts) < 2:
+        raise BirlError(f"run={job.run}: the bucket takes the place of its parent folder, as in run=runs/{job.run}.")
+    elsewhere.one_folder(job, keys, keys.bucket, "launch.bucket=NAME")
+
+
+def task(job: Job, keys: Keys) -> dict[str, Any]:
+    resources = {
+        "infra": keys.infra,
+        "accelerators": keys.accelerators,
+        "cpus": f"{keys.node_cpus}+",
+        "memory": f"{keys.node_memory_gb}+",
+        "disk_size": keys.disk_gb,
+        "use_spot": keys.spot,
+    }
+    mounts: dict[str, Any] = {f"{WORK}/{name}": f"./{name}" for name in [*elsewhere.sent(job, keys), *wheel(keys)]}
+    if keys.bucket:
+        # cached: what is appended to, as metrics are, works only so
+        mounts[f"{WORK}/{job.run.parent}"] = {"name": keys.bucket, "store": "s3", "mode": "MOUNT_CACHED"}
+    return {
+        "name": elsewhere.named(job.name),
+        "num_nodes": keys.nodes,
+        "resources": {name: value for name, value in resources.items() if value != ""},
+        "secrets": dict.fromkeys([TOKEN, *job.env]),  # values come with `sky launch --secret NAME`
+        **({"file_mounts": mounts} if mounts else {}),
+        "setup": elsewhere.block(setup(keys)),
+        "run": elsewhere.block(body(job, keys)),
+    }
+
+
+def wheel(keys: Keys) -> list[str]:
+    return [keys.package] if keys.package.endswith(".whl") else []
+
+
+def setup(keys: Keys) -> list[str]:
+    package = f"{WORK}/{keys.package}" if wheel(keys) else shlex.quote(keys.package)
+    return [
+        "set -e",
+        f"test -x {VENV}/bin/python || {{ python3 -m pip install uv && python3 -m uv venv --python 3.12 {VENV}; }}",
+        f"python3 -m uv pip install --python {VENV}/bin/python 'ray[default]=={keys.ray}' s3fs {package}",
+    ]
+
+
+def body(job: Job, keys: Keys) -> list[str]:
+    """Runs on every machine. `ray stop` would end SkyPilot's own Ray, so what was started is ended by its id."""
+    return [
+        "set -e",
+        f"mkdir -p {WORK} && cd {WORK}",
+        f"export PATH=$(echo {VENV}/bin):$PATH RAY_AUTH_MODE=token",
+        'head="$(echo "$SKYPILOT_NODE_IPS" | head -n1)"',
+        'if [ "$SKYPILOT_NODE_RANK" != 0 ]; then',
+        f'  until ray health-check --address "$head:{PORT}"; do sleep 5; done',
+        f'  ray start --address="$head:{PORT}" --disable-usage-stats --block || true  # until the head goes',
+        "  exit 0",
+        "fi",
+        f"ray start --head --port={PORT} --include-dashboard=false --disable-usage-stats --block &",
+        "ray=$!",
+        "trap 'kill $ray || true' EXIT",
+        f"export RAY_ADDRESS=127.0.0.1:{PORT}",
+        f"until ray health-check --address 127.0.0.1:{PORT}; do sleep 1; done",
+        *elsewhere.steps(job, keys, keys.nodes),
+        *elsewhere.follow(job),
+    ]
+
+
+def begin(job: Job) -> tuple[str, ...]:
+    """`sky` takes the value of each secret from its environment."""
+    file, name = str(job.run / "launch" / "task.yaml"), elsewhere.named(job.name)
+    given = [word for variable in (TOKEN, *job.env) for word in ("--secret", variable)]
+    return ("sky", "launch", "-y", "-d", "-c", name, *given, file)
+
+
+def end(name: str, run: str) -> list[tuple[str, ...]]:
+    return [
+        ("ssh", name, f"cd {WORK} && {VENV}/bin/birl stop {shlex.quote(run)}"),
+        ("sky", "down", "-y", name),
+    ]
+
+
+def submit(job: Job, keys: Keys) -> Handle:
+    """Costs money from here on, until `birl stop`. Raises `BirlError`."""
+    rendered, launch = render(job, keys), job.run / "launch"
+    external.write(launch, rendered)
+    external.need(PROGRAMS, launch, rendered["commands"])
+    external.run(begin(job), 3600.0, shown=True, env={TOKEN: secrets.token_hex(32)})
+    return Handle(where="skypilot", id=elsewhere.named(job.name), run=str(job.run), name=job.name)
+
+
+def status(handle: Handle) -> list[Status]:
+    said = external.run(("sky", "queue", handle.id))
+    words = {word for line in said.splitlines() for word in line.split()}
+    state = next((state for name, state in JOB_STATES.items() if name in words), "waiting")
+    return [Status(role="job", index=0, state=state, where=handle.id)]
+
+
+def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
+    if role:
+        words = [f"{VENV}/bin/birl", "logs", shlex.quote(handle.run), role, *(["--follow"] if follow else [])]
+        return external.lines(("ssh", handle.id, f"cd {WORK} && {' '.join(words)}"))
+    return external.lines(("sky", "logs", handle.id, *([] if follow else ["--no-follow"])))
+
+
+def stop(handle: Handle) -> None:
+    """The machines are given back even where the job cannot be reached any more."""
+    failed = []
+    for words in end(handle.id, handle.run):
+        try:
+            external.run(words, 3600.0)
+        except BirlError as error:
+            failed.append(str(error))
+    if failed:
+        raise BirlError("Not everything worked; `sky status` shows whether machines are left.\n" + "\n".join(failed))
