@@ -29,10 +29,8 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-browser setup-slurm demo test lint format bench-setup bench check-peers check-engines chaos clean
-.PHONY: help setup setup-dev setup-browser setup-ray drill-ray demo test lint format bench-setup bench check-peers check-engines chaos clean
-.PHONY: help setup setup-dev setup-browser setup-modal demo test lint format bench-setup bench check-peers check-engines chaos clean
-.PHONY: help setup setup-dev setup-browser setup-cloud setup-skypilot demo test lint format bench-setup bench check-peers check-engines chaos clean
+.PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot
+.PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -87,6 +85,7 @@ setup-browser: .venv-browser/setup.done
 setup-slurm:
 	@command -v slurmctld >/dev/null || { apt-get update -qq && \
 		apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+
 setup-ray: .venv-ray/setup.done
 
 # Ray alone; everything else, birl included, is that of .venv.
@@ -100,8 +99,10 @@ setup-ray: .venv-ray/setup.done
 
 drill-ray: setup-dev setup-ray
 	@BIRL_DRILL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/launch/test_ray.py
+
 setup-modal: setup
 	@$(BIN)/python $(INSTALL) -e ".[modal]"
+
 setup-cloud: .venv-cloud/setup.done
 setup-skypilot: .venv-skypilot/setup.done
 
