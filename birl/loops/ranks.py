@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -26,7 +27,7 @@ from birl.loops.machine import compute_thread
 from birl.models.device import choose
 from birl.models.load import resolve, skeleton
 from birl.parallel.crew import Crew, stop_at_once
-from birl.parallel.ranks import Grid, Ranks, join
+from birl.parallel.ranks import STORE, Grid, Ranks, join
 from birl.parallel.tensor import check
 from birl.serve.process import WRAPPER, free_port
 
@@ -83,6 +84,7 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
         children: list[Child] = []
         if "WORLD_SIZE" not in os.environ:
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(grid.size)}
+            place |= within_this_machine(stack.enter_context(tempfile.TemporaryDirectory(prefix="birl-ranks-")))
             for name, value in {**place, "RANK": "0", "LOCAL_RANK": "0"}.items():
                 os.environ[name] = value
                 stack.callback(os.environ.pop, name, None)
@@ -102,6 +104,13 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
                 child.kill()
             raise
         made.close()
+
+
+def within_this_machine(folder: str) -> dict[str, str]:
+    """Ranks meet in a file, and gloo's connections stay on the loopback: PyTorch's store over TCP listens on every
+    address of the machine, and what ranks send each other are pickles, without any authentication."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {STORE: f"{folder}/store"} | loopback
 
 
 def leave() -> None:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from birl.errors import BirlError
 
 T = TypeVar("T")
+STORE = "BIRL_STORE"  # environment variable: the file in which ranks of one machine meet
 AXES = ("ddp", "fsdp", "cp", "tp")
 
 
@@ -135,7 +136,8 @@ class Ranks:
 
 
 def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
-    """Meet the other ranks; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where. Raises `BirlError`."""
+    """Meet the other ranks; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where, or BIRL_STORE. Raises
+    `BirlError`."""
     if grid.size == 1:
         return Ranks()
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -146,7 +148,10 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
         )
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        file = os.environ.get(STORE)
+        where = f"file://{file}" if file else "env://"
+        rank = int(os.environ.get("RANK", "0"))
+        dist.init_process_group(backend, where, timedelta(seconds=timeout), world_size=world, rank=rank)
     shard = grid.fsdp * grid.cp
     mesh = init_device_mesh(device.type, (grid.ddp, shard, grid.tp), mesh_dim_names=("ddp", "shard", "tp"))
     if grid.ep == 1:

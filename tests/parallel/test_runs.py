@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,6 +160,7 @@ def test_a_rank_that_is_killed_ends_the_run(tiny: Path, tmp_path: Path) -> None:
         while (not metrics.exists() or metrics.read_text().count("\n") < 3) and time.monotonic() < until:
             time.sleep(0.1)
         (child,) = children(leader.pid)
+        assert not {address for pid in (leader.pid, child) for address in listening(pid)} - {"127.0.0.1"}
         os.kill(child, signal.SIGKILL)
         said = leader.communicate(timeout=60)[0]
         assert leader.returncode == 2, said
@@ -184,6 +186,20 @@ def test_no_rank_is_left_when_the_first_is_killed(tiny: Path, tmp_path: Path) ->
         assert not any(Path(f"/proc/{pid}").exists() for pid in left)
     finally:
         leader.kill()
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses (IPv4; any of IPv6 as it is written there) at which a process waits for connections."""
+    own = {os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir() if f.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                number = words[1].partition(":")[0]
+                short = table == "tcp"
+                found.append(socket.inet_ntoa(bytes.fromhex(number)[::-1]) if short else number)
+    return found
 
 
 def children(pid: int) -> list[int]:
