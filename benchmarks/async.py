@@ -50,7 +50,7 @@ def settings(part: str, prompts: int, quick: bool) -> list[tuple[str, int, tuple
     served = {
         "cores": [(0, 0), (1, 0), (2, 0)],
         "waits": [(0, 0), (1, 0), (2, 0), (4, 0)],
-        "tails": [(0, 0), (1, 0), (2, 0), (2, prompts), (4, 0)],
+        "tails": [(0, 0), (1, 0), (2, 0), (4, 0), (2, prompts)],
     }[part]
     found = []
     for staleness, window in served:

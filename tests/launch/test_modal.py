@@ -3,6 +3,7 @@ containers are processes of this machine that have nothing but what was uploaded
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -61,7 +62,8 @@ def test_each_role_gets_its_machine(here: Path) -> None:
 def test_engines_apart_get_their_weights_over_the_network(here: Path) -> None:
     found = plan("engine.kind=birl")
     assert found.learner[:4] == ["python", "-m", "birl", "rl"]
-    assert {"engine.attach=[birl-launch/demo]", "weights.method=direct"} <= set(found.learner)
+    assert {f"engine.attach=[{found.work['engines']}]", "weights.method=direct"} <= set(found.learner)
+    assert str(found.work["engines"]).startswith("birl-launch/demo-")
     assert found.engine[:3] == ["python", "-m", "birl.launch.engine"] and "BIRL_TOKEN" in found.settings.env
     assert found.work["count"] == 1 and found.work["place"] == "/birl/runs/demo"
 
@@ -125,7 +127,9 @@ def test_a_dry_run_shows_the_app_and_no_secret(
     assert main(["launch", "modal", *words]) == 0
     said = capsys.readouterr().out
     assert "modal deploy -m birl.launch.modal_app" in said and '"app": "birl-demo"' in said
-    assert "# Engine.run in birl-demo, 1 times: python -m birl.launch.engine --name=birl-launch/demo rl" in said
+    assert re.search(
+        r"# Engine\.run in birl-demo, 1 times: python -m birl\.launch\.engine --name=birl-launch/demo-\w+ rl", said
+    )
     assert CANARY not in said and list(here.glob("**/launch.json")) == []
 
 
