@@ -37,7 +37,7 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
             "disk full",
         ):
             assert run.trains() and chaos.happen(kind), "\n".join(said)
-            run.until(lambda: False, 0.2)
+            run.until(lambda: False, 10.0 if kind.startswith("learner killed") else 0.2)  # until it is gone
         run.finish(60.0)
     finally:
         run.close()
