@@ -11,7 +11,6 @@ they compete for; how long one still takes nobody knows, as `max_tokens` is a bo
 import asyncio
 import contextlib
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -21,9 +20,8 @@ from birl.serve.fleet import Fleet
 from birl.serve.loads import Loads
 from birl.serve.member import Member, Row, State, check_versions
 from birl.serve.remote import Remote
+from birl.serve.sessions import Sessions
 from birl.types import Completion, Held, SamplingParams, Stop, Update
-
-SESSIONS = 65_536  # that are remembered
 
 
 class Router:
@@ -79,7 +77,7 @@ class Router:
         self._loads = Loads()
         self.fleet.on_ready = self._loads.put
         self._open: set[Asked] = set()
-        self._sessions: OrderedDict[str, Member] = OrderedDict()
+        self._sessions = Sessions[Member]()
 
     @property
     def version(self) -> int:
@@ -247,11 +245,8 @@ class Router:
         known = self._sessions.get(asked.session)
         if known is None or not known.free(now) or known in asked.avoid:
             known = self._loads.least(now, asked.avoid)
-        if known is not None and asked.session:
-            self._sessions[asked.session] = known
-            self._sessions.move_to_end(asked.session)
-            if len(self._sessions) > SESSIONS:
-                self._sessions.popitem(last=False)
+        if known is not None:
+            self._sessions.keep(asked.session, known)
         return known
 
     async def _attempt(self, member: Member, asked: Asked) -> Completion:

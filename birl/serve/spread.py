@@ -7,16 +7,15 @@ gone ends the run (`parallel/crew.py`).
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.serve.client import Client
+from birl.serve.sessions import Sessions
 from birl.types import Completion, Engine, SamplingParams
 from birl.waits import alive
-
-SESSIONS = 65_536  # that are remembered
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class Spread(Counting):
     others: Sequence[Client]
     _load: Counter[int] = field(default_factory=Counter[int])  # open requests, by engine
     _prompts: Counter[tuple[tuple[int, ...], int]] = field(default_factory=Counter[tuple[tuple[int, ...], int]])
-    _sessions: "OrderedDict[str, int]" = field(default_factory=OrderedDict)
+    _sessions: Sessions[int] = field(default_factory=Sessions[int])
 
     @property
     def version(self) -> int:
@@ -82,11 +81,7 @@ class Spread(Counting):
             found = next((n for n in range(engines) if self._prompts[prompt, n]), None)
         if found is None:
             found = min(range(engines), key=lambda n: self._load[n])
-        if session:
-            self._sessions[session] = found
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > SESSIONS:
-                self._sessions.popitem(last=False)
+        self._sessions.keep(session, found)
         return found
 
     async def close(self) -> None:
