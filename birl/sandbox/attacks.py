@@ -25,7 +25,7 @@ class Attack:
 
 
 START = """
-import ctypes, ctypes.util, json, os, signal, socket, sys, time
+import ctypes, ctypes.util, json, os, signal, socket, struct, sys, time
 facts = json.loads(sys.stdin.read())
 libc = ctypes.CDLL(None, use_errno=True)
 def broken(what):
@@ -53,18 +53,23 @@ if count > 60:
 """
 MEMORY_OF_CHILDREN = """
 reader, writer = os.pipe()
+children = []
 for _ in range(12):
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         try:
             held = bytearray(os.urandom(1 << 20)) * 80
-            os.write(writer, b"x")
+            os.write(writer, struct.pack("I", os.getpid()))
         except MemoryError:
             pass
         time.sleep(1.2)
         os._exit(0)
+    children.append(child)
 time.sleep(1)
-os.write(writer, b"x")  # so that there is something to read
-held = len(os.read(reader, 100)) - 1
+os.write(writer, struct.pack("I", 0))  # so that there is something to read
+told = {pid for (pid,) in struct.iter_unpack("I", os.read(reader, 100))}
+# The kernel may have killed one that held its memory already, to make room for the next.
+held = len([child for child in children if child in told and os.waitpid(child, os.WNOHANG) == (0, 0)])
 if held * 80 > 320:
     broken(f"{held * 80} MiB at once")
 """
