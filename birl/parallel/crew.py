@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from birl.errors import BirlError
+from birl.parallel import flight
 from birl.parallel.ranks import Ranks
 
 LONG = timedelta(days=365)  # the others may have nothing to do for as long as rank 0 samples
@@ -57,7 +58,7 @@ class Crew:
         except BaseException as error:
             self._closed = True  # the others are somewhere in the middle; they end with the connection
             if isinstance(error, Exception) and not isinstance(error, BirlError) and (word := self.failure(GRACE)):
-                raise BirlError(word) from error
+                raise BirlError(word + self._flight()) from error
             raise
 
     def follow(self, targets: Sequence[Any], compute: Executor) -> None:
@@ -95,7 +96,13 @@ class Crew:
         if self._store is not None:
             text = str(error) if isinstance(error, BirlError) else "".join(traceback.format_exception(error))
             if self._store.add(WORD, 1) == 1:
-                self._store.set(f"{WORD}/text", f"rank {self.ranks.rank} of {self.ranks.grid.size}: {text}")
+                self._store.set(
+                    f"{WORD}/text", f"rank {self.ranks.rank} of {self.ranks.grid.size}: {text}{self._flight()}"
+                )
+
+    def _flight(self) -> str:
+        found = flight.last()
+        return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{found}" if found else ""
 
     def failure(self, wait: float = 0.0) -> str:
         """What the rank said that failed first, else what is known of one that is gone; empty where there is none of
@@ -118,7 +125,7 @@ class Crew:
                 if self.failure():
                     word = self.failure(GRACE)
                     if not self._watch.wait(2 * GRACE):
-                        act(word)
+                        act(word + self._flight())
                     return
 
         threading.Thread(target=look, name="crew", daemon=True).start()
