@@ -68,7 +68,3 @@ def drop_gathered(root: nn.Module) -> None:
     a forward pass without one would go on with the old values."""
     if isinstance(root, FSDPModule):
         root.reshard()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
