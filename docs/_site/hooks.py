@@ -5,6 +5,7 @@ The pages in docs/ are written for GitHub; nothing in them is particular to the 
 
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 
 import reference
@@ -39,6 +40,11 @@ def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) ->
     return relinked(markdown, posixpath.dirname(source))
 
 
+def on_page_content(content: str, **_: object) -> str:
+    """Long names in tables may break behind a dot or an underscore."""
+    return re.sub(r"(?<=<code>)[\w.]{24,}(?=</code>)", lambda m: re.sub(r"([._])", r"\1<wbr>", m[0]), content)
+
+
 def relinked(markdown: str, folder: str) -> str:
     """Links as the site has them: pages stay links, other files of the repository become plain text."""
     parts, end = [], 0
@@ -51,9 +57,20 @@ def relinked(markdown: str, folder: str) -> str:
 def _link(found: re.Match, folder: str) -> str:
     text, target, anchor = found[1], found[2], found[3] or ""
     path = posixpath.normpath(posixpath.join(folder, target))
+    if text == target:  # a file's name says little on a site
+        text = title(path)
     if path in OUTSIDE:
         return f"[{text}]({OUTSIDE[path]}{anchor})"
     if path == "docs" or path.startswith("docs/"):
         page = path.removeprefix("docs").removeprefix("/") or "README.md"
         return f"[{text}]({page}{anchor})"
     return text
+
+
+@cache
+def title(path: str) -> str:
+    """The first heading of a page; for any other file its name."""
+    if not path.endswith(".md"):
+        return posixpath.basename(path)
+    first = (ROOT / path).read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("# ")

@@ -36,8 +36,10 @@ def command_page(name: str, schema: type) -> str:
     parts = [f"# Keys of `birl {name}`\n\n{head}\n"]
     if groups := presets(schema):
         parts.append(presets_part(groups))
-    for section, docs in groupby(documentation(schema).values(), lambda doc: doc.section):
-        parts.append(f"## {section or 'The run'}\n\n{HEAD}" + "".join(row(doc, doc.key) for doc in docs))
+    docs = list(documentation(schema).values())
+    sections = dict.fromkeys(doc.section for doc in docs)  # in the order in which they come first
+    for section, own in groupby(sorted(docs, key=lambda d: list(sections).index(d.section)), lambda d: d.section):
+        parts.append(f"## {section or 'The run'}\n\n{HEAD}" + "".join(row(doc, doc.key) for doc in own))
     return "\n".join(parts)
 
 

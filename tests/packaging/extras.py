@@ -43,18 +43,7 @@ def main() -> int:
 
 def resolve(python: str, extra: str) -> str:
     """Empty, or why it cannot be installed."""
-    words = [
-        "uv",
-        "pip",
-        "compile",
-        "-q",
-        "--python-version",
-        python,
-        "--only-binary",
-        ":all:",
-        "-c",
-        "constraints.txt",
-    ]
+    words = ["uv", "pip", "compile", "-q", "--python-version", python, "-c", "constraints.txt"]
     words += ["--extra", extra] if extra else []
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as given:
         given.write("torch ; sys_platform == 'never'\n")

@@ -60,7 +60,7 @@ def test_stages_follow_from_one_another_and_the_targets_of_the_page_exist() -> N
 
 def test_it_does_not_run_as_root_and_holds_no_secret() -> None:
     words = instructions()
-    assert [rest for word, rest in words if word == "USER"] == ["birl"]
+    assert [rest for word, rest in words if word == "USER"] == ["1000"]
     assert [word for word, _ in words].index("USER") < [word for word, _ in words].index("ENTRYPOINT")
     assert not re.search(r"(?i)(token|password|secret|api_key)\s*=", FILE.read_text())
 
