@@ -29,7 +29,7 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot
+.PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
 .PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make setup-modal  install Modal's client into .venv, for birl launch modal and sandbox.kind=modal"
 	@echo "make setup-cloud  install Ray, aws and moto into .venv-cloud, for the tests of birl launch aws"
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
+	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
@@ -118,6 +119,15 @@ setup-skypilot: .venv-skypilot/setup.done
 	@.venv-skypilot/bin/python $(PIP) "skypilot==0.14.1"
 	@touch $@
 
+setup-trackers: .venv-trackers/setup.done
+
+# Apart from .venv, whose versions theirs do not agree with; of birl's own needs only what the tracking part has.
+.venv-trackers/setup.done: tests/track/requirements.txt
+	@echo "Installing W&B, MLflow, Trackio and SwanLab into .venv-trackers (once)"
+	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	@.venv-trackers/bin/python $(PIP) -r tests/track/requirements.txt
+	@touch $@
+
 demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)
 
@@ -176,6 +186,6 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot .venv-trackers
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

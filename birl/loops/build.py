@@ -97,7 +97,7 @@ async def training(
         rollout = partial(Rollout, chat=policy.chat, open_env=world.open, score=scorer(rewards), gateway=gateway)
         ready = partial(
             assembled, config, policy, context, rewards, rollout, train, validation, run, resume_from, dry_run, asked,
-            servers, crew,
+            servers, crew, choices,
         )  # fmt: skip
         parts = await loop.run_in_executor(compute, ready)
         if servers is None:

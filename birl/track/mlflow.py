@@ -22,9 +22,10 @@ class MlflowRun:
     def start(self, start: Start) -> None:
         for name, value in {**IMPATIENT, **QUIET}.items():
             os.environ.setdefault(name, value)
+        store = _store(start)
         mlflow = import_module("mlflow")
         self._entities = import_module("mlflow.entities")
-        self._client = mlflow.MlflowClient(tracking_uri=_store(start))
+        self._client = mlflow.MlflowClient(tracking_uri=store)
         experiment = self._experiment(start)
         found = self._client.search_runs([experiment], f"tags.`birl.id` = '{start.id}'") if start.resumed else []
         if found:

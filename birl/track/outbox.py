@@ -164,6 +164,7 @@ class Outbox:
             except BirlError as error:
                 if not self._begun.is_set():
                     self._refused = error
+                    self.unsaid.append(f"warning: nothing is sent to {self.name}. {error}")  # if it comes too late
                     self._begun.set()
                     return False
                 self._warn(str(error))

@@ -1,17 +1,35 @@
 """Weights & Biases. Offline keeps everything in RUN/wandb until `wandb sync`."""
 
 import importlib
+import os
 from typing import Any
 
 from birl.errors import BirlError
 from birl.track.sink import Figures, Start
+
+SETTINGS = {
+    "console": "off",
+    "silent": True,
+    # Without the words of the command line, which may hold what `config` leaves out.
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "disable_git": True,
+    "disable_code": True,
+    "x_transaction_log_flush_interval": 1.0,  # seconds of figures that a kill costs
+    "login_timeout": 5,  # seconds
+    "init_timeout": 30.0,
+}
 
 
 class WandbRun:
     """One W&B run that a resumed training goes on writing to."""
 
     def start(self, start: Start) -> None:
+        if start.mode == "offline":
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else W&B reports to its makers, offline too
         self._wandb = wandb = importlib.import_module("wandb")
+        known = wandb.Settings.model_fields
         try:
             self._run = wandb.init(
                 project="birl",
@@ -21,10 +39,7 @@ class WandbRun:
                 mode=start.mode,
                 config=dict(start.config),
                 resume="allow" if start.resumed and start.mode == "online" else None,
-                # Without the words of the command line, which may hold what `config` leaves out.
-                settings=wandb.Settings(
-                    console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True
-                ),
+                settings=wandb.Settings(**{key: value for key, value in SETTINGS.items() if key in known}),
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             reason = str(error).rstrip(".")

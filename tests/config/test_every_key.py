@@ -673,7 +673,7 @@ class NotedTracker:
 
 
 def trackers_installed(patches: pytest.MonkeyPatch) -> None:
-    patches.setattr(Kind, "make", NotedTracker)
+    patches.setattr(Kind, "make", lambda kind: NotedTracker(kind))
     for name in KINDS:
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
