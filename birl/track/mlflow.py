@@ -4,6 +4,7 @@ import math
 import os
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
@@ -22,10 +23,10 @@ class MlflowRun:
     def start(self, start: Start) -> None:
         for name, value in {**IMPATIENT, **QUIET}.items():
             os.environ.setdefault(name, value)
-        store = _store(start)
+        self._store = _store(start)
         mlflow = import_module("mlflow")
         self._entities = import_module("mlflow.entities")
-        self._client = mlflow.MlflowClient(tracking_uri=store)
+        self._client = mlflow.MlflowClient(tracking_uri=self._store)
         experiment = self._experiment(start)
         found = self._client.search_runs([experiment], f"tags.`birl.id` = '{start.id}'") if start.resumed else []
         if found:
@@ -43,7 +44,9 @@ class MlflowRun:
         found = self._client.get_experiment_by_name(name)
         if found:
             return found.experiment_id
-        place = (start.run / "mlflow" / "artifacts").resolve().as_uri() if start.mode == "offline" else None
+        # Beside the database; MLflow would make a folder wherever the run was started.
+        _, local, path = self._store.partition("sqlite:///")
+        place = Path(path).resolve().with_name("artifacts").as_uri() if local else None
         return self._client.create_experiment(name, artifact_location=place)
 
     def log(self, step: int, figures: Figures) -> None:

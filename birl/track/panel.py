@@ -72,7 +72,14 @@ def _rows(progress: Progress, width: int, height: int, plain: bool, no_color: bo
     if tall:
         yield Text("")
     # What does not fit goes, from the end: a cropped panel would lose the phase, which is its last line.
-    yield _cells(list(_figures(progress.metrics)), width, most=max(2, height - (11 if tall else 5)))
+    failed = failures(progress.metrics)
+    most = height - (11 if tall else 5) - bool(failed)
+    yield _cells(list(_figures(progress.metrics)), width, most=max(2, most))
+    if failed:
+        causes = ", ".join(f"{count(n)} {cause}" for cause, n in failed.items())
+        asked = f" of {count(progress.metrics['outcome/asked'])}" if "outcome/asked" in progress.metrics else ""
+        text = f"FAILED     {count(sum(failed.values()))}{asked} episodes: {causes}"
+        yield Text(text, "bold red", no_wrap=True, overflow="crop")
     yield from _time_split(progress.metrics, width, plain, no_color)
 
 
@@ -131,7 +138,8 @@ def _big_curve(name: str, values: list[float], style: str, width: int) -> Render
     digits = chart.big(f"{last:.3f}" if abs(last) < 100 else f"{last:.0f}") if finite else ["", str(last), ""]
     known = [value for value in values if math.isfinite(value)]
     notes = [f"{max(known):.3f} max", f"{values[0]:.3f} first", f"{min(known):.3f} min"] if known else [""] * 3
-    rows = chart.sparkline(values, max(4, width - len(digits[0]) - 26), 3)
+    room = width - 12 - len(digits[0]) - 2 - 2 - max(map(len, notes))
+    rows = chart.sparkline(values, max(4, room), 3)
     block = Text(no_wrap=True, overflow="crop")
     for row in range(3):
         block.append(f"{name if row == 1 else '':<12}").append(f"{digits[row]}  ", style=f"bold {style}")
@@ -163,14 +171,11 @@ def _figures(m: dict[str, float]) -> Iterator[Cell]:
 
 
 def _episodes(m: dict[str, float]) -> Iterator[Cell]:
-    """An answer that was cut has a reward; an episode that failed has none, and is somebody's fault."""
+    """An answer that was cut has a reward; episodes that failed have none, and get a line of their own."""
     if "outcome/asked" in m:
         yield "episodes", f"{count(m.get('outcome/ok', 0))} ok of {count(m['outcome/asked'])}", ""
     if m.get("outcome/truncated"):
         yield "cut off", count(m["outcome/truncated"]), "yellow"
-    failed = failures(m)
-    if failed:
-        yield "FAILED", f"{count(sum(failed.values()))} ({', '.join(failed)})", "bold red"
 
 
 def _cells(cells: list[Cell], width: int, most: int) -> RenderableType:
@@ -182,7 +187,7 @@ def _cells(cells: list[Cell], width: int, most: int) -> RenderableType:
     for _ in range(columns):
         grid.add_column(width=room, no_wrap=True)
     texts = [
-        Text(f"{label:<10} ", style or "bright_black", overflow="ellipsis").append(value, style or "default")
+        Text(f"{label:<10} ", style or "bright_black", overflow="crop").append(value, style or "default")
         for label, value, style in cells
     ]
     for start in range(0, min(len(texts), most * columns), columns):
