@@ -29,7 +29,7 @@ DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 BENCHMARKS := grpo_step rollout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot
+.PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
 .PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
 .PHONY: docs api notices sbom lint-docker check-install check-extras
 
@@ -45,6 +45,7 @@ help:
 	@echo "make setup-modal  install Modal's client into .venv, for birl launch modal and sandbox.kind=modal"
 	@echo "make setup-cloud  install Ray, aws and moto into .venv-cloud, for the tests of birl launch aws"
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
+	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the site of the documentation into site/"
 	@echo "make api     write the list of the public API anew; make notices: the third-party licences; make sbom: sbom.json"
@@ -122,6 +123,15 @@ setup-skypilot: .venv-skypilot/setup.done
 	@echo "Installing SkyPilot into .venv-skypilot (once)"
 	@test -x .venv-skypilot/bin/python || $(PYTHON) -m venv .venv-skypilot
 	@.venv-skypilot/bin/python $(PIP) "skypilot==0.14.1"
+	@touch $@
+
+setup-trackers: .venv-trackers/setup.done
+
+# Apart from .venv, whose versions theirs do not agree with; of birl's own needs only what the tracking part has.
+.venv-trackers/setup.done: tests/track/requirements.txt
+	@echo "Installing W&B, MLflow, Trackio and SwanLab into .venv-trackers (once)"
+	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	@.venv-trackers/bin/python $(PIP) -r tests/track/requirements.txt
 	@touch $@
 
 demo: setup
@@ -218,6 +228,5 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot .venv-release
-	rm -rf build dist site sbom.json *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build dist site sbom.json *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,10 +39,13 @@ Usage: birl COMMAND [key=value ...] [--help]
   scale        more engines, or fewer
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
+  runs         the runs of a folder: state, step, reward, best validation
+  diff         two runs: the keys that differ, and what came out
   ledger       where every token went that a run has sampled
   checkpoints  list, verify, export and prune the checkpoints of a run
   cache        list, verify and clear converted models
   doctor       what is installed, which device, what is missing and how to get it
+  completion   a script that completes all this in bash, zsh or fish
 
 Start here
   birl doctor
@@ -70,6 +74,11 @@ USAGE = {
     "MODEL: a folder with config.json, or a known name such as llama3-70b. KIND: a100-80, h100, h200, b200, gb200.",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
+    "runs": "Usage: birl runs [FOLDER ...] [--json]\n\nThe runs in runs/ or in FOLDER, the newest first.\n\n"
+    "state   running; done; stopped (by a signal, and saved);\n        failed (it ended without saying so: an error, a "
+    "kill, a power cut)\nreward  of the last step\ntime    of all its processes",
+    "diff": "Usage: birl diff RUN RUN [--json]\n\nThe keys of the configuration that differ, then the figures side by "
+    "side; `last` is the mean of the last ten steps.",
     "ledger": "Usage: birl ledger RUN\n\nAdds up RUN/ledger.jsonl; exits with 1 where it does not close.",
     "checkpoints": "Usage: birl checkpoints RUN                       list\n"
     "       birl checkpoints RUN verify [STEP]         compare every file with its digest; 1 where one differs\n"
@@ -82,6 +91,17 @@ USAGE = {
     "       birl cache clear --all   remove all\n"
     "       birl cache verify        find damaged ones; 1 where there is one",
     "doctor": "Usage: birl doctor\n\nExits with 0 when `birl rl` could run here, else with 1.",
+    "completion": "",  # birl/completion/command.py
+}
+# What completion offers behind each command beside keys and folders.
+WORDS: dict[str, tuple[str, ...]] = {
+    "logs": ("--follow", "--help"),
+    "plan": ("--memory", "--json", "--simulate", "--measured", "--cluster", "--help"),
+    "runs": ("--json", "--help"),
+    "diff": ("--json", "--help"),
+    "checkpoints": ("verify", "export", "export-adapter", "prune", "--help"),
+    "cache": ("list", "verify", "clear", "--all", "--help"),
+    "completion": ("bash", "zsh", "fish", "--help"),
 }
 
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
@@ -94,6 +114,8 @@ COMMANDS = (*CONFIGURED, "launch", *USAGE)
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code. A `BirlError` becomes a message, never a traceback."""
     keep_memory()
+    if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to stop
+        sys.stdout.reconfigure(errors="replace")
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except BirlError as error:
@@ -130,9 +152,29 @@ def _dispatch(argv: list[str]) -> int:
         )
         raise BirlError(f"{what}; the commands are {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}")
     if "--help" in words or "-h" in words:
-        print(USAGE[command])
+        print(USAGE[command] or _completion_usage())
         return 0
     return _plain(command, words)
+
+
+def _completion_usage() -> str:
+    return import_module("birl.completion.command").USAGE
+
+
+def _completion(words: list[str]) -> int:
+    from birl.completion import command
+
+    lines = [line.split(None, 1) for line in SUMMARY.partition("Start here")[0].splitlines() if line.startswith("  ")]
+    flags = {name: tuple(flag for flag in FLAGS if _belongs(flag, name)) for name in CONFIGURED}
+    return command.run(words, {line[0]: line[1] for line in lines}, flags | WORDS)
+
+
+def _belongs(flag: str, command: str) -> bool:
+    if flag == "--dry-run":
+        return command in TRAINING
+    if flag == "--validate":
+        return command == "eval"
+    return flag != "--multirun" or command != "serve"
 
 
 def _plain(command: str, words: list[str]) -> int:
@@ -154,6 +196,16 @@ def _plain(command: str, words: list[str]) -> int:
         target = words[0] if words and "=" not in words[0] else ""
         chat.run(target or "smollm2", words[1:] if target else words)
         return 0
+    if command == "runs":
+        from birl.track import listing
+
+        return listing.run(words)
+    if command == "diff":
+        from birl.track import difference
+
+        return difference.run(words)
+    if command == "completion":
+        return _completion(words)
     if command == "ledger":
         from birl.loops import ledger
 

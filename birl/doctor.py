@@ -80,6 +80,9 @@ OPTIONAL = (
     Package(
         "wandb", "wandb", "0.19", "sends curves to Weights & Biases, track.wandb=online", "pip install 'birl[wandb]'"
     ),
+    Package("mlflow", "mlflow", "3.1", "curves to MLflow, track.mlflow", "pip install 'birl[mlflow]'"),
+    Package("trackio", "trackio", "0.40", "curves to Trackio, track.trackio", "pip install 'birl[trackio]'"),
+    Package("swanlab", "swanlab", "0.10", "curves to SwanLab, track.swanlab", "pip install 'birl[swanlab]'"),
     Package("s3fs", "s3fs", "2024.6", "copies checkpoints to S3, checkpoint.store=s3://...", "pip install 'birl[s3]'"),
     Package("reasoning_gym", "reasoning-gym", "0.1.23", "env=reasoning_gym", "pip install 'birl[reasoning-gym]'"),
     Package("gem", "gem-llm", "0.0.4", "env=gem, on Python 3.11", "pip install 'birl[gem]'"),

@@ -371,8 +371,10 @@ def _run(config: RL | Stage) -> list[str]:
             f"resume={config.resume}: there is no such checkpoint folder; use auto, never or an existing one "
             f"(`birl checkpoints RUN` lists them).{did_you_mean(config.resume, RESUME)}"
         )
-    if config.track.wandb in ("offline", "online") and find_spec("wandb") is None:
-        found.append(
-            f"track.wandb={config.track.wandb}: wandb is not installed; pip install 'birl[wandb]', or track.wandb=off."
-        )
+    for name in ("wandb", "mlflow", "trackio", "swanlab"):
+        mode = getattr(config.track, name)
+        if mode in ("offline", "online") and find_spec(name) is None:
+            found.append(
+                f"track.{name}={mode}: {name} is not installed; pip install 'birl[{name}]', or track.{name}=off."
+            )
     return found

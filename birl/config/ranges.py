@@ -37,6 +37,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.context": ("gather", "ulysses"),
     "track.console": ("live", "plain", "off", "auto"),
     "track.wandb": ("off", "offline", "online"),
+    "track.mlflow": ("off", "offline", "online"),
+    "track.trackio": ("off", "offline", "online"),
+    "track.swanlab": ("off", "offline", "online"),
 }
 
 

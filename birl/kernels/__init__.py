@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from birl.cache import cache_folder
+from birl.cache import cache_folder, sweep
 
 HERE = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
@@ -334,6 +334,7 @@ def build(dtype: torch.dtype, head_dim: int) -> Path:
     target = root / f"{identity.hexdigest()[:20]}.so"
     if not target.exists():
         root.mkdir(parents=True, exist_ok=True)
+        sweep(root, "tmp*")
         with tempfile.TemporaryDirectory(dir=root) as folder:
             made = Path(folder, "kernels.so")
             done = subprocess.run(

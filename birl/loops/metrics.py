@@ -25,7 +25,8 @@ def step_metrics(
     """All figures of a step. `waited` [s]: from the end of the last one until its groups were there."""
     parts, everything = run.parts, (*step.groups, *step.refused)
     counters = parts.take_counters()
-    trained = sum(len(s.tokens) for s in credited.samples if parts.has_gradient(s))
+    computed = [s for s in credited.samples if parts.has_gradient(s)]
+    trained = sum(len(s.tokens) for s in computed)
     waited = max(waited - run.saving, 0.0)
     metrics = outcome_metrics(everything) | reward_metrics(everything)
     metrics |= {
@@ -45,6 +46,7 @@ def step_metrics(
         "updates/nonfinite": float(stats.nonfinite),
         "tokens/generated": float(counters.tokens),
         "tokens/trained": float(trained),
+        "tokens/learned": float(sum(sum(s.mask) for s in computed)),
         "speed/generate": counters.tokens / max(counters.seconds, 1e-9),
         "speed/guessed": counters.accepted / counters.tokens if counters.tokens else nan,
         "speed/train": trained / max(training, 1e-9),

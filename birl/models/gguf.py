@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from birl.cache import cache_folder
+from birl.cache import cache_folder, sweep
 from birl.errors import BirlError
 
 MANIFEST = "birl-manifest.json"
@@ -58,6 +58,7 @@ def converted(source: Path, say: Callable[[str], None] = print) -> Path:
 def make(source: Path, target: Path) -> None:
     """Convert beside `target` and rename: an interrupted conversion is never taken for a finished one."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target.parent, "*.part-*")
     part = Path(tempfile.mkdtemp(prefix=f"{target.name}.part-", dir=target.parent))
     try:
         convert(source, part)

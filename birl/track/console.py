@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from birl.track.panel import ProgressPanel
-from birl.track.progress import Progress, validation_score
+from birl.track.progress import Progress, failures, validation_score
 from birl.track.units import count, duration
 from birl.track.visible import visible
 
@@ -150,6 +150,11 @@ def step_line(progress: Progress) -> str:
     parts += [text for name, text in _line_parts(m) if name in m]
     if progress.eta is not None:
         parts.append(f"eta {duration(progress.eta)}")
+    # At the end, where they do not shift the columns: a cut answer has a reward, a failed episode has none.
+    if m.get("outcome/truncated"):
+        parts.append(f"cut off {count(m['outcome/truncated'])}")
+    if failed := failures(m):
+        parts.append("FAILED " + ", ".join(f"{count(n)} {cause}" for cause, n in failed.items()))
     return "  ".join(parts)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from birl.track import chart
-from birl.track.progress import Progress
+from birl.track.progress import Progress, failures
 from birl.track.units import count, duration, figure, share
 from birl.track.visible import visible
 
@@ -26,8 +26,7 @@ PHASES = {  # time/<name>: colour, mark without colours, mark without UTF-8
     "checkpoint": ("magenta", "▞", "C"),
     "other": ("bright_black", "░", "o"),
 }
-OUTCOMES = ("truncated", "env_error", "engine_error", "timeout", "aborted")
-Cell = tuple[str, str]
+Cell = tuple[str, str, str]  # label, figure, style of both
 
 
 class ProgressPanel:
@@ -73,7 +72,14 @@ def _rows(progress: Progress, width: int, height: int, plain: bool, no_color: bo
     if tall:
         yield Text("")
     # What does not fit goes, from the end: a cropped panel would lose the phase, which is its last line.
-    yield _cells(list(_figures(progress.metrics)), width, most=max(2, height - (11 if tall else 5)))
+    failed = failures(progress.metrics)
+    most = height - (11 if tall else 5) - bool(failed)
+    yield _cells(list(_figures(progress.metrics)), width, most=max(2, most))
+    if failed:
+        causes = ", ".join(f"{count(n)} {cause}" for cause, n in failed.items())
+        asked = f" of {count(progress.metrics['outcome/asked'])}" if "outcome/asked" in progress.metrics else ""
+        text = f"FAILED     {count(sum(failed.values()))}{asked} episodes: {causes}"
+        yield Text(text, "bold red", no_wrap=True, overflow="crop")
     yield from _time_split(progress.metrics, width, plain, no_color)
 
 
@@ -132,7 +138,8 @@ def _big_curve(name: str, values: list[float], style: str, width: int) -> Render
     digits = chart.big(f"{last:.3f}" if abs(last) < 100 else f"{last:.0f}") if finite else ["", str(last), ""]
     known = [value for value in values if math.isfinite(value)]
     notes = [f"{max(known):.3f} max", f"{values[0]:.3f} first", f"{min(known):.3f} min"] if known else [""] * 3
-    rows = chart.sparkline(values, max(4, width - len(digits[0]) - 26), 3)
+    room = width - 12 - len(digits[0]) - 2 - 2 - max(map(len, notes))
+    rows = chart.sparkline(values, max(4, room), 3)
     block = Text(no_wrap=True, overflow="crop")
     for row in range(3):
         block.append(f"{name if row == 1 else '':<12}").append(f"{digits[row]}  ", style=f"bold {style}")
@@ -142,29 +149,33 @@ def _big_curve(name: str, values: list[float], style: str, width: int) -> Render
 
 
 def _figures(m: dict[str, float]) -> Iterator[Cell]:
-    """Label and figure of everything worth a glance; unknown names are in the files only."""
+    """Everything worth a glance; unknown names are in the files only."""
     if "length/mean" in m:
-        yield "length", f"{m['length/mean']:.1f}" + (f" max {m['length/max']:.0f}" if "length/max" in m else "")
+        yield "length", f"{m['length/mean']:.1f}" + (f" max {m['length/max']:.0f}" if "length/max" in m else ""), ""
+    yield from _episodes(m)
     for label, name in (("generate", "speed/generate"), ("train", "speed/train")):
         if name in m:
-            yield label, f"{count(m[name])} tok/s"
+            yield label, f"{count(m[name])} tok/s", ""
     for label, name in (("KL", "kl"), ("entropy", "entropy"), ("grad norm", "grad_norm")):
         if name in m:
-            yield label, figure(m[name])
+            yield label, figure(m[name]), ""
     if "clip_fraction" in m:
-        yield "clipped", share(m["clip_fraction"])
+        yield "clipped", share(m["clip_fraction"]), ""
     if "mismatch/mean" in m:
-        yield "mismatch", figure(m["mismatch/mean"])
+        yield "mismatch", figure(m["mismatch/mean"]), ""
     for name in ("loss", "lr"):
         if name in m:
-            yield name, f"{m[name]:.3g}"
-    if "outcome/asked" in m:
-        yield "episodes", f"{count(m.get('outcome/ok', 0))} ok of {count(m['outcome/asked'])}"
-    for name in OUTCOMES:
-        if m.get(f"outcome/{name}"):
-            yield name, count(m[f"outcome/{name}"])
+            yield name, f"{m[name]:.3g}", ""
     if m.get("groups/no_signal"):
-        yield "no signal", count(m["groups/no_signal"]) + (" group" if m["groups/no_signal"] == 1 else " groups")
+        yield "no signal", count(m["groups/no_signal"]) + (" group" if m["groups/no_signal"] == 1 else " groups"), ""
+
+
+def _episodes(m: dict[str, float]) -> Iterator[Cell]:
+    """An answer that was cut has a reward; episodes that failed have none, and get a line of their own."""
+    if "outcome/asked" in m:
+        yield "episodes", f"{count(m.get('outcome/ok', 0))} ok of {count(m['outcome/asked'])}", ""
+    if m.get("outcome/truncated"):
+        yield "cut off", count(m["outcome/truncated"]), "yellow"
 
 
 def _cells(cells: list[Cell], width: int, most: int) -> RenderableType:
@@ -175,7 +186,10 @@ def _cells(cells: list[Cell], width: int, most: int) -> RenderableType:
     grid = Table.grid()
     for _ in range(columns):
         grid.add_column(width=room, no_wrap=True)
-    texts = [Text(f"{label:<10} ", "bright_black", overflow="crop").append(value, "default") for label, value in cells]
+    texts = [
+        Text(f"{label:<10} ", style or "bright_black", overflow="crop").append(value, style or "default")
+        for label, value, style in cells
+    ]
     for start in range(0, min(len(texts), most * columns), columns):
         grid.add_row(*texts[start : start + columns])
     return grid

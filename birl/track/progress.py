@@ -60,6 +60,14 @@ def headline(metrics: Iterable[str]) -> str:
     return "reward/mean" if "reward/mean" in metrics else "loss"
 
 
+FAILURES = ("env_error", "engine_error", "timeout", "aborted")
+
+
+def failures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Episodes of a step that ended without a reward, by cause; a cause that did not happen is absent."""
+    return {name.replace("_", " "): n for name in FAILURES if (n := metrics.get(f"outcome/{name}", 0)) > 0}
+
+
 VALIDATIONS = ("validation/all/pass@1", "validation/all/score", "validation/accuracy", "validation/nll")
 
 

@@ -10,7 +10,7 @@ from birl.track.log import replace
 from birl.track.panel import PHASES
 from birl.track.progress import headline, is_share, numbers, stored
 from birl.track.style import CSS
-from birl.track.summary import Pair, change, facts, pairs, shown, tally
+from birl.track.summary import Pair, change, facts, pairs, shown, tally, trained_on
 from birl.track.svg import Series, curves, escape, stacked
 from birl.track.units import count, duration
 from birl.types import Outcome
@@ -82,7 +82,7 @@ def _fact_cards(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
         yield f"{curve['first']:.3f}", f"{curve['last']:.3f}", f"{label}, first → last step"
     yield "", duration(found["seconds"]) if "seconds" in found else "?", f"for {count(found.get('steps', 0))} steps"
     if "generated" in found:
-        yield "", count(found["generated"]), f"tokens generated, {count(found.get('trained', 0))} trained on"
+        yield "", count(found["generated"]), f"tokens generated, {trained_on(found)}"
 
 
 def _fact(before: str, value: str, note: str) -> str:

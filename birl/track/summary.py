@@ -15,6 +15,13 @@ from birl.track.progress import headline, is_share, stored, validation_name, val
 from birl.track.units import count, duration
 from birl.track.visible import visible
 
+SUMS = {
+    "seconds": "time/step",
+    "generated": "tokens/generated",
+    "trained": "tokens/trained",
+    "learned": "tokens/learned",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
@@ -86,11 +93,22 @@ def facts(run: Path) -> dict[str, Any]:
             "best": (max if is_share(name := validation_name(validations[-1])) else min)(value for _, value in scores),
             "name": name.removeprefix("validation/"),
         }
-    for key, metric in (("seconds", "time/step"), ("generated", "tokens/generated"), ("trained", "tokens/trained")):
+    for key, metric in SUMS.items():
         values = [record[metric] for record in steps if math.isfinite(record.get(metric, math.nan))]
         if values:
             found[key] = sum(values)
     return found
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, float]:
+    """The facts as trackers keep them, one number each: {"steps": 30.0, "validation/best": 0.74, ...}."""
+    flat: dict[str, float] = {}
+    for key in ("headline", "validation", "steps", "seconds", "generated", "trained", "learned"):
+        name = found.get("headline", "") if key == "headline" else key
+        value = found.get(name)
+        parts = value if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}/{part}".rstrip("/"): float(v) for part, v in parts.items() if isinstance(v, (int, float))}
+    return flat
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -105,7 +123,13 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "seconds" in found:
         yield "time", f"{duration(found['seconds'])} for {count(found['steps'])} steps"
     if "generated" in found:
-        yield "tokens", f"{count(found['generated'])} generated, {count(found.get('trained', 0))} trained on"
+        yield "tokens", f"{count(found['generated'])} generated, {trained_on(found)}"
+
+
+def trained_on(found: Mapping[str, Any]) -> str:
+    """Prompts are computed with each answer, and nothing is learned from them: both figures are told."""
+    trained = f"{count(found.get('trained', 0))} trained on"
+    return f"{trained}: {count(found['learned'])} of answers, the rest prompts" if "learned" in found else trained
 
 
 def change(validation: Mapping[str, Any]) -> str:

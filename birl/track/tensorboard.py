@@ -7,7 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from birl.track.log import writing
+from birl.track.sink import Figures, Start
 from birl.track.visible import visible
+
+
+class TensorBoard:
+    """Events in RUN/tensorboard, written at once: a full disk is the run's own trouble."""
+
+    def start(self, start: Start) -> None:
+        self._events = EventFile(start.run / "tensorboard", purge_step=start.step + 1 if start.resumed else 0)
+
+    def log(self, step: int, figures: Figures) -> None:
+        self._events.scalars(step, figures)
+
+    def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        self._events.text(step, "validation/samples", samples_table(samples))
+
+    def close(self, summary: Figures, failed: bool) -> None:
+        self._events.close()
 
 
 class EventFile:

@@ -1,6 +1,8 @@
-"""Everything that a run tells the world: its files, TensorBoard, W&B, the terminal and the report."""
+"""Everything that a run tells the world: its files, the trackers, the terminal and the report."""
 
 import atexit
+import dataclasses
+import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -11,10 +13,12 @@ from typing import Any, Self
 from birl.config.schema import Reports, Track
 from birl.track.console import Terminal, open_view
 from birl.track.log import JsonLog, encode, replace, writing
+from birl.track.outbox import PATIENCE, Marks, Outbox, Record
 from birl.track.progress import Progress, numbers, stored
-from birl.track.summary import closing, facts
-from birl.track.tensorboard import EventFile, samples_table
-from birl.track.wandb import WandbRun, module
+from birl.track.sink import Figures, Start, public
+from birl.track.sinks import wanted
+from birl.track.summary import closing, facts, figures
+from birl.track.tensorboard import TensorBoard
 
 SAMPLES_IN_TRACKERS = 8
 
@@ -33,14 +37,13 @@ class Tracker:
         self, run: Path, track: Reports, *, title: str, total_steps: int | None, config: dict[str, object]
     ) -> None:
         self.run, self.track, self.title, self.config = Path(run), track, title, config
-        if track.wandb != "off":
-            module()  # a missing package is told now, before a model is loaded
+        self._kinds = wanted(track)  # a missing package is told now, before a model is loaded
         self._console = Terminal()
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)
         self._logs: dict[str, JsonLog] = {}
-        self._events: EventFile | None = None
-        self._wandb: WandbRun | None = None
+        self._events: TensorBoard | None = None
+        self._boxes: list[Outbox] = []
 
     def rewind(self, offsets: dict[str, int] | None, step: int) -> None:
         """Open everything, once, at the start. `offsets` are those stored in the checkpoint of `step`: what was written
@@ -52,21 +55,32 @@ class Tracker:
             names += ["rollouts.jsonl"] + ["record.jsonl"] * self.track.record
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
-        if self.track.tensorboard:
-            self._events = EventFile(self.run / "tensorboard", purge_step=0 if offsets is None else step + 1)
-        if self.track.wandb != "off":
-            self._wandb = WandbRun(self.run, self.track.wandb, self.config, resume=offsets is not None)
+        self._open(step, resumed=offsets is not None)
         self._recall()
         atexit.register(self.close)
         self._view.start()
         for path in short:
             self.message(f"warning: {path} is shorter than at the checkpoint; some earlier records are missing from it")
 
+    def _open(self, step: int, resumed: bool) -> None:
+        start = Start(run=self.run, mode="offline", id=secrets.token_hex(16), config={}, step=step, resumed=resumed)
+        if self.track.tensorboard:
+            self._events = TensorBoard()
+            self._events.start(start)
+        for name, kind in self._kinds.items():
+            mode: str = getattr(self.track, name)
+            box = Outbox(kind.title, kind.make(), Marks(self.run, name), PATIENCE[mode])
+            box.open(dataclasses.replace(start, mode=mode, config=public(self.config)))
+            self._boxes.append(box)
+
     def _recall(self) -> None:
+        """Trackers get what an earlier process could not send them any more."""
         for record in stored(self.run / "metrics.jsonl"):
             self._progress.add(record["step"], numbers(record))
+            self._put("log", record["step"], numbers(record))
         for record in stored(self.run / "validation.jsonl"):
             self._progress.validate(record["step"], numbers(record))
+            self._put("validation", record["step"], numbers(record))
 
     def offsets(self) -> dict[str, int]:
         """Sizes of the files in bytes, once they are safely on the disk. They belong into the checkpoint."""
@@ -76,7 +90,7 @@ class Tracker:
         """One training step. Any metric name will do."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._logs["metrics.jsonl"].append([{"step": step, "time": _now(), **metrics}])
-        self._send(step, metrics)
+        self._send("log", step, metrics)
         self._progress.add(step, metrics)
         self._view.step()
 
@@ -89,20 +103,24 @@ class Tracker:
         self._logs["validation.jsonl"].append(
             [{"step": step, "time": _now(), **(about or {}), **metrics, "samples": samples}]
         )
-        self._send(step, metrics)
-        few = samples[:SAMPLES_IN_TRACKERS]
-        if self._events and few:
-            self._events.text(step, "validation/samples", samples_table(few))
-        if self._wandb and few:
-            self._wandb.samples(step, few)
+        self._send("validation", step, metrics)
+        if few := samples[:SAMPLES_IN_TRACKERS]:
+            if self._events:
+                self._events.samples(step, few)
+            self._put("samples", step, few)
         self._progress.validate(step, metrics)
         self._view.validation(step, metrics)
 
-    def _send(self, step: int, metrics: dict[str, float]) -> None:
+    def _send(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         if self._events:
-            self._events.scalars(step, metrics)
-        if self._wandb:
-            self._wandb.log(step, metrics)
+            self._events.log(step, metrics)
+        self._put(kind, step, metrics)
+
+    def _put(self, kind: str, step: int, content: Any) -> None:
+        for box in self._boxes:
+            box.put(Record(kind, step, content))
+            while box.unsaid:
+                self.message(box.unsaid.pop(0))
 
     def rollouts(self, step: int, records: Iterable[dict[str, Any]]) -> None:
         """One line per episode. Floats in lists (log-probs) are kept to six significant digits."""
@@ -125,8 +143,8 @@ class Tracker:
     def finish(self, summary: dict[str, Any]) -> None:
         """Close everything, write summary.json and report.html, and print what the run came to. `summary["next"]` is
         a list of commands to try now."""
-        self.close()
         found = {"title": self.title, "ended": _now(), "finished": True, **facts(self.run), **summary}
+        self.close(summary=figures(found))
         replace(self.run / "summary.json", encode(found))
         report = None
         if self.track.report:
@@ -139,17 +157,20 @@ class Tracker:
                 for part in closing(self.run, self.title, found, report, plain):
                     self._console.print(part)
 
-    def close(self, failed: bool = False) -> None:
-        """Give the terminal back and close all files; a second call does nothing."""
+    def close(self, failed: bool = False, summary: Figures | None = None) -> None:
+        """Give the terminal back and close all files and trackers; a second call does nothing."""
         atexit.unregister(self.close)
         self._view.stop()
-        for closable in (*self._logs.values(), self._events):
-            if closable:
-                closable.close()
-        self._events, run = None, self._wandb
-        self._wandb = None
-        if run:
-            run.close(failed)
+        events, self._events = self._events, None
+        boxes, self._boxes = self._boxes, []
+        for log in self._logs.values():
+            log.close()
+        if events:
+            events.close(summary or {}, failed)
+        for box in boxes:
+            box.close(summary or {}, failed)
+        for text in (text for box in boxes for text in box.unsaid):
+            self.message(text)
 
     def __enter__(self) -> Self:
         return self

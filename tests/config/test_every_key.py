@@ -14,9 +14,9 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +32,8 @@ from birl.learner.store import Store
 from birl.loops import build, evaluation, rl
 from birl.parallel.ranks import AXES
 from birl.rollout.group import Rollout
+from birl.track.sink import Start
+from birl.track.sinks import KINDS, Kind
 from birl.types import Group
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
@@ -224,6 +226,14 @@ def rates(s: Seen) -> list[float]:
 
 def stored(s: Seen) -> bool:
     return bool(Store(f"memory://every/{s.run.name}").steps())
+
+
+def told_tracker(name: str) -> Callable[[Seen], str]:
+    def mode(s: Seen) -> str:
+        asked = s.run / f"{name}.asked"
+        return asked.read_text() if asked.exists() else ""
+
+    return mode
 
 
 def saved(s: Seen) -> list[str]:
@@ -501,7 +511,10 @@ RL_CASES = {
     ),
     "track.console": Case("plain", lambda s: "step    1/1" in s.printed, True),
     "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
-    "track.wandb": Case("offline", lambda s: (s.run / "wandb").is_file(), True),
+    "track.wandb": Case("offline", told_tracker("wandb"), "offline"),
+    "track.mlflow": Case("offline", told_tracker("mlflow"), "offline"),
+    "track.trackio": Case("offline", told_tracker("trackio"), "offline"),
+    "track.swanlab": Case("offline", told_tracker("swanlab"), "offline"),
     "track.rollouts": Case("false", lambda s: len(s.lines("rollouts.jsonl")), 0),
     "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
     "steps": Case("2", lambda s: len(s.metrics), 2),
@@ -645,13 +658,26 @@ def spies(seen: Seen, stack: ExitStack) -> None:
         )
 
 
-def fake_wandb() -> ModuleType:
-    """Notes in the run folder that it was asked for."""
-    module: Any = ModuleType("wandb")
-    module.__spec__ = ModuleSpec("wandb", None)
-    module.errors, module.Settings, module.Table = SimpleNamespace(Error=RuntimeError), MagicMock(), MagicMock()
-    module.init = lambda **options: (Path(options["dir"], "wandb").write_text(options["mode"]), MagicMock())[1]
-    return module
+class NotedTracker:
+    """Instead of a tracker's package: notes in the run folder that it was asked for."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def start(self, start: Start) -> None:
+        (start.run / f"{self.kind.name}.asked").write_text(start.mode)
+
+    def log(self, step: int, figures: Any) -> None: ...
+    def samples(self, step: int, samples: Any) -> None: ...
+    def close(self, summary: Any, failed: bool) -> None: ...
+
+
+def trackers_installed(patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(Kind, "make", lambda kind: NotedTracker(kind))
+    for name in KINDS:
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        patches.setitem(sys.modules, name, module)
 
 
 @pytest.fixture(scope="module")
@@ -659,7 +685,7 @@ def bench(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Benc
     folder = tmp_path_factory.mktemp("every_key")
     with pytest.MonkeyPatch.context() as patches:
         patches.chdir(folder)
-        patches.setitem(sys.modules, "wandb", fake_wandb())
+        trackers_installed(patches)
         patches.setenv("WORLD_SIZE", "1")  # as a launcher that has started nobody else
         Path("model").symlink_to(tiny)
         tiny_model_folder("other", seed=1)

@@ -156,7 +156,7 @@ CASES = {
     "checkpoint.keep_best": Case("false", saved, ["step-000003"], HELD_OUT + KEPT),
     "track.console": Case("plain", lambda s: "step    2/2" in s.printed, True),
     "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
-    "track.wandb": Case("offline", refused="wandb"),
+    **{f"track.{name}": Case("offline", refused=f"birl.{name}.") for name in ("wandb", "mlflow", "trackio", "swanlab")},
     "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
     "batch_size": Case("3", last("rows"), 3.0),
     "steps": Case("3", lambda s: len(s.metrics), 3),

@@ -32,6 +32,7 @@ def metrics(step: int) -> dict[str, float]:
         "grad_norm": float("nan") if step == 3 else 0.5,
         "tokens/generated": 900.0,
         "tokens/trained": 800.0,
+        "tokens/learned": 300.0,
         "speed/generate": 812.0,
         "speed/train": 1930.0,
         **{f"time/{name}": seconds for name, seconds in times.items()},

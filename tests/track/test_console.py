@@ -1,5 +1,9 @@
 import io
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -50,6 +54,63 @@ def test_panel_without_utf8_and_colours() -> None:
     progress.title = "smollm2"
     shown = _render(progress, 80, encoding="cp1252", no_color=True)
     assert "GGGG" in shown and "reward" in shown and shown.isascii()
+
+
+def _with_failures() -> Progress:
+    progress = _progress(12)
+    progress.add(13, runs.metrics(13) | {"outcome/ok": 57, "outcome/env_error": 4, "outcome/timeout": 1})
+    return progress
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_failed_episodes_look_unlike_answers_that_were_cut(width: int) -> None:
+    shown = _render(_with_failures(), width, color_system=None)
+    assert "57 ok of 64" in shown and "cut off    2" in shown
+    assert "FAILED     5 of 64 episodes: 4 env error, 1 timeout" in shown and "0.220 first" in shown
+    colored = _render(_with_failures(), width, color_system="standard")
+    assert "\x1b[33mcut off" in colored and "\x1b[1;31mFAILED" in colored
+    assert "FAILED" not in _render(_progress(12), width)
+
+
+def test_failed_episodes_stand_at_the_end_of_a_plain_line() -> None:
+    line, before = step_line(_with_failures()), step_line(_progress(12))
+    assert line.endswith("cut off 2  FAILED 4 env error, 1 timeout")
+    assert line.index("gen") == before.index("gen") and before.endswith("cut off 2")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["rl", "--help"], ["runs", "RUNS"], ["rl", "--print-config", "data.train=ü.jsonl"]]
+)
+def test_any_encoding_will_do(tmp_path: Path, encoding: str, words: list[str]) -> None:
+    with runs.tracker(tmp_path / "smollm2 · 中") as tracker:
+        tracker.rewind(None, 0)
+        runs.train(tracker, 1, 2)
+    words = [str(tmp_path) if word == "RUNS" else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-m", "birl", *words],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80"},
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode(encoding)
+
+
+def test_a_whole_run_prints_with_ascii_alone(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from tests.track import runs
+with runs.tracker(Path({str(tmp_path)!r}), console="plain") as tracker:
+    tracker.rewind(None, 0)
+    runs.train(tracker, 1, 10)
+    tracker.finish({{"next": ["birl chat here"]}})
+"""
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("ascii")
+    assert "step    1/10" in text and "10 steps" in text and "+---" in text.replace("=", "-")
 
 
 def test_panel_survives_not_a_number_and_no_total() -> None:

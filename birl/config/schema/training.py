@@ -121,7 +121,16 @@ class Reports:
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb: str = "off"
-    """Weights & Biases: off | offline | online. Needs `pip install birl[wandb]`."""
+    """Weights & Biases: off | offline (into the run folder, for `wandb sync`) | online. Needs `pip install
+    birl[wandb]`."""
+    mlflow: str = "off"
+    """MLflow: off | offline (a database in the run folder) | online (the store that MLFLOW_TRACKING_URI names). Needs
+    `pip install birl[mlflow]`."""
+    trackio: str = "off"
+    """Trackio: off | offline (a database in the run folder) | online (Trackio's own folder on this machine, or the
+    Space that TRACKIO_SPACE_ID names). Needs `pip install birl[trackio]`."""
+    swanlab: str = "off"
+    """SwanLab: off | offline (into the run folder, for `swanlab sync`) | online. Needs `pip install birl[swanlab]`."""
     report: bool = True
     """Write report.html at the end."""
 

@@ -1,0 +1,34 @@
+"""`birl completion SHELL`: prints the script, and says where it belongs."""
+
+from collections.abc import Mapping, Sequence
+
+from birl.completion import bash, fish, zsh
+from birl.completion.vocabulary import vocabulary
+from birl.config.words import did_you_mean
+from birl.errors import BirlError
+
+SHELLS = {"bash": bash.script, "zsh": zsh.script, "fish": fish.script}
+USAGE = """\
+Usage: birl completion bash | zsh | fish
+
+Prints a script that completes commands, keys, their values and files when you press Tab. After an update of birl
+make it anew:
+
+  bash   birl completion bash > ~/.local/share/bash-completion/completions/birl
+         (make the folder first; or: echo 'source <(birl completion bash)' >> ~/.bashrc)
+  zsh    birl completion zsh > ~/.zfunc/_birl
+         (with `fpath+=~/.zfunc; autoload -Uz compinit; compinit` in ~/.zshrc)
+  fish   birl completion fish > ~/.config/fish/completions/birl.fish"""
+
+
+def run(words: Sequence[str], texts: Mapping[str, str], flags: Mapping[str, tuple[str, ...]]) -> int:
+    """`texts`: one line on each command of birl. `flags`: the words that each takes. Raises `BirlError`."""
+    if len(words) != 1 or words[0] not in SHELLS:
+        near = did_you_mean(words[0], SHELLS) if words else ""
+        raise BirlError(f"birl completion: name your shell: {', '.join(SHELLS)}.{near}\n{USAGE.splitlines()[0]}")
+    from birl.envs.open import BUILT_IN
+    from birl.launch.launcher import WHERE
+
+    known = vocabulary(texts, flags, ("single_turn", *BUILT_IN), tuple(WHERE))
+    print(SHELLS[words[0]](known), end="")
+    return 0

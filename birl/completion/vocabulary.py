@@ -1,0 +1,68 @@
+"""What can be typed behind `birl`: commands, their words, keys, and the values of keys."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from birl.config.help import documentation, presets
+from birl.config.load import SHORTHANDS
+from birl.config.ranges import CHOICES
+from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+
+SCHEMAS: Mapping[str, type] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval, "serve": Serve}
+NOTHING = ("int", "float")  # types of keys that only the user knows the value of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What may follow one command. `words` come as they are, keys as `key=`. `files`: any, folders, or none (empty)."""
+
+    text: str
+    words: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    files: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """`values`: of keys with a fixed choice. `free`: keys with numbers, of which nothing can be offered; all others
+    take files. `places`: what follows `birl launch`."""
+
+    commands: Mapping[str, Command]
+    values: Mapping[str, tuple[str, ...]]
+    free: tuple[str, ...]
+    places: tuple[str, ...]
+
+
+def vocabulary(
+    texts: Mapping[str, str],
+    flags: Mapping[str, tuple[str, ...]],
+    environments: tuple[str, ...],
+    places: tuple[str, ...],
+) -> Vocabulary:
+    """`texts`: one line on each command. `flags`: words of each command."""
+    found = {}
+    for name, text in texts.items():
+        schema = SCHEMAS.get("rl" if name == "plan" else name)
+        keys = _keys(schema) if schema else ()
+        files = "any" if schema else "folders" if name not in ("doctor", "cache", "completion") else ""
+        found[name] = Command(text=text, words=flags.get(name, ("--help",)), keys=keys, files=files)
+    return Vocabulary(commands=found, values=_values(environments), free=_free(), places=places)
+
+
+def _keys(schema: type) -> tuple[str, ...]:
+    known = documentation(schema)
+    short = [name for name, key in SHORTHANDS.items() if key in known and name != "benchmark"]
+    return tuple(sorted({*known, *presets(schema), *short}))
+
+
+def _values(environments: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    booleans = {key for schema in SCHEMAS.values() for key, doc in documentation(schema).items() if doc.type == "bool"}
+    known = {**CHOICES, **dict.fromkeys(sorted(booleans), ("true", "false"))}
+    for schema in SCHEMAS.values():
+        known |= {group: tuple(files) for group, files in presets(schema).items() if group != "model"}
+    return known | dict.fromkeys(("env", "env.kind"), environments) | {"resume": ("auto", "never")}
+
+
+def _free() -> tuple[str, ...]:
+    docs = {key: doc for schema in SCHEMAS.values() for key, doc in documentation(schema).items()}
+    return tuple(sorted(key for key, doc in docs.items() if doc.type in NOTHING))

@@ -1,0 +1,133 @@
+"""`birl diff RUN RUN`: what was set otherwise, and what came out."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from birl.config.help import written
+from birl.errors import BirlError
+from birl.track import runs
+from birl.track.progress import headline, stored
+from birl.track.summary import facts
+from birl.track.units import count, duration, figure
+from birl.track.visible import visible
+
+LAST = 10  # steps that a figure is the mean of
+ALWAYS_OTHER = ("run", "resume")  # keys that differ between any two runs
+FIGURES = (
+    *("length/mean", "turns/mean", "groups/no_signal", "entropy", "kl", "clip_fraction", "grad_norm", "mismatch/mean"),
+    *("staleness/mean", "outcome/truncated", "speed/generate", "speed/train", "time/step", "memory/peak"),
+)
+Row = tuple[str, str, str]
+
+
+def run(words: Sequence[str]) -> int:
+    """Print both tables. Raises `BirlError` for what is no run."""
+    flags = [word for word in words if word.startswith("-")]
+    folders = [Path(word) for word in words if word not in flags]
+    if unknown := [flag for flag in flags if flag != "--json"]:
+        raise BirlError(f"{unknown[0]}: `birl diff` has --json")
+    if len(folders) != 2:
+        raise BirlError("birl diff: name two run folders, as in `birl diff runs/a runs/b`; `birl runs` lists them")
+    for folder in folders:
+        _check(folder)
+    keys, figures = changed_keys(*folders), compared(*folders)
+    if "--json" in flags:
+        told = {"keys": {key: [a, b] for key, a, b in keys}, "figures": {name: [a, b] for name, a, b in figures}}
+        print(json.dumps({"runs": [str(folder) for folder in folders], **told}, indent=1))
+        return 0
+    tty = sys.stdout.isatty()
+    width = shutil.get_terminal_size((100, 24)).columns if tty else 10_000
+    names = [visible(str(folder)) for folder in folders]
+    head = "configuration" if keys else "configuration: equal"
+    shown = [(key, *(_value(value) for value in values)) for key, *values in keys]
+    told = [(name, *(_number(name, value) for value in values)) for name, *values in figures]
+    bold = tty and "NO_COLOR" not in os.environ
+    print("\n".join(side_by_side((head, *names), shown, width, bold)), end="\n\n")
+    print("\n".join(side_by_side(("came out", *names), told, width, bold)))
+    return 0
+
+
+def _check(folder: Path) -> None:
+    if not folder.is_dir():
+        raise BirlError(
+            f"birl diff: {folder} is {'a file' if folder.exists() else 'not there'}; `birl runs` lists runs"
+        )
+    if not runs.is_run(folder):
+        inside = next(iter(runs.find(folder)), None)
+        hint = f"{inside} is one" if inside else "`birl runs` lists runs"
+        raise BirlError(f"birl diff: {folder} is no run: it has neither config.yaml nor metrics.jsonl. {hint}")
+    if why := runs.problem(folder):
+        raise BirlError(f"birl diff: {why.partition(':')[0]}; without it there is nothing to compare")
+
+
+def changed_keys(first: Path, second: Path) -> list[tuple[str, Any, Any]]:
+    """Keys with different values, in the order of the configuration; None where a run does not have the key."""
+    one, other = runs.config(first), runs.config(second)
+    keys = [key for key in {**one, **other} if key not in ALWAYS_OTHER]
+    return [(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
+
+
+def compared(first: Path, second: Path) -> list[tuple[str, float | None, float | None]]:
+    """Name and both values of every figure that one of the runs has. `... last`: mean over the last ten steps."""
+    one, other = outcome(first), outcome(second)
+    return [(name, one.get(name), other.get(name)) for name in {**one, **other}]
+
+
+def outcome(run: Path) -> dict[str, float]:
+    """What a run came to, one number each."""
+    found, steps = facts(run), stored(run / "metrics.jsonl")
+    name = headline(steps[-1]) if steps else "loss"
+    best = max if name == "reward/mean" else min
+    known = [record[name] for record in steps if math.isfinite(record.get(name, math.nan))]
+    values: dict[str, float] = {"steps": found["steps"]}
+    if known:
+        values |= {f"{name} last": _mean(steps, name), f"{name} best": best(known)}
+    if validation := found.get("validation"):
+        values |= {f"{validation['name']} {which}": validation[which] for which in ("first", "last", "best")}
+    values |= {f"{key} last": _mean(steps, key) for key in FIGURES if any(key in record for record in steps[-LAST:])}
+    values |= {key: found[key] for key in ("generated", "trained", "learned", "seconds") if key in found}
+    return {key: value for key, value in values.items() if math.isfinite(value)}
+
+
+def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    known = [r[name] for r in steps[-LAST:] if math.isfinite(r.get(name, math.nan))]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _value(value: Any) -> str:
+    return "-" if value is None else visible(written(value)).replace("\n", " ")
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name == "seconds":
+        return duration(value)
+    return (
+        count(value)
+        if name in ("steps", "generated", "trained", "learned") or name.startswith("speed/")
+        else figure(value)
+    )
+
+
+def side_by_side(heads: Row, rows: Sequence[Row], width: int, bold: bool = False) -> list[str]:
+    """Three aligned columns; what is too long for its share of `width` is cut, longer names of runs at their front."""
+    first = max(len(cells[0]) for cells in [heads, *rows])
+    room = max(8, (width - first - 4) // 2)
+    sizes = [min(room, max(len(cells[i]) for cells in [heads, *rows])) for i in (1, 2)]
+    lines = []
+    for number, (name, a, b) in enumerate([heads, *rows]):
+        cells = [cell if len(cell) <= s else _cut(cell, s, number == 0) for cell, s in zip((a, b), sizes, strict=True)]
+        line = f"{name:<{first}}  {cells[0]:<{sizes[0]}}  {cells[1]}".rstrip()
+        lines.append(f"\033[1m{line}\033[0m" if bold and number == 0 else line)
+    return lines
+
+
+def _cut(text: str, size: int, front: bool) -> str:
+    return ".." + text[len(text) - size + 2 :] if front else text[: size - 2] + ".."

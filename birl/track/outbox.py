@@ -1,0 +1,188 @@
+"""Figures on their way to a tracker: a thread and a bounded queue, so that a run never waits for somebody's server."""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.track.log import encode
+from birl.track.log import replace as write_whole
+from birl.track.sink import Figures, Sink, Start
+
+ROOM = 10_000  # records that wait while a tracker is away; then the oldest go
+PATIENCE = {"offline": 90.0, "online": 15.0}  # seconds that the start and the end of a run wait for a tracker
+PAUSES = (1.0, 5.0, 15.0, 60.0)  # seconds between tries
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One call that waits. `kind`: log, validation or samples."""
+
+    kind: str
+    step: int
+    content: Any
+
+
+class Marks:
+    """Up to which step each tracker was told of each kind of record, and under which id: RUN/trackers.json. A run that
+    is resumed repeats steps, and no tracker gets a step twice.
+
+    A step is noted just before it is sent: where a process is killed in between, the tracker lacks that point."""
+
+    def __init__(self, run: Path, name: str) -> None:
+        self.path, self.name = run / "trackers.json", name
+
+    def read(self) -> dict[str, Any]:
+        return self._all().get(self.name, {})
+
+    def _all(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            found = json.loads(self.path.read_text("utf-8"))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def write(self, **changed: Any) -> None:
+        with _MARKS:  # several outboxes share the file
+            known = self._all()
+            known[self.name] = {**known.get(self.name, {}), **changed}
+            write_whole(self.path, encode(known))
+
+
+_MARKS = threading.Lock()
+
+
+class Outbox:
+    """Hands a run's figures to one tracker.
+
+    Example: box = Outbox("mlflow", MlflowRun(), Marks(run, "mlflow"), 15.0); box.open(start); box.close({})
+    """
+
+    def __init__(self, name: str, sink: Sink, marks: Marks, patience: float, room: int = ROOM) -> None:
+        self.name, self.sink, self.marks, self.patience, self.room = name, sink, marks, patience, room
+        self.unsaid: list[str] = []  # warnings, for the thread of the run to print
+        self.lost = 0
+        self._queue: deque[Record] = deque()
+        self._more = threading.Condition()
+        self._last: tuple[Figures, bool] | None = None  # what `close` is called with
+        self._given_up = False
+        self._begun, self._ended = threading.Event(), threading.Event()
+        self._refused: BirlError | None = None
+        self._warned = False
+
+    def open(self, start: Start) -> None:
+        """Wait a little for the tracker. Raises `BirlError` where the user has to do something first: log in, say."""
+        found = self.marks.read() if start.resumed else {}
+        start = replace(start, id=found.get("id", start.id), resumed=bool(found))
+        self._told = {kind: int(found.get(kind, -1)) for kind in ("log", "validation", "samples")}
+        if not found:
+            self.marks.write(id=start.id, **self._told)
+        # A daemon: a tracker that hangs must not keep the process.
+        threading.Thread(target=self._work, args=(start,), name=f"birl-{self.name}", daemon=True).start()
+        self._begun.wait(self.patience)
+        if self._refused:
+            raise self._refused
+        if not self._begun.is_set():
+            self._warn("does not answer")
+
+    def put(self, record: Record) -> None:
+        """Returns at once. What the tracker has already is not sent again."""
+        with self._more:
+            if record.step <= self._told[record.kind]:
+                return
+            self._queue.append(record)
+            if len(self._queue) > self.room:
+                self._queue.popleft()
+                self.lost += 1
+            self._more.notify()
+
+    def close(self, summary: Figures, failed: bool = False) -> None:
+        """Wait a little for what is under way. A second call does nothing."""
+        if self._last is not None:
+            return
+        with self._more:
+            self._last = (summary, failed)
+            self._more.notify()
+        self._ended.wait(self.patience)
+        with self._more:
+            self._given_up = True
+            waiting = len(self._queue) + self.lost
+            self._more.notify()
+        if waiting:
+            self.unsaid.append(f"warning: {waiting} records did not reach {self.name}; the run's own files have them")
+        elif not self._ended.is_set():
+            self.unsaid.append(
+                f"warning: {self.name} was still busy at the end of the run; its last figures may be missing"
+            )
+
+    def _work(self, start: Start) -> None:
+        if self._persist(lambda: self.sink.start(start)):
+            self._begun.set()
+            while (record := self._next()) is not None:
+                if not self._persist(lambda record=record: self._send(record)):
+                    break
+        with suppress(Exception):  # close of a tracker that was never there
+            summary, failed = self._last or ({}, True)
+            self.sink.close(summary, failed)
+        self._ended.set()
+
+    def _next(self) -> Record | None:
+        """The oldest record, which stays in the queue until it is sent; None at the end."""
+        with self._more:
+            while not self._queue and self._last is None:
+                self._more.wait()
+            return self._queue[0] if self._queue and not self._given_up else None
+
+    def _send(self, record: Record) -> None:
+        told = self._told[record.kind]
+        self.marks.write(**{record.kind: record.step})
+        try:
+            if record.kind == "samples":
+                self.sink.samples(record.step, record.content)
+            else:
+                self.sink.log(record.step, record.content)
+        except Exception:
+            self.marks.write(**{record.kind: told})
+            raise
+        with self._more:
+            self._told[record.kind] = record.step
+            if self._queue and self._queue[0] is record:  # else it was thrown out while it was being sent
+                self._queue.popleft()
+
+    def _persist(self, call: Callable[[], None]) -> bool:
+        """Try until it works; after the end of the run once. False: it did not."""
+        for pause in chain(PAUSES, repeat(PAUSES[-1])):
+            ended = self._last is not None
+            try:
+                call()
+                return True
+            except BirlError as error:
+                if not self._begun.is_set():
+                    self._refused = error
+                    self.unsaid.append(f"warning: nothing is sent to {self.name}. {error}")  # if it comes too late
+                    self._begun.set()
+                    return False
+                self._warn(str(error))
+            except Exception as error:
+                self._warn(f"failed ({type(error).__name__}: {_first_line(error)})")
+            if ended or self._given_up:
+                return False
+            with self._more:
+                self._more.wait_for(lambda: self._last is not None, pause)
+        return False
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self.unsaid.append(
+                f"warning: {self.name} {what}; the run goes on, and up to {self.room:,} records wait for it"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:200]

@@ -1,0 +1,232 @@
+"""What a run's folder says about the run, from its files alone: for `birl runs`, `birl diff` and the live page.
+
+A folder is read as it is found: a run may be writing into it, may have been killed in the middle of a line, or may have
+been made by another version.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from birl.track.log import read_jsonl
+from birl.track.progress import headline, is_share, validation_name
+
+MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run
+DEPTH = 5  # how far below a folder runs are looked for: --multirun puts them one level deeper
+TAIL = 1 << 16  # bytes to begin with when the last line of a file is wanted
+STATES = ("running", "done", "stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """One run in figures. `state`: running | done | stopped (by a signal, and saved) | failed (it ended without saying
+    so: an error, a kill, a power cut). `total`: steps, None where epochs decide. `reward`: of the last step, of
+    `headline` (reward/mean, or loss). `best`: of `validation`, the name of a figure. `seconds`: of all its processes.
+    `updated`: seconds since 1970."""
+
+    path: Path
+    command: str
+    state: str
+    model: str
+    algorithm: str
+    step: int = 0
+    total: int | None = None
+    headline: str = "loss"
+    reward: float | None = None
+    validation: str = ""
+    best: float | None = None
+    seconds: float | None = None
+    updated: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "path": str(self.path)}
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in MARKS)
+
+
+def find(root: Path) -> Iterator[Path]:
+    """Every run at `root` or below. A run holds no other runs."""
+    if is_run(root):
+        yield root
+        return
+    level = [root]
+    for _ in range(DEPTH):
+        inside = [folder for parent in level for folder in _folders(parent)]
+        yield from (folder for folder in inside if is_run(folder))
+        level = [folder for folder in inside if not is_run(folder)]
+
+
+def _folders(parent: Path) -> list[Path]:
+    """Without links, which may lead round in a circle."""
+    with suppress(OSError), os.scandir(parent) as entries:
+        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+    return []
+
+
+def config(run: Path) -> dict[str, Any]:
+    """The configuration by dotted key; empty where it cannot be read: `problem` says why."""
+    return dict(_dotted(_mapping(run / "config.json")[0]))
+
+
+def problem(run: Path) -> str:
+    """What is wrong with the folder, as a sentence; empty where nothing is."""
+    path = run / "config.json"
+    why = _mapping(path)[1]
+    return f"{path} cannot be read ({why}): the configuration is not shown, everything else is." if why else ""
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """What the run wrote when it ended; empty before that."""
+    return _mapping(run / "summary.json")[0]
+
+
+def _mapping(path: Path) -> tuple[dict[str, Any], str]:
+    """A JSON object, and why there is none."""
+    try:
+        found = json.loads(path.read_text("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, getattr(error, "strerror", None) or str(error)
+    return (found, "") if isinstance(found, dict) else ({}, "it is no JSON object")
+
+
+def _dotted(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in keys.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def running(run: Path) -> bool:
+    """Whether a process of this machine holds the folder's lock. Looks without touching: trying the lock could get into
+    the way of a run that starts."""
+    try:
+        pid, inode = int((run / ".lock").read_text("ascii")), (run / ".lock").stat().st_ino
+        if pid <= 0:
+            return False
+        os.kill(pid, 0)
+    except PermissionError:
+        return True  # somebody else's process
+    except (OSError, ValueError, OverflowError):
+        return False
+    with suppress(OSError, IndexError):  # the number may belong to another process by now
+        return any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines())
+    return True
+
+
+def state(run: Path) -> str:
+    """One of `STATES`."""
+    if running(run):
+        return "running"
+    last, told = last_record(run / "metrics.jsonl"), summary(run)
+    step = last.get("step", 0)
+    if told and told.get("step", told.get("steps", 0)) >= step:
+        return "done" if told.get("finished", True) else "stopped"
+    return "failed"
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    """The last whole line of a file of JSON lines; empty where there is none. Reads only the end of the file."""
+    with suppress(OSError), path.open("rb") as file:
+        size, wanted = file.seek(0, os.SEEK_END), TAIL
+        while True:
+            file.seek(max(0, size - wanted))
+            lines = file.read(wanted).split(b"\n")
+            for line in reversed(lines[0 if wanted >= size else 1 :]):
+                with suppress(ValueError):
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        return found
+            if wanted >= size:
+                break
+            wanted *= 16
+    return {}
+
+
+def about(run: Path) -> About:
+    """Everything that a table of runs shows."""
+    keys, told, last = config(run), summary(run), last_record(run / "metrics.jsonl")
+    known, name = state(run), headline(last)
+    validation, best = best_validation(run)
+    return About(
+        path=run,
+        command=_command(keys),
+        state=known,
+        model=_short(str(keys.get("model.path", "?"))),
+        algorithm=_algorithm(run, keys),
+        step=int(last.get("step", 0)),
+        total=int(keys.get("steps") or 0) or None,
+        headline=name,
+        reward=_number(last.get(name)),
+        validation=validation.removeprefix("validation/"),
+        best=best,
+        seconds=_number(told.get("seconds")) if known in ("done", "stopped") else _between(run, last),
+        updated=max((_changed(run / file) for file in ("metrics.jsonl", "summary.json", "config.json")), default=0.0),
+    )
+
+
+def best_validation(run: Path) -> tuple[str, float | None]:
+    """The name of a run's one figure of validation, and its best value. A bad line is passed over."""
+    records: list[dict[str, Any]] = []
+    with suppress(OSError), (run / "validation.jsonl").open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                records.append(json.loads(line))
+    name = validation_name(records[-1]) if records else ""
+    values = [value for record in records if (value := _number(record.get(name))) is not None]
+    return name, (max if is_share(name) else min)(values) if values else None
+
+
+def _command(keys: Mapping[str, Any]) -> str:
+    """rl, rm, dpo or sft, by the keys that only it has."""
+    marks = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}
+    return next((command for command, key in marks.items() if key in keys), "sft")
+
+
+def _algorithm(run: Path, keys: Mapping[str, Any]) -> str:
+    """The preset that the run was started with, where its config.yaml names it in the first line."""
+    if "preference.loss" in keys:
+        return str(keys["preference.loss"])
+    with suppress(OSError, UnicodeDecodeError), (run / "config.yaml").open(encoding="utf-8") as file:
+        words = file.readline().removeprefix("# presets:").split()
+        return dict(word.split("=", 1) for word in words if "=" in word).get("algorithm") or _command(keys)
+    return _command(keys)
+
+
+def _short(model: str) -> str:
+    """A folder's own name; a hub id as it is."""
+    return model.rstrip("/").rpartition("/")[2] if model.startswith((".", "/", "~")) else model
+
+
+def _between(run: Path, last: Mapping[str, Any]) -> float | None:
+    """Seconds from the first step's record to the last."""
+    with suppress(OSError, ValueError, KeyError, TypeError), (run / "metrics.jsonl").open("rb") as file:
+        first = json.loads(file.readline())
+        spent = datetime.fromisoformat(last["time"]) - datetime.fromisoformat(first["time"])
+        return spent.total_seconds() + (_number(first.get("time/step")) or 0.0)
+    return None
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _number(value: Any) -> float | None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl. Raises `BirlError` where a line in the middle is broken."""
+    path = run / "metrics.jsonl"
+    return read_jsonl(path) if path.exists() else []

@@ -1,0 +1,58 @@
+"""Trackio. Offline is a database in the run folder; online is what Trackio itself is set up for: its shared folder on
+this machine, or the Space or server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from birl.track.sink import Figures, Start
+
+PROJECT = "birl"
+ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_BUCKET_ID", "TRACKIO_WEBHOOK_URL")
+
+
+class TrackioRun:
+    """One Trackio run that a resumed training goes on writing to: it is found by its name."""
+
+    def start(self, start: Start) -> None:
+        offline = start.mode == "offline"
+        if offline:
+            # Trackio reads its folder once, when it is imported.
+            os.environ["TRACKIO_DIR"] = str(start.run.resolve() / "trackio")
+        trackio, inner = import_module("trackio"), import_module("trackio.run")
+        for module in (trackio, inner, import_module("trackio.utils")):
+            vars(module)["print"] = _unsaid
+        elsewhere = {}
+        if offline:
+            elsewhere = {name: os.environ.pop(name) for name in ELSEWHERE if name in os.environ}
+            vars(inner)["_get_default_namespace"] = _nobody  # it would ask the hub who is logged in
+        try:
+            self._run = trackio.init(
+                project=PROJECT,
+                # Runs in the shared folder may have the same name; they must not become one.
+                name=start.run.name if offline else f"{start.run.name}-{start.id[:6]}",
+                config=dict(start.config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        finally:
+            os.environ.update(elsewhere)
+
+    def log(self, step: int, figures: Figures) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Its tables would hold the answers as files of their own."""
+
+    def close(self, summary: Figures, failed: bool) -> None:
+        self._run.finish()
+
+
+def _unsaid(*words: object, **options: object) -> None:
+    """Instead of `print` within Trackio, whose lines would stand amidst those of the run."""
+
+
+def _nobody() -> None:
+    return None

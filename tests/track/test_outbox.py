@@ -1,0 +1,169 @@
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl.errors import BirlError
+from birl.track import outbox
+from birl.track.outbox import Marks, Outbox, Record
+from birl.track.sink import Figures, Start
+
+
+class Notes:
+    """A tracker that keeps what it is told; `away`: how often it fails first."""
+
+    def __init__(self, away: int = 0) -> None:
+        self.told: list[tuple[int, float]] = []
+        self.started: list[Start] = []
+        self.closed: list[tuple[Figures, bool]] = []
+        self.away, self.gate = away, threading.Event()
+        self.gate.set()
+
+    def start(self, start: Start) -> None:
+        self.started.append(start)
+
+    def log(self, step: int, figures: Figures) -> None:
+        self.gate.wait()
+        if self.away:
+            self.away -= 1
+            raise ConnectionError("nobody there")
+        self.told.append((step, figures["x"]))
+
+    def samples(self, step: int, samples: list[dict[str, Any]]) -> None: ...
+
+    def close(self, summary: Figures, failed: bool) -> None:
+        self.closed.append((summary, failed))
+
+
+def _box(run: Path, sink: Any, patience: float = 5.0, room: int = 100, resumed: bool = False) -> Outbox:
+    box = Outbox("Notes", sink, Marks(run, "notes"), patience=patience, room=room)
+    box.open(Start(run=run, mode="offline", id="new", config={}, resumed=resumed))
+    return box
+
+
+def _put(box: Outbox, *steps: int) -> None:
+    for step in steps:
+        box.put(Record("log", step, {"x": float(step)}))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "PAUSES", (0.01,))
+
+
+def test_everything_arrives_in_order(tmp_path: Path) -> None:
+    sink = Notes()
+    box = _box(tmp_path, sink)
+    _put(box, 1, 2, 3)
+    box.close({"best": 1.0})
+    box.close({}, failed=True)
+    assert sink.told == [(1, 1.0), (2, 2.0), (3, 3.0)] and sink.closed == [({"best": 1.0}, False)]
+    assert not box.unsaid
+
+
+def test_a_resumed_run_has_the_same_id_and_tells_nothing_twice(tmp_path: Path) -> None:
+    first = Notes()
+    box = _box(tmp_path, first)
+    _put(box, 1, 2, 3)
+    box.close({}, failed=True)
+    second = Notes()
+    box = _box(tmp_path, second, resumed=True)
+    _put(box, 2, 3, 4)
+    box.close({})
+    assert second.told == [(4, 4.0)] and second.started[0].resumed
+    assert second.started[0].id == first.started[0].id and not first.started[0].resumed
+
+
+def test_a_new_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
+    box = _box(tmp_path, Notes())
+    _put(box, 1, 2)
+    box.close({})
+    again = Notes()
+    box = _box(tmp_path, again)
+    _put(box, 1)
+    box.close({})
+    assert again.told == [(1, 1.0)]
+
+
+def test_a_tracker_that_fails_for_a_while_loses_nothing_and_is_told_of_once(tmp_path: Path) -> None:
+    sink = Notes(away=3)
+    box = _box(tmp_path, sink)
+    _put(box, 1, 2)
+    while sink.away:
+        threading.Event().wait(0.01)
+    box.close({})
+    assert sink.told == [(1, 1.0), (2, 2.0)]
+    assert len(box.unsaid) == 1 and "nobody there" in box.unsaid[0] and "Notes" in box.unsaid[0]
+
+
+def test_a_tracker_that_is_gone_holds_nobody_up(tmp_path: Path) -> None:
+    sink = Notes(away=10**9)
+    box = _box(tmp_path, sink, patience=0.3)
+    _put(box, 1, 2)
+    box.close({})
+    assert "2 records did not reach Notes" in box.unsaid[-1]
+    later = Notes()
+    box = _box(tmp_path, later, resumed=True)  # what was not told is told now
+    _put(box, 1, 2, 3)
+    box.close({})
+    assert [step for step, _ in later.told] == [1, 2, 3]
+
+
+def test_a_tracker_that_hangs_gets_no_more_than_there_is_room_for(tmp_path: Path) -> None:
+    sink = Notes()
+    sink.gate.clear()
+    box = _box(tmp_path, sink, patience=0.2, room=5)
+    _put(box, *range(1, 21))
+    box.close({})
+    assert "20 records did not reach Notes" in box.unsaid[-1]
+    sink.gate.set()
+
+
+def test_what_the_user_has_to_mend_is_an_error_at_the_start(tmp_path: Path) -> None:
+    class LoggedOut(Notes):
+        def start(self, start: Start) -> None:
+            raise BirlError("log in first")
+
+    with pytest.raises(BirlError, match="log in first"):
+        _box(tmp_path, LoggedOut())
+
+
+def test_a_start_that_hangs_is_a_warning(tmp_path: Path) -> None:
+    class Slow(Notes):
+        def start(self, start: Start) -> None:
+            self.gate.wait()
+
+    sink = Slow()
+    sink.gate.clear()
+    box = _box(tmp_path, sink, patience=0.1)
+    assert "does not answer" in box.unsaid[0]
+    _put(box, 1)
+    sink.gate.set()
+    box.close({})
+    assert sink.told == [(1, 1.0)]
+
+
+def test_an_error_of_the_user_that_comes_too_late_is_a_warning(tmp_path: Path) -> None:
+    class LoggedOutSlowly(Notes):
+        def start(self, start: Start) -> None:
+            self.gate.wait()
+            raise BirlError("log in first")
+
+    sink = LoggedOutSlowly()
+    sink.gate.clear()
+    box = _box(tmp_path, sink, patience=0.1)
+    _put(box, 1)
+    sink.gate.set()
+    box.close({})
+    assert any("log in first" in text for text in box.unsaid)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"notes":'])
+def test_a_broken_list_of_marks_begins_a_new_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trackers.json").write_text(text)
+    sink = Notes()
+    box = _box(tmp_path, sink, resumed=True)
+    _put(box, 1)
+    box.close({})
+    assert sink.told == [(1, 1.0)] and Marks(tmp_path, "notes").read()["log"] == 1
