@@ -16,7 +16,10 @@ from birl.config.schema import RL
 
 START = datetime(2026, 3, 1, 8, 0, tzinfo=UTC)
 #: what a name or a value of a configuration may hold
-HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\u202egnp.exe\x1b[2J&quot;'\"\ud83d \U0001f468\u200d\U0001f469"
+HOSTILE = (
+    "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    "\u202egnp.exe\x1b[2J&quot;'\"\ud83d \U0001f468\u200d\U0001f469"
+)
 
 
 @cache
