@@ -6,7 +6,7 @@ import { figure } from "./figures.js";
 import { band, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
-const WATCHED = 2, ENDED = 15; // s between questions to the server while a run goes on, and when none does
+const WATCHED = 2, ENDED = 15, READING = 0.5; // s between questions to the server while a run goes on, when none does, and while files are read
 // What a run is judged by, in the order in which one asks. {validation} is the figure of the run's validations.
 const FIRST = ["reward/mean", "{validation}", "loss", "kl", "entropy", "clip_fraction", "mismatch/mean", "staleness/mean",
   "length/mean", "speed/generate", "speed/train", "grad_norm"];
@@ -40,6 +40,7 @@ export async function show(root, params, api) {
   addEventListener("themechange", redraw);
   const stop = repeat(async () => {
     await ask(it, true);
+    if (it.about.some((run) => run.read < 1)) return READING;
     return it.about.some((run) => run.running) ? WATCHED : ENDED;
   }, WATCHED);
   return () => {
@@ -65,7 +66,8 @@ async function learn(it) {
 function told(it) {
   const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
   const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
-  const words = [`${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
+  const read = it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length;
+  const words = [read < 1 ? `reading, ${Math.round(100 * read)} % so far: some of all steps are shown` : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
   fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
 }
 
@@ -173,7 +175,7 @@ async function once(it, poll) {
     if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
     return;
   }
-  const newer = it.version && it.version !== answer.version;
+  const newer = it.version !== answer.version && (it.version || answer.read < 1);
   if (newer) it.fresh.clear();
   it.version = answer.version;
   it.span = answer.span;
