@@ -4,7 +4,7 @@
 
 `first_s`: from the page's address to drawn curves with a server that has read nothing, from a glimpse of the files;
 `read_s`: until they are read whole; `again_s`: the page once more; `zoom_s`: from the mouse button's release to other
-curves; `idle_share`: CPU seconds of the server, Playwright and Chromium together for each second that the page watches a
+curves; `idle_share`: CPU seconds of the server, Playwright and Chromium together per second that the page watches a
 run in which nothing happens.
 """
 
