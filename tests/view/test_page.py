@@ -385,3 +385,16 @@ def test_without_a_server_the_page_says_what_to_do(chromium: Any, tmp_path: Path
 def test_a_run_that_is_gone_is_said(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url + "#/curves?run=nothing", quiet=["400"]) as page:
         assert "There is no run 'nothing'" in page.inner_text("[role=alert]")
+
+
+def test_a_server_that_went_away_and_came_back(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    run = make(tmp_path / "runs" / "live", ended=False)
+    quiet = ["ERR_", "Failed to load"]
+    with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address, quiet=quiet) as page:
+        at(page, "curves", "live")
+        wait_drawn(page, "kl")
+        page.route("**/api/**", lambda route: route.abort())
+        page.wait_for_selector("#trouble:not([hidden])")
+        assert "does not answer" in page.inner_text("#trouble") and drawn(page, "kl")
+        page.unroute("**/api/**")
+        page.wait_for_selector("#trouble", state="hidden")

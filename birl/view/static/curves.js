@@ -1,7 +1,7 @@
 // Curves of one or more runs, drawn again as they go on.
 import { chart, look, palette } from "./chart.js";
 import { bar, choose, place, recolor } from "./chosen.js";
-import { el, fill, keep, repeat, say, visible } from "./dom.js";
+import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
 import { band, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
@@ -39,7 +39,7 @@ export async function show(root, params, api) {
   size.observe(root);
   addEventListener("themechange", redraw);
   const stop = repeat(async () => {
-    await ask(it, true);
+    await gather(it, true);
     if (it.about.some((run) => run.read < 1)) return READING;
     return it.about.some((run) => run.running) ? WATCHED : ENDED;
   }, WATCHED);
@@ -146,8 +146,11 @@ function stale(it) {
   it.question += 1;
 }
 
-/** Fetch what is seen and not there yet; `poll`: also ask whether anything is newer. */
-async function ask(it, poll = false) {
+/** Fetch what is seen and is not there yet. */
+const ask = (it) => gather(it).catch((problem) => trouble(problem.message));
+
+/** The same; `poll`: also ask whether anything is newer. */
+async function gather(it, poll = false) {
   if (it.asking) { it.again = true; return; }
   it.asking = true;
   try {
