@@ -67,7 +67,7 @@ function told(it) {
   const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
   const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
   const read = it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length;
-  const words = [read < 1 ? `reading, ${Math.round(100 * read)} % so far: some of all steps are shown` : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
+  const words = [read < 1 ? `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown` : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
   fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
 }
 
