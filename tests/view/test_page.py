@@ -398,3 +398,12 @@ def test_a_server_that_went_away_and_came_back(chromium: Any, tmp_path: Path) ->
         assert "does not answer" in page.inner_text("#trouble") and drawn(page, "kl")
         page.unroute("**/api/**")
         page.wait_for_selector("#trouble", state="hidden")
+
+
+def test_an_address_that_makes_no_sense(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        at(page, "curves", "fast", more="&x=constructor&smooth=-3&from=abc&to=NaN&hide=nobody&log=yes&%E0%A4%A")
+        wait_drawn(page, "kl")
+        assert page.input_value("#axis") == "step" and page.is_hidden("button.reset")
+        page.evaluate("location.hash = '#/no/such/view'")
+        page.wait_for_selector("h1:text-is('Runs')")

@@ -6,7 +6,8 @@ import { figure } from "./figures.js";
 import { band, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
-const WATCHED = 2, ENDED = 15, READING = 0.5; // s between questions to the server while a run goes on, when none does, and while files are read
+// Seconds between questions to the server: while a run goes on, when none does, and while files are read.
+const WATCHED = 2, ENDED = 15, READING = 0.5;
 // What a run is judged by, in the order in which one asks. {validation} is the figure of the run's validations.
 const FIRST = ["reward/mean", "{validation}", "loss", "kl", "entropy", "clip_fraction", "mismatch/mean", "staleness/mean",
   "length/mean", "speed/generate", "speed/train", "grad_norm"];
@@ -15,14 +16,15 @@ export async function show(root, params, api) {
   const runs = await choose(params, api);
   if (!runs.length) return fill(root, el("h1", {}, "Curves"), el("p", {}, "There are no runs yet. ",
     el("a", { href: "#/" }, "The list"), " shows them as soon as they begin.")) && null;
-  const view = { // what the address keeps
-    axis: AXES[params.get("x")] ? params.get("x") : "step", smooth: Math.min(0.999, Number(params.get("smooth")) || 0),
+  const number = (key) => (params.get(key) && Number.isFinite(Number(params.get(key))) ? Number(params.get(key)) : null);
+  const zoomed = number("from") !== null && number("from") < number("to");
+  const view = { // what the address keeps; a word that makes no sense there is as if it was not there
+    axis: Object.hasOwn(AXES, params.get("x")) ? params.get("x") : "step", smooth: Math.min(0.999, Math.max(0, number("smooth"))),
     log: params.get("log") === "1", band: params.get("band") !== "0", find: params.get("find") || "",
-    low: params.has("from") ? Number(params.get("from")) : null, high: params.has("to") ? Number(params.get("to")) : null,
-    hidden: new Set(params.getAll("hide")),
+    low: zoomed ? number("from") : null, high: zoomed ? number("to") : null, hidden: new Set(params.getAll("hide")),
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
-    span: [0, 1], at: null, colors: palette(), width: 600, asking: false, again: false, question: 0, over: false };
+    span: [0, 1], at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
   it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
   fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
@@ -67,7 +69,8 @@ function told(it) {
   const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
   const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
   const read = it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length;
-  const words = [read < 1 ? `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown` : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
+  const long = `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown`;
+  const words = [read < 1 ? long : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
   fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
 }
 
@@ -105,7 +108,7 @@ function sections(it) {
     groups.set(group, [...(groups.get(group) || []), name]);
   }
   fill(it.place.charts, [...groups].filter(([, members]) => members.length).map(([group, members]) => el("details",
-    { class: "group", open: true }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
+    { class: "group", open: !it.closed.has(group), on: { toggle: (e) => it.closed[e.target.open ? "delete" : "add"](group) } }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
     el("div", { class: "charts" }, members.map((name) => one(it, name))))),
   names.length && !wanted.length ? el("p", { class: "note" }, `No figure is called like “${visible(it.view.find)}”.`) : null);
 }
