@@ -352,10 +352,10 @@ def test_the_switch_of_colours_is_kept(chromium: Any, url: str) -> None:  # noqa
         light = color()
         page.click("#theme")
         page.click("#theme")
-        assert page.inner_text("#theme") == "dark" and color() != light
+        assert page.inner_text("#theme") == "◐ dark" and color() != light
         page.reload()
         wait_drawn(page, "kl")
-        assert page.inner_text("#theme") == "dark" and color() != light
+        assert page.inner_text("#theme") == "◐ dark" and color() != light
 
 
 def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -71,7 +71,7 @@ function themes() {
   const button = document.getElementById("theme"), order = Object.keys(THEMES);
   const tell = () => {
     const now = document.documentElement.dataset.theme || "";
-    button.textContent = THEMES[now];
+    button.textContent = `◐ ${THEMES[now]}`;
     button.setAttribute("aria-label", `Colours: ${THEMES[now]}. Change`);
   };
   button.addEventListener("click", () => {
