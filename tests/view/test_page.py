@@ -363,7 +363,7 @@ def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noq
     with serving(tmp_path / "runs") as address, opened(chromium, address) as page:
         at(page, "curves", "long")
         wait_drawn(page, "reward/mean")
-        assert "100,000 steps" in page.inner_text(".status")
+        until(page, "document.querySelector('.status').textContent.includes('100,000 steps')", seconds=90)
         slider(page, "reward/mean").focus()
         page.keyboard.press("Home")
         page.keyboard.press("Shift+ArrowRight")
