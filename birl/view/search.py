@@ -96,7 +96,8 @@ class OneOf:
 
     def __str__(self) -> str:
         value = ",".join(self.names)
-        return f"{'-' * self.negated}{self.field}:{value if regex.fullmatch(r'[^\s\"]+', value) else _quote(value)}"
+        plain = regex.fullmatch(r'[^\s"]+', value) is not None
+        return f"{'-' * self.negated}{self.field}:{value if plain else _quote(value)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
