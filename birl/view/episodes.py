@@ -46,6 +46,7 @@ WINDOW = 1024  # earlier answers that a length is compared with
 NAMED = 20  # broken lines that are named
 TOKENS = b',"samples":['  # the writer puts tokens last; inside a text the quotes would be escaped
 BITS = {name: 1 << place for place, name in enumerate(flags.NAMES)}
+BROKEN = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # what reading a line raises
 SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that an answer has by itself
 
 
@@ -102,13 +103,30 @@ class Episodes:
         if self.size < self.read:
             ends = self.rows["at"] + self.rows["size"]
             kept = int(np.searchsorted(ends, self.size, side="right"))
-            self.read = int(ends[kept - 1]) if kept else 0
-            self.lines -= self.count - kept  # broken lines behind the cut stay counted
+            if kept and not self._as_it_was(file, kept - 1):
+                kept = 0  # not cut back but written anew
+            if not kept:
+                self._empty()
+            else:
+                self.read, self._mark = int(ends[kept - 1]), self._head(file, kept - 1)
+                self.lines -= self.count - kept  # broken lines behind the cut stay counted
             self.count, self.begun = kept, self.begun + 1
-            self._mark = b""  # unknown: the rows before the cut were not touched
+            self.size = file.seek(0, 2)
         elif self._mark and self._head(file, self.count - 1) != self._mark:
             self._empty()
             self.size, self.begun = file.seek(0, 2), self.begun + 1
+
+    def _as_it_was(self, file: BinaryIO, row: int) -> bool:
+        """Does the file still say there what the index says?"""
+        at, size = int(self._rows[row]["at"]), int(self._rows[row]["size"])
+        file.seek(at)
+        line, old = file.read(size), self._rows[row].copy()
+        try:
+            new = np.array([self._row(line[:-1], at)], ROW)[0]
+        except BROKEN:
+            return False
+        old["flags"] = new["flags"]  # some need other rows
+        return line.endswith(b"\n") and old.tobytes() == new.tobytes()
 
     def _head(self, file: BinaryIO, row: int) -> bytes:
         file.seek(int(self._rows[row]["at"]))
@@ -127,7 +145,7 @@ class Episodes:
             self.lines += 1
             try:
                 found.append(self._row(line, at))
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            except BROKEN as error:
                 self.skipped += 1
                 if len(self.broken) < NAMED:
                     self.broken[self.lines] = f"{type(error).__name__}: {error}"[:200]
@@ -140,7 +158,7 @@ class Episodes:
         return True
 
     def _row(self, line: bytes, at: int) -> tuple[Any, ...]:
-        cut = line.find(TOKENS)
+        cut = line.find(TOKENS) if line.endswith((b"}]}", b"[]}")) else -1
         head = len(line) if cut < 0 else cut
         record = json.loads(line) if cut < 0 else json.loads(line[:cut] + b"}")
         tokens, prompt = _lengths(record, line, cut)
@@ -233,9 +251,8 @@ class Episodes:
         if own["flags"] & BITS["length"]:
             found.append(("length", flags.length_blowup(int(own["tokens"]), self.usual(row))))
         if own["flags"] & BITS["duplicate"]:
-            group = self.rows[self.group(row)]
-            same = int((group["key"] == own["key"]).sum())
-            found.append(("duplicate", f"{same} of {len(group)} answers of its group are the same"))
+            group = self.group(row)
+            found.append(("duplicate", flags.duplicates(self.rows["key"][group].tolist())[group.index(row)]))
         return sorted(found, key=lambda flag: flags.NAMES.index(flag[0]))
 
 

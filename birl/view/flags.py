@@ -139,12 +139,12 @@ def script_switch(text: str) -> str:
     return ""
 
 
-def duplicates(texts: Sequence[str]) -> list[str]:
-    """One reason for each answer of a group. Sees answers that are the same but for case and spaces. Misses answers
-    that say the same in other words, and everything below 40 characters: short answers that are right are alike."""
-    same = [key(text) for text in texts]
-    counts = Counter(s for s in same if s)
-    return [f"{counts[s]} of {len(texts)} answers of its group are the same" if counts[s] > 1 else "" for s in same]
+def duplicates(keys: Sequence[int]) -> list[str]:
+    """One reason for each answer of a group; `keys` are those of its texts. Sees answers that are the same but for case
+    and spaces. Misses answers that say the same in other words, and everything below 40 characters: short answers that
+    are right are alike."""
+    counts = Counter(filter(None, keys))
+    return [f"{counts[k]} of {len(keys)} answers of its group are the same" if counts[k] > 1 else "" for k in keys]
 
 
 def key(text: str) -> int:

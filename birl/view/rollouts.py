@@ -43,7 +43,7 @@ class Inspector:
         self.vocabulary = Vocabulary(run.folder / "model")
         self.searches: OrderedDict[str, Search] = OrderedDict()
 
-    def search(self, text: str, patience: float = PATIENCE) -> tuple[Search, bool]:
+    def search(self, text: str, patience: float) -> tuple[Search, bool]:
         """The search as far as it is, and whether that is all. Raises `BirlError`."""
         query = Query.parse(text)
         whole = self.episodes.read_on(patience)
@@ -83,7 +83,7 @@ def routes(runs: Runs) -> list[Route]:
 
 
 def _list(of: Inspector, request: Request) -> Response:
-    search, done = of.search(request.query_params.get("q", ""))
+    search, done = of.search(request.query_params.get("q", ""), PATIENCE)
     rows = search.rows
     offset = min(_number(request, "offset", 0), len(rows))
     page = rows[offset : offset + min(_number(request, "limit", PAGE), PAGE)]

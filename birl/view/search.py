@@ -16,6 +16,7 @@ piece. A regular expression may take 50 ms on an answer; where it takes longer, 
 """
 
 import difflib
+import math
 import time
 from dataclasses import dataclass, field
 from math import inf, isnan
@@ -33,8 +34,10 @@ NAMED = ("outcome", "source", "flag", "task")
 PATTERN = 0.05  # seconds that a regular expression may take on one answer
 SLOW = 20  # answers on which it may take longer before the search is given up
 LONGEST = 300  # characters of a regular expression
+REPEATED = 10_000  # product of all counts such as {3,20} in a regular expression
 LOOK = 256  # rows between looks at the clock
 
+COUNTS = regex.compile(r"\{\s*(?:\d*\s*,)?\s*0*([1-9]\d*)\s*,?\s*\}")
 TERM = regex.compile(
     r"""(?P<field>[a-z_]+)(?P<op>>=|<=|!=|>|<|=|:)(?P<value>"(?:[^"\\]|\\.)*"|[^\s"]*)(?=\s|\Z)
     | /(?P<pattern>(?:[^/\\]|\\.)+)/(?P<mode>[a-z]*)(?=\s|\Z)
@@ -116,12 +119,14 @@ class Said:
         """Raises `BirlError`."""
         if len(self.text) > LONGEST:
             raise BirlError(f"/{self.text[:20]}…/: a regular expression may have {LONGEST} characters here.")
+        if math.prod(int(n) for n in COUNTS.findall(self.text)) > REPEATED:  # would take the memory of this machine
+            raise BirlError(f"/{self.text}/: repeats something more than {REPEATED} times; write * or + instead.")
         if unknown := set(self.mode) - set("ims"):
             raise BirlError(f"/{self.text}/{self.mode}: there is no mode {unknown.pop()}; there are i, m and s.")
         try:
             modes = sum({"i": regex.IGNORECASE, "m": regex.MULTILINE, "s": regex.DOTALL}[m] for m in set(self.mode))
             return regex.compile(self.text, regex.VERSION0 | modes)
-        except (regex.error, OverflowError, RecursionError, ValueError) as error:
+        except (regex.error, OverflowError, RecursionError, ValueError, MemoryError) as error:
             raise BirlError(f"/{self.text}/ is no regular expression: {error}.") from None
 
 
@@ -191,6 +196,8 @@ def _column(field: str, op: str, value: str, negated: bool) -> Column:
         op, negated = "=", not negated
     low, dots, high = value.partition("..") if op == ":" else (value, "", value)
     low, high = _number(low, whole, -inf if dots else None), _number(high if dots else low, whole, inf if dots else None)
+    if low > high:
+        raise BirlError(f"{whole}: nothing is from {_figure(low)} to {_figure(high)}; the smaller number comes first.")
     return Between(
         field=field,
         low=-inf if op in ("<", "<=") else low,

@@ -42,7 +42,10 @@ WORDS = 800  # longest answer whose differences are looked for
 def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str, Any]:
     """All of a row. Raises `BirlError` where it is not there, or its lists do not fit together."""
     record = episodes.record(row)
-    samples = [sample(s, vocabulary, row) for s in record.get("samples") or ()]
+    try:
+        samples = [sample(s, vocabulary, row) for s in record.get("samples") or ()]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BirlError(f"Row {row}: its samples cannot be shown ({type(error).__name__}: {error}).") from error
     return {
         **summary(episodes, row, record),
         "detail": visible(str(record.get("detail") or "")),
@@ -78,6 +81,7 @@ def summary(episodes: Episodes, row: int, head: Mapping[str, Any]) -> dict[str, 
 def sample(record: Mapping[str, Any], vocabulary: Vocabulary, row: int) -> dict[str, Any]:
     """One list of tokens with what is known of each, null where nothing is, and the blocks that it falls into."""
     tokens, mask = list(record["tokens"]), [bool(m) for m in record["mask"]]
+    _fits("mask", mask, len(tokens), row)
     found: dict[str, Any] = {"ids": tokens, "mask": [int(m) for m in mask]}
     found["shown"] = vocabulary.shown(tokens)
     found["special"] = [n for n, token in enumerate(tokens) if vocabulary.special(token)]
@@ -86,7 +90,6 @@ def sample(record: Mapping[str, Any], vocabulary: Vocabulary, row: int) -> dict[
         if values:
             _fits(name, values, len(tokens), row)
             found[name] = [value if m else None for value, m in zip(values, mask, strict=True)]
-    _fits("mask", mask, len(tokens), row)
     for name in PER_TRAINED:
         values = record.get(name)
         if values is None:
