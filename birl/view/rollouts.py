@@ -90,6 +90,7 @@ def _list(of: Inspector, request: Request) -> Response:
     episodes = of.episodes
     return Answer(
         {
+            "run": of.run.name,
             "query": str(search.query),
             "total": len(rows),
             "rows": [listed(episodes, int(row)) for row in page],

@@ -36,6 +36,7 @@ READERS = (
 )
 PER_TOKEN = ("logprobs", "versions")  # of every token
 PER_TRAINED = ("advantages", "gaps", "entropies")  # of those that the model said
+ALIKE = 0.5  # below, two texts have words in common and nothing else
 WORDS = 800  # longest answer whose differences are looked for
 
 
@@ -211,8 +212,9 @@ def differences(best: str, text: str) -> list[list[Any]]:
         found.append([False, "".join(middle)])
     else:
         matcher = difflib.SequenceMatcher(None, a[front : len(a) - back], middle, autojunk=False)
-        for kind, _, _, start, end in matcher.get_opcodes():
-            found.append([kind == "equal", "".join(middle[start:end])])
+        alike = matcher.ratio() >= ALIKE
+        pieces = matcher.get_opcodes() if alike else [("replace", 0, 0, 0, len(middle))]
+        found += [[kind == "equal", "".join(middle[start:end])] for kind, _, _, start, end in pieces]
     found.append([True, "".join(b[len(b) - back :])])
     return [piece for piece in found if piece[1]]
 

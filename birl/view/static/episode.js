@@ -39,7 +39,7 @@ export async function showEpisode(root, params, api) {
   if (at >= 0 && at < tokens.length) point(at, true);
   document.addEventListener("keydown", keys);
   let gone = false;
-  api("rollouts/group", { run, row }).then((found) => { if (!gone) fill(beside, group(found, run, query)); },
+  api("rollouts/group", { run, row }).then((found) => { if (!gone) fill(beside, group(found, run)); },
     (error) => { if (!gone) fill(beside, el("h2", {}, "The group"), el("p", { class: "problem" }, error.message)); });
   return () => {
     gone = true;
@@ -176,10 +176,9 @@ function pictures(run, episode) {
     })));
 }
 
-function group(found, run, query) {
+function group(found, run) {
   const cards = found.episodes.map((one) => {
-    const words = new URLSearchParams({ run, row: one.row });
-    if (query) words.set("q", query);
+    const words = new URLSearchParams({ run, row: one.row, at: one.row }); // among all episodes, not those of the query
     return el("article", { class: `card${one.row === found.row ? " now" : ""}` },
       el("h3", {}, el("a", { href: `#/rollouts?${words}`, "aria-current": one.row === found.row ? "true" : null }, `answer ${one.episode + 1}`), " ",
         el("b", {}, figure(one.reward)), el("span", { class: "muted" }, ` advantage ${figure(one.advantage)} · ${whole(one.tokens)} tokens `), outcome(one.outcome)),

@@ -11,8 +11,8 @@ const READY = [ // what people look for first
   ["flagged", "flag:any"],
 ];
 const COLUMNS = [ // name, what it sorts by, class
-  ["row", "", "n"], ["step", "step", "n"], ["task", "group", "task"], ["outcome", "", "outcome"], ["reward", "reward", "n"],
-  ["tokens", "tokens", "n"], ["flags", "", "marks"], ["answer", "", "said"],
+  ["row", "", "n number"], ["step", "step", "n step"], ["task", "group", "task"], ["outcome", "", "outcome"], ["reward", "reward", "n"],
+  ["tokens", "tokens", "n"], ["flags", "", "marks"], ["answer", "", "start"],
 ];
 const PAGE = 100; // rows of one question
 const TALLEST = 8e6; // px; browsers cannot make a box as high as a million rows
@@ -60,6 +60,7 @@ function list(root, params, api) {
   const ready = el("div", { class: "bar ready", role: "group", "aria-label": "Ready searches" },
     READY.map(([label, query]) => el("button", { type: "button", class: "chip", on: { click: () => seek(query) } }, label)),
     el("button", { type: "button", class: "chip", on: { click: () => seek("") } }, "all"));
+  const title = el("h1", {}, "Rollouts");
   const status = el("p", { class: "muted small counts" });
   const problem = el("div", {});
   const bars = el("div", {});
@@ -72,7 +73,7 @@ function list(root, params, api) {
     el("div", { role: "rowgroup", class: "heads" }, el("div", { role: "row", class: "row", "aria-rowindex": "1" }, heads)), body);
   const exports = el("p", { class: "small" });
   const help = el("details", { class: "small muted help" }, el("summary", {}, "How to search, and keys"), helpText());
-  fill(root, el("h1", {}, "Rollouts"), form, ready, problem, bars, status, grid, exports, help);
+  fill(root, title, form, ready, problem, bars, status, grid, exports, help);
 
   /** A new query. */
   function seek(query) {
@@ -128,6 +129,7 @@ function list(root, params, api) {
       if (state.at >= state.total) state.at = Math.max(0, state.total - 1);
     }
     fill(bars, chart(found.chart, (from, to) => seek(`${input.value.replace(/(?:^|\s)step:\S+/, "")} step:${from}..${to}`.trim())));
+    fill(title, "Rollouts of ", name(found.run));
     tell(found);
     draw();
     return found.done ? (found.running ? 4 : 60) : 0.05;
