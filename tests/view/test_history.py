@@ -103,11 +103,16 @@ def test_only_keys_that_differ(tmp_path: Path) -> None:
 
 def test_last_and_best(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=0)
-    rows = [{"reward/mean": 0.5, "loss": 3.0}, {"reward/mean": 0.9, "loss": 1.0}, {"reward/mean": None, "loss": 2.0}]
+    rows = [
+        {"reward/mean": 0.5, "time/step": 3.0},
+        {"reward/mean": 0.9, "time/step": 1.0},
+        {"time/step": 2.0, "loss": 1.0},
+    ]
     (run / "metrics.jsonl").write_text("".join(line(step, row) for step, row in enumerate(rows, 1)))
     found = {row["name"]: row["values"][0] for row in figures([history(run)])}
     assert found["reward/mean"] == {"last": 0.9, "last_step": 2, "best": 0.9, "best_step": 2}
-    assert found["loss"] == {"last": 2.0, "last_step": 3, "best": 1.0, "best_step": 2}
+    assert found["time/step"] == {"last": 2.0, "last_step": 3, "best": 1.0, "best_step": 2}
+    assert "best" not in found["loss"]
     names = ("validation/all/pass@1", "validation/nll", "validation/all/length", "entropy", "reward/std", "time/step")
     assert [better(name) for name in names] == ["high", "low", "", "", "", "low"]
 

@@ -1,6 +1,6 @@
 // Curves of one or more runs, drawn again as they go on.
 import { chart, look, palette } from "./chart.js";
-import { bar, choose } from "./chosen.js";
+import { bar, choose, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, visible } from "./dom.js";
 import { figure } from "./figures.js";
 import { band, nearest, smoothed } from "./smooth.js";
@@ -22,7 +22,7 @@ export async function show(root, params, api) {
     hidden: new Set(params.getAll("hide")),
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
-    span: [0, 1], at: null, colors: palette(), width: 600, asking: false, again: false, over: false };
+    span: [0, 1], at: null, colors: palette(), width: 600, asking: false, again: false, question: 0, over: false };
   it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
   fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
@@ -72,7 +72,7 @@ function told(it) {
 // ---- controls
 
 function controls(it) {
-  bar(it.place.bar, it, { changed: () => { remember(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
+  bar(it.place.bar, it, { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
     found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) });
 }
 
@@ -141,7 +141,7 @@ function noticed(it, entries) {
 /** The server is asked again for everything that is seen; what is drawn stays until the answer comes. */
 function stale(it) {
   it.fresh.clear();
-  it.version = "";
+  it.question += 1;
 }
 
 /** Fetch what is seen and not there yet; `poll`: also ask whether anything is newer. */
@@ -162,12 +162,13 @@ async function ask(it, poll = false) {
 async function once(it, poll) {
   const missing = [...it.seen].filter((name) => !it.fresh.has(name));
   if (!missing.length && !poll) return;
-  const metrics = missing.length ? missing : [...it.seen], { view } = it;
+  const metrics = missing.length ? missing : [...it.seen], { view, question } = it;
   const answer = await it.api("curves", {
     run: it.runs, metric: metrics, x: view.axis, from: view.low ?? undefined, to: view.high ?? undefined, width: width(it),
     known: missing.length || !it.version ? undefined : it.version,
   });
   if (it.over) return;
+  if (question !== it.question) { it.again = true; return; } // the view has changed meanwhile
   if (answer.unchanged) {
     if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
     return;
@@ -196,17 +197,20 @@ function width(it) {
 /** The curves of a metric: of each run that is not hidden, or of each family of seeds. */
 function series(it, name) {
   const curves = it.data.get(name);
-  const shown = it.about.map((run, i) => ({ run, ...look(i), points: curves?.[run.id]?.[name] }))
+  const shown = it.about.map((run, i) => ({ run, ...look(place(it, i)), points: own(curves?.[run.id], name) }))
     .filter(({ run, points }) => points && points.x.length && !it.view.hidden.has(run.id));
-  const single = (one) => ({ ...one, label: one.run.name, raw: it.view.smooth ? one.points.y : null, line: smoothed(one.points, it.view.smooth) });
+  const weight = name.startsWith("validation/") ? 0 : it.view.smooth; // few points, each of them a mean already
+  const single = (one) => ({ ...one, label: one.run.name, raw: weight ? one.points.y : null, line: smoothed(one.points, weight) });
   if (!it.view.band) return shown.map(single);
   const families = Map.groupBy ? Map.groupBy(shown, ({ run }) => run.family) : grouped(shown);
   return [...families.values()].map((members) => {
     if (members.length < 2) return single(members[0]);
-    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, it.view.smooth) })));
+    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, weight) })));
     return { ...members[0], points, line: points.y, raw: null, label: `mean of ${members.length} seeds of ${members[0].run.name}`, members };
   });
 }
+
+const own = (object, name) => (object && Object.hasOwn(object, name) ? object[name] : undefined); // a figure may be called __proto__
 
 function grouped(shown) {
   const families = new Map();
@@ -249,8 +253,8 @@ function values(it, name) {
   if (!state) return;
   const found = state.series.map((one) => {
     const i = x === null ? one.points.x.length - 1 : nearest(one.points.x, x);
-    const own = it.exact?.[one.run.id]?.values;
-    return { ...one, value: own && !one.members ? own[name] : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
+    const known = it.exact?.[one.run.id]?.values;
+    return { ...one, value: known && !one.members ? own(known, name) : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
   });
   if (x === null) return tell(null, found, "");
   const first = found[0], exactly = first && it.exact?.[first.run.id];
