@@ -31,6 +31,7 @@ PAGE = 200  # most rows of one answer
 BINS = 120  # most bars of the chart of flags
 SEARCHES = 8  # searches that are remembered
 BEGINNING = 240  # characters of an answer in the list
+NONE = "This run has no rollouts.jsonl: `birl rl` writes it unless track.rollouts=false, the other commands have none."
 TYPES = {"jsonl": "application/x-ndjson", "csv": "text/csv; charset=utf-8"}
 
 
@@ -83,6 +84,8 @@ def routes(runs: Runs) -> list[Route]:
 
 
 def _list(of: Inspector, request: Request) -> Response:
+    if not of.episodes.path.exists():
+        return Answer({"run": of.run.name, "missing": NONE, "running": of.run.running})
     search, done = of.search(request.query_params.get("q", ""), PATIENCE)
     rows = search.rows
     offset = min(_number(request, "offset", 0), len(rows))

@@ -109,7 +109,8 @@ def test_a_wrong_question_is_answered_with_what_is_wrong(page: Asked, path: str,
 
 def test_a_run_without_rollouts_says_so(page: Asked) -> None:
     (page.folder / "rollouts.jsonl").unlink()
-    answer = page.get()
+    assert "track.rollouts=false" in page.json()["missing"]
+    answer = page.get("/one", row=0)
     assert answer.status_code == 400 and "track.rollouts=false" in answer.json()["error"]
 
 

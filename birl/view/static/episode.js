@@ -184,7 +184,7 @@ function group(found, run) {
         el("b", {}, figure(one.reward)), el("span", { class: "muted" }, ` advantage ${figure(one.advantage)} · ${whole(one.tokens)} tokens `), outcome(one.outcome)),
       reasons(one.flags),
       one.detail ? el("p", { class: "note small" }, el("bdi", {}, one.detail)) : null,
-      el("div", { class: "said small" }, el("bdi", {}, one.text.map(([same, text]) => (same ? text : el("mark", {}, text))))));
+      el("div", { class: "said small", tabindex: "0", role: "group", "aria-label": `Text of answer ${one.episode + 1}` }, el("bdi", {}, one.text.map(([same, text]) => (same ? text : el("mark", {}, text))))));
   });
   return [el("h2", {}, `The group: ${found.episodes.length} answers to the same question`),
     el("p", { class: "muted small" }, "Best reward first. Marked is what the first one does not say."),

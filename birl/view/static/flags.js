@@ -20,7 +20,7 @@ export function chart(found, narrow) {
     const share = found.rows[n] ? found.any[n] / found.rows[n] : 0;
     const steps = from === found.to[n] ? `step ${from}` : `steps ${from} to ${found.to[n]}`;
     const own = Object.entries(found.flags).filter(([, values]) => values[n]).map(([name, values]) => `${values[n]} ${name}`);
-    return el("button", { type: "button", tabindex: "-1", "aria-hidden": "true", class: "flagbar",
+    return el("span", { class: "flagbar",
       title: `${steps}: ${found.any[n]} of ${found.rows[n]} flagged${own.length ? ` (${own.join(", ")})` : ""}`,
       on: { click: () => narrow(from, found.to[n]) } },
     el("i", { style: { height: `${Math.round(100 * share)}%` } }));

@@ -49,10 +49,10 @@ export function whole(value) {
 
 function list(root, params, api) {
   const run = params.get("run");
-  const state = { total: 0, at: Number(params.get("at") || 0), pages: new Map(), asked: new Set(), turn: 0, done: false };
+  const state = { query: params.get("q") || "", total: 0, at: Number(params.get("at") || 0), pages: new Map(), asked: new Set(), turn: 0, done: false };
   let rowHeight = 0;
 
-  const input = el("input", { type: "search", id: "query", value: params.get("q") || "", spellcheck: "false",
+  const input = el("input", { type: "search", id: "query", value: state.query, spellcheck: "false",
     autocomplete: "off", autocapitalize: "off", placeholder: "reward>=1 -/\\d/ outcome:ok step:10..20 flag:repetition" });
   const form = el("form", { class: "bar search", role: "search", on: { submit: (e) => { e.preventDefault(); seek(input.value); } } },
     el("label", { class: "wide" }, el("span", { class: "unseen" }, "Search"), input),
@@ -78,7 +78,7 @@ function list(root, params, api) {
   /** A new query. */
   function seek(query) {
     input.value = query;
-    Object.assign(state, { at: 0, total: 0, pages: new Map(), asked: new Set(), done: false });
+    Object.assign(state, { query, at: 0, total: 0, pages: new Map(), asked: new Set(), done: false });
     state.turn += 1;
     grid.scrollTop = 0;
     remember();
@@ -88,22 +88,22 @@ function list(root, params, api) {
 
   function remember() {
     const now = new URLSearchParams({ run });
-    if (input.value) now.set("q", input.value);
+    if (state.query) now.set("q", state.query);
     if (state.at) now.set("at", state.at);
     keep(now);
-    const words = new URLSearchParams({ run, q: input.value });
+    const words = new URLSearchParams({ run, q: state.query });
     fill(exports, "Export what was found: ", ["jsonl", "csv"].map((form, n) => [n ? " · " : "",
       el("a", { href: `/api/rollouts/export?${words}&format=${form}`, download: "" }, form.toUpperCase())]));
     for (const chip of ready.children) {
       const query = (READY.find(([label]) => label === chip.textContent) || ["", ""])[1];
-      chip.setAttribute("aria-pressed", String(query === input.value));
+      chip.setAttribute("aria-pressed", String(query === state.query));
     }
   }
 
   function sortBy(field) {
-    const word = /(?:^|\s)sort:(-?)(\w+)/.exec(input.value);
+    const word = /(?:^|\s)sort:(-?)(\w+)/.exec(state.query);
     const down = word && word[2] === field && word[1] ? "" : "-";
-    seek(`${input.value.replace(/(?:^|\s)sort:\S+/, "")} sort:${down}${field}`.trim());
+    seek(`${state.query.replace(/(?:^|\s)sort:\S+/, "")} sort:${down}${field}`.trim());
   }
 
   /** How far the search is; seconds until the next question. */
@@ -111,7 +111,7 @@ function list(root, params, api) {
     const turn = state.turn;
     let found;
     try {
-      found = await api("rollouts", { run, q: input.value, offset: 0, limit: 1, chart: 1 });
+      found = await api("rollouts", { run, q: state.query, offset: 0, limit: 1, chart: 1 });
     } catch (error) {
       if (turn === state.turn) {
         fill(problem, el("p", { class: "problem", role: "alert" }, error.message));
@@ -121,14 +121,19 @@ function list(root, params, api) {
       return 30;
     }
     if (turn !== state.turn) return 0.01;
-    fill(problem);
+    fill(problem, found.missing ? el("p", { class: "note" }, found.missing) : null);
+    for (const part of [ready, bars, status, grid, exports]) part.hidden = Boolean(found.missing);
+    if (found.missing) {
+      fill(title, "Rollouts of ", name(found.run));
+      return found.running ? 4 : 60;
+    }
     const grown = found.total !== state.total;
     Object.assign(state, { total: found.total, done: found.done });
     if (grown) {
-      for (const [page, rows] of state.pages) if (rows.length < PAGE || !found.done || /sort:/.test(input.value)) state.pages.delete(page);
+      for (const [page, rows] of state.pages) if (rows.length < PAGE || !found.done || /sort:/.test(state.query)) state.pages.delete(page);
       if (state.at >= state.total) state.at = Math.max(0, state.total - 1);
     }
-    fill(bars, chart(found.chart, (from, to) => seek(`${input.value.replace(/(?:^|\s)step:\S+/, "")} step:${from}..${to}`.trim())));
+    fill(bars, chart(found.chart, (from, to) => seek(`${state.query.replace(/(?:^|\s)step:\S+/, "")} step:${from}..${to}`.trim())));
     fill(title, "Rollouts of ", name(found.run));
     tell(found);
     draw();
@@ -186,7 +191,7 @@ function list(root, params, api) {
     state.asked.add(page);
     const turn = state.turn;
     try {
-      const found = await api("rollouts", { run, q: input.value, offset: page * PAGE, limit: PAGE });
+      const found = await api("rollouts", { run, q: state.query, offset: page * PAGE, limit: PAGE });
       if (turn === state.turn) {
         state.pages.set(page, found.rows);
         if (found.rows.length) draw();
@@ -213,7 +218,7 @@ function list(root, params, api) {
     const one = (state.pages.get(Math.floor(at / PAGE)) || [])[at % PAGE];
     if (!one) return;
     const there = new URLSearchParams({ run, row: one.row });
-    if (input.value) there.set("q", input.value);
+    if (state.query) there.set("q", state.query);
     there.set("at", at);
     location.hash = `/rollouts?${there}`;
   }
@@ -240,7 +245,11 @@ function list(root, params, api) {
     if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
       event.preventDefault();
       input.focus();
-    } else if (event.key === "Escape" && event.target === input) grid.focus();
+    } else if (event.key === "Escape" && event.target === input) {
+      event.preventDefault(); // Chromium would empty it
+      input.value = state.query;
+      grid.focus();
+    }
   }
 
   document.addEventListener("keydown", slash);
