@@ -2,7 +2,7 @@
 more than one, the entropy, and how far the learner's log-prob is from the engine's.
 
 The learner's figures are those of the pass in which a sample was first trained: they come out of the loss and cost no
-computation, about 15 bytes a token in the file. Samples without a gradient are not computed and have none.
+computation, and take 6 to 14 bytes a token in the file. Samples without a gradient are not computed and have none.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -17,7 +17,7 @@ import numpy as np
 
 from birl.errors import BirlError
 from birl.types import Outcome
-from birl.view import flags
+from birl.view import flags, kept
 
 ROW = np.dtype(
     [
@@ -62,6 +62,7 @@ class Episodes:
     def __init__(self, path: Path) -> None:
         self.path, self.lock, self.begun = Path(path), threading.RLock(), 0
         self._empty()
+        self._kept = -1  # rows of the index in the cache; -1: not looked yet
 
     def _empty(self) -> None:
         self._rows, self.count = np.zeros(1024, ROW), 0
@@ -83,11 +84,35 @@ class Episodes:
         until = time.monotonic() + seconds
         with self.lock, self._open() as file:
             self.size = file.seek(0, 2)
+            if self._kept < 0:
+                self._recall(file)
             self._take_back(file)
             while self._block(file):
                 if time.monotonic() > until:
                     return False
+            if self.count - self._kept >= kept.WORTH:
+                kept.save(self)
+                self._kept = self.count
             return True
+
+    def _recall(self, file: BinaryIO) -> None:
+        """Go on from the index in the cache, where it is of this very file."""
+        self._kept = 0
+        if not kept.load(self, ROW):
+            return
+        if self.read <= self.size and all(self._as_it_was(file, row) for row in (0, self.count // 2, self.count - 1)):
+            self._kept, self._mark = self.count, self._head(file, self.count - 1)
+        else:
+            self._empty()
+
+    def take(self, rows: np.ndarray, about: Mapping[str, Any]) -> None:
+        """An index that was made before: its rows, and the other things that `kept.NAMES` names."""
+        self._rows, self.count = rows, len(rows)
+        for name, value in about.items():
+            if name in kept.NAMES:
+                setattr(self, name, value)
+        self._task_places = {name: n for n, name in enumerate(self.tasks)}
+        self._source_places = {name: n for n, name in enumerate(self.sources)}
 
     def _open(self) -> BinaryIO:
         try:

@@ -15,7 +15,8 @@ COLUMNS = (
     *("row", "step", "group", "episode", "task", "source", "answer", "outcome", "detail", "reward", "score"),
     *("advantage", "prompt_tokens", "tokens", "turns", "flags", "parts", "text"),
 )
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # a spreadsheet computes cells that begin so
+#: a spreadsheet computes cells that begin so; the last four are the wide forms of = + - @
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def lines(episodes: Episodes, rows: Iterable[int], form: str) -> Iterator[bytes]:

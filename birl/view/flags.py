@@ -88,7 +88,8 @@ def length_blowup(tokens: int, usual: float) -> str:
 def format_gaming(text: str) -> str:
     """Sees answer markers (\\boxed{}, <answer>, ####) without content, several of one kind with different content, and
     "the answer is" with four or more different values. Misses markers that only a task's own reward knows,
-    content with braces of its own, and content that is there but empty of meaning. An answer that corrects itself is flagged too."""
+    content with braces of its own, and content that is there but empty of meaning. An answer that corrects itself is
+    flagged too."""
     reasons = []
     for name, pattern in _MARKERS:
         if name[:4].lower() in text or (name == "<answer>" and "<answer>" in text.lower()):

@@ -106,7 +106,9 @@ def _list(of: Inspector, request: Request) -> Response:
             "skipped": episodes.skipped,
             "broken": [{"line": line, "problem": visible(why)} for line, why in episodes.broken.items()],
             "running": of.run.running,
-            "chart": chart(episodes.rows[np.sort(rows)]) if request.query_params.get("chart") else None,
+            "chart": chart(episodes.rows["step"][rows], episodes.rows["flags"][rows])
+            if request.query_params.get("chart")
+            else None,
         }
     )
 
@@ -117,27 +119,27 @@ def listed(episodes: Episodes, row: int) -> dict[str, Any]:
     return {**summary(episodes, row, head), "text": visible(text[:BEGINNING])}
 
 
-def chart(rows: np.ndarray) -> dict[str, Any]:
+def chart(steps: np.ndarray, bits: np.ndarray) -> dict[str, Any]:
     """How many rows there are, and how many have each flag, by step; neighbouring steps together where there are more
-    than 120."""
-    if not len(rows):
+    than 120. `steps`, `bits` [N]: the step of each row, and its flags."""
+    if not len(steps):
         return {"from": [], "to": [], "rows": [], "flags": {}, "any": []}
-    first, last = int(rows["step"].min()), int(rows["step"].max())
+    first, last = int(steps.min()), int(steps.max())
     width = -(-(last - first + 1) // BINS)
     count = (last - first) // width + 1
-    place = (rows["step"] - first) // width
+    place = (steps - first) // width
     starts = first + width * np.arange(count)
 
     def counted(which: np.ndarray) -> np.ndarray:
         return np.bincount(place[which], minlength=count)
 
-    by_flag = {name: counted((rows["flags"] & bit) != 0) for name, bit in BITS.items()}
+    by_flag = {name: counted((bits & bit) != 0) for name, bit in BITS.items()}
     return {
         "from": starts,
         "to": np.minimum(starts + width - 1, last),
-        "rows": counted(np.ones(len(rows), bool)),
+        "rows": np.bincount(place, minlength=count),
         "flags": {name: counts for name, counts in by_flag.items() if counts.any()},
-        "any": counted(rows["flags"] != 0),
+        "any": counted(bits != 0),
     }
 
 

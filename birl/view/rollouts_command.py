@@ -15,8 +15,7 @@ USAGE = (
     'Usage: birl rollouts RUN ["query"] [--limit N] [--export FILE.jsonl or FILE.csv]\n\n'
     "Lists the episodes of a run that fit a query, the same as on the page of `birl view`:\n\n"
     "  birl rollouts runs/demo 'reward>=1 -/\\d/'              full reward, and no digit in the answer\n"
-    "  birl rollouts runs/demo 'flag:any step:10..20'         flagged: repetition, length, format, duplicate, unbacked,\n"
-    "                                                         script\n"
+    "  birl rollouts runs/demo 'flag:any step:10..20'         repetition, length, format, duplicate, unbacked, script\n"
     "  birl rollouts runs/demo 'outcome:truncated sort:-tokens' --limit 5\n"
     "  birl rollouts runs/demo 'task:train.jsonl:17 \"two words\"' --export found.csv\n\n"
     "--limit: how many to show (default 20; with --export all are written). docs/rollouts.md has all of the language."

@@ -195,7 +195,10 @@ def _column(field: str, op: str, value: str, negated: bool) -> Column:
     if op == "!=":
         op, negated = "=", not negated
     low, dots, high = value.partition("..") if op == ":" else (value, "", value)
-    low, high = _number(low, whole, -inf if dots else None), _number(high if dots else low, whole, inf if dots else None)
+    low, high = (
+        _number(low, whole, -inf if dots else None),
+        _number(high if dots else low, whole, inf if dots else None),
+    )
     if low > high:
         raise BirlError(f"{whole}: nothing is from {_figure(low)} to {_figure(high)}; the smaller number comes first.")
     return Between(
@@ -265,9 +268,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self._begun = self.episodes.begun
-        self._tests = [
-            (said.compiled() if said.is_pattern else said.text.casefold(), said) for said in self.query.said
-        ]
+        self._tests = [(said.compiled() if said.is_pattern else said.text.casefold(), said) for said in self.query.said]
 
     _tests: list[tuple[Any, Said]] = field(init=False, default_factory=list)
 

@@ -1,4 +1,4 @@
-"""One episode as the inspector shows it: its tokens with all their figures, in the order of its turns; and its group."""
+"""One episode as the page shows it: its tokens with all their figures, in the order of its turns; and its group."""
 
 import difflib
 import math

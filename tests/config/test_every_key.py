@@ -503,7 +503,9 @@ RL_CASES = {
     "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
     "track.wandb": Case("offline", lambda s: (s.run / "wandb").is_file(), True),
     "track.rollouts": Case("false", lambda s: len(s.lines("rollouts.jsonl")), 0),
-    "track.token_figures": Case("false", lambda s: [x for r in s.lines("rollouts.jsonl") for x in r["samples"] if "gaps" in x], []),
+    "track.token_figures": Case(
+        "false", lambda s: [x for r in s.lines("rollouts.jsonl") for x in r["samples"] if "gaps" in x], []
+    ),
     "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
     "steps": Case("2", lambda s: len(s.metrics), 2),
     "epochs": Case("2", lambda s: len(s.metrics), 6, "steps=0"),

@@ -11,7 +11,9 @@ from tests.tiny import CHATML, tiny_tokenizer
 QUESTION = "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def record(step: int = 1, group: int = 0, episode: int = 0, text: str = "The answer is 7.<|im_end|>", **more: Any) -> Any:
+def record(
+    step: int = 1, group: int = 0, episode: int = 0, text: str = "The answer is 7.<|im_end|>", **more: Any
+) -> Any:
     """A line of rollouts.jsonl; with `said` tokens that the model said, else 5."""
     said = more.pop("said", 5)
     found = {

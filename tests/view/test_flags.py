@@ -15,15 +15,28 @@ ENGLISH = (
 @pytest.mark.parametrize(
     "text",
     [
-        *("no no no no no no no no no", "a" * 30, "Wait, let me think. " * 6, "x=1\n" * 10, "7 7 7 7 7 7 7 7 7 7 7 7 7"),
-        *("And so on: " + "The answer is 7.\n" * 5, "🙂" * 24, "loop " * 30 + "\n\n", (ENGLISH + " ") * 12 + "The end."),
+        *(
+            "no no no no no no no no no",
+            "a" * 30,
+            "Wait, let me think. " * 6,
+            "x=1\n" * 10,
+            "7 7 7 7 7 7 7 7 7 7 7 7 7",
+        ),
+        *(
+            "And so on: " + "The answer is 7.\n" * 5,
+            "🙂" * 24,
+            "loop " * 30 + "\n\n",
+            (ENGLISH + " ") * 12 + "The end.",
+        ),
     ],
 )
 def test_repetition_is_seen(text: str) -> None:
     assert flags.repetition(text)
 
 
-@pytest.mark.parametrize("text", ["", "7", "no no no", ENGLISH, "a" * 23, "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", "ha " * 3])
+@pytest.mark.parametrize(
+    "text", ["", "7", "no no no", ENGLISH, "a" * 23, "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12", "ha " * 3]
+)
 def test_ordinary_text_does_not_repeat_itself(text: str) -> None:
     assert flags.repetition(text) == ""
 
@@ -53,7 +66,10 @@ def test_a_blowup_is_twice_what_is_usual() -> None:
         ("<answer></answer>", "<answer> without content"),
         ("<Answer>1</Answer><answer>2</answer>", "2 different <answer>"),
         ("#### 3\n#### 4\n#### 5", "3 different ####"),
-        ("The answer is 1. The answer is 2. The answer is 3. The answer is 4.", "4 different values behind “answer is”"),
+        (
+            "The answer is 1. The answer is 2. The answer is 3. The answer is 4.",
+            "4 different values behind “answer is”",
+        ),
     ],
 )
 def test_gamed_formats_are_seen(text: str, reason: str) -> None:
@@ -61,7 +77,16 @@ def test_gamed_formats_are_seen(text: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", r"\boxed{7}", r"\boxed{7} so \boxed{ 7 }", "#### 72", "<answer>x</answer>", "# Title\n## Part", r"\boxed{\frac{1}{2}}"]
+    "text",
+    [
+        "",
+        r"\boxed{7}",
+        r"\boxed{7} so \boxed{ 7 }",
+        "#### 72",
+        "<answer>x</answer>",
+        "# Title\n## Part",
+        r"\boxed{\frac{1}{2}}",
+    ],
 )
 def test_one_answer_in_its_format_is_no_gaming(text: str) -> None:
     assert flags.format_gaming(text) == ""
@@ -69,7 +94,14 @@ def test_one_answer_in_its_format_is_no_gaming(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("It is 7.", "7"), ("1,000 apples", "1000"), ("0.50", "1/2"), ("THE  CAT", "the cat"), ("７", "7"), ("x=-3", "-3.0")],
+    [
+        ("It is 7.", "7"),
+        ("1,000 apples", "1000"),
+        ("0.50", "1/2"),
+        ("THE  CAT", "the cat"),
+        ("\uff17", "7"),
+        ("x=-3", "-3.0"),
+    ],
 )
 def test_an_answer_that_is_there_backs_its_score(text: str, answer: str) -> None:
     assert flags.unbacked(text, answer, 1.0) == ""
@@ -92,7 +124,7 @@ def test_an_answer_that_is_hard_to_compute_takes_no_time(answer: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("The answer is семь потому что это правда", "答案是七，因为三加四等于七。 The answer is seven, of course."),
+        *("The answer is семь потому что это правда", "答案是七, 因为三加四等于七。 The answer is seven, of course."),
         *("Well, I think 일곱입니다 그래서 정답은 칠", "abc " + "\ufffd" * 20),
     ],
 )
@@ -102,7 +134,16 @@ def test_a_second_script_is_seen(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ENGLISH, "café déjà vu", "答えは七です。カタカナも漢字も", "α + β = γ, where all of them are numbers", "Ответ: 7", "🙂🙂🙂", "x\ufffd"],
+    [
+        "",
+        ENGLISH,
+        "café déjà vu",
+        "答えは七です。カタカナも漢字も",
+        "\u03b1 + \u03b2 = \u03b3, where all of them are numbers",
+        "Ответ: 7",
+        "🙂🙂🙂",
+        "x\ufffd",
+    ],
 )
 def test_one_script_is_no_switch(text: str) -> None:
     assert flags.script_switch(text) == ""
@@ -121,12 +162,19 @@ def test_end_tokens_are_no_text() -> None:
     assert flags.plain("a <|b") == "a <|b"
 
 
-@pytest.mark.parametrize("unit", ["\n", " ", "<|", "\\boxed{", "<answer>", "####", "the answer is ", "{", "\ufffd", "a\n", "1,", "<|x|>"])
+@pytest.mark.parametrize(
+    "unit", ["\n", " ", "<|", "\\boxed{", "<answer>", "####", "the answer is ", "{", "\ufffd", "a\n", "1,", "<|x|>"]
+)
 def test_no_text_takes_a_detector_long(unit: str) -> None:
     text = unit * (60_000 // len(unit))
     start = time.monotonic()
     plain = flags.plain(text)
-    for reason in (flags.repetition(plain), flags.format_gaming(plain), flags.unbacked(plain, "7.5", 1.0), flags.script_switch(plain)):
+    for reason in (
+        flags.repetition(plain),
+        flags.format_gaming(plain),
+        flags.unbacked(plain, "7.5", 1.0),
+        flags.script_switch(plain),
+    ):
         assert isinstance(reason, str)
     flags.key(plain)
     assert time.monotonic() - start < 10  # milliseconds, unless something is quadratic

@@ -36,8 +36,15 @@ class Asked:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Asked]:
-    rows = [record(step=s, group=s * 10 + g, episode=e, reward=float(e), score=float(e)) for s in (1, 2, 3) for g in range(2) for e in range(4)]
-    rows.append(spoken([(QUESTION, False), ("It is \x1b seven 🙂<|im_end|>", True)], step=4, group=50, reward=None, score=None))
+    rows = [
+        record(step=s, group=s * 10 + g, episode=e, reward=float(e), score=float(e))
+        for s in (1, 2, 3)
+        for g in range(2)
+        for e in range(4)
+    ]
+    rows.append(
+        spoken([(QUESTION, False), ("It is \x1b seven 🙂<|im_end|>", True)], step=4, group=50, reward=None, score=None)
+    )
     yield Asked(run_folder(tmp_path / "demo", rows))
 
 

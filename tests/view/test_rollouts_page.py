@@ -24,16 +24,44 @@ TALK = [
     ("So it\tis 7. 🙂<|im_end|>", True),
 ]
 PNG = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010806000000" + "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
-)  # fmt: skip
+    "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c489"
+    "0000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
+)
 
 
 def lines() -> list[Any]:
     turns = [{"agent": "", "reward": 0.0, "text": ""}, {"agent": "", "reward": 1.0, "text": ""}]
     rows = [spoken(TALK, step=1, group=0, episode=0, turns=turns, pictures=["screenshots/000.png"])]
-    rows.append(spoken([(QUESTION, False), (HOSTILE, True)], step=1, group=0, episode=1, reward=0.0, score=0.0, task=HOSTILE, answer=HOSTILE, detail=HOSTILE))
-    rows.append(record(step=1, group=0, episode=2, outcome="env_error", detail="it broke", samples=[], text="", reward=None, score=None, advantage=None))
-    return rows + [record(step=s, group=s, episode=e, said=s % 7 + e, text=f"step {s}") for s in range(2, 40) for e in range(4)]
+    rows.append(
+        spoken(
+            [(QUESTION, False), (HOSTILE, True)],
+            step=1,
+            group=0,
+            episode=1,
+            reward=0.0,
+            score=0.0,
+            task=HOSTILE,
+            answer=HOSTILE,
+            detail=HOSTILE,
+        )
+    )
+    rows.append(
+        record(
+            step=1,
+            group=0,
+            episode=2,
+            outcome="env_error",
+            detail="it broke",
+            samples=[],
+            text="",
+            reward=None,
+            score=None,
+            advantage=None,
+        )
+    )
+    return rows + [
+        record(step=s, group=s, episode=e, said=s % 7 + e, text=f"step {s}") for s in range(2, 40) for e in range(4)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +175,18 @@ def test_an_episode_shows_turns_calls_pictures_and_values(chromium: Any, url: st
             assert word in panel
         for key in ("advantage", "logprob", "ratio", "mismatch", "entropy", "version", "mask", "none"):
             page.select_option("#colour", key)
-            coloured = page.evaluate("[...document.querySelectorAll('.tok')].filter(t => getComputedStyle(t).backgroundColor !== 'rgba(0, 0, 0, 0)').length")
+            coloured = page.evaluate(
+                "[...document.querySelectorAll('.tok')].map(t => getComputedStyle(t).backgroundColor)"
+                ".filter(colour => colour !== 'rgba(0, 0, 0, 0)').length"
+            )
             assert (coloured > 0) == (key != "none"), key
-            assert page.locator(".legend .step").count() == {"none": 0, "mask": 2, "version": 2, "advantage": 11, "ratio": 7}.get(key, 6)
+            assert page.locator(".legend .step").count() == {
+                "none": 0,
+                "mask": 2,
+                "version": 2,
+                "advantage": 11,
+                "ratio": 7,
+            }.get(key, 6)
 
 
 def test_a_link_selects_its_token(chromium: Any, url: str) -> None:  # noqa: F811
@@ -181,7 +218,11 @@ def test_hostile_text_is_only_text(chromium: Any, url: str) -> None:  # noqa: F8
 def test_a_group_stands_side_by_side(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, f"{url}&row=1") as page:
         page.wait_for_selector(".cards")
-        assert [h.split(" advantage")[0] for h in page.locator(".card h3").all_inner_texts()] == ["answer 1 1", "answer 2 0", "answer 3 –"]
+        assert [h.split(" advantage")[0] for h in page.locator(".card h3").all_inner_texts()] == [
+            "answer 1 1",
+            "answer 2 0",
+            "answer 3 \u2013",
+        ]
         assert "it broke" in page.locator(".card").nth(2).inner_text()
         page.get_by_role("link", name="answer 1", exact=True).click()
         page.wait_for_selector("h1:has-text('answer 1')")
@@ -230,7 +271,8 @@ def test_a_run_without_rollouts_says_why(chromium: Any, tmp_path: Path) -> None:
         page.wait_for_selector(".note:has-text('track.rollouts=false')")
 
 
-def test_a_hundred_thousand_rows_scroll(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_a_hundred_thousand_rows_scroll(chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
     folder = run_folder(tmp_path / "demo", [])
     line = json.dumps(record(step=1, text="STEP"), separators=(",", ":"))
     head, tail = line.split('"step":1,', 1)
@@ -246,7 +288,10 @@ def test_a_hundred_thousand_rows_scroll(chromium: Any, tmp_path: Path) -> None: 
         grid.evaluate("grid => { grid.scrollTop = grid.scrollHeight; }")
         page.wait_for_selector(".rows .row .start:has-text('row 99999')")
         grid.evaluate("grid => { grid.scrollTop = (grid.scrollHeight - grid.clientHeight) / 2; }")
-        until(page, "() => /row (49|50)\\d{3}$/.test(document.querySelector('.rows .row:nth-child(9) .start')?.textContent)")
+        until(
+            page,
+            "() => /row (49|50)\\d{3}$/.test(document.querySelector('.rows .row:nth-child(9) .start')?.textContent)",
+        )
         grid.focus()
         page.keyboard.press("End")
         page.wait_for_selector(".row.now .start:has-text('row 99999')")

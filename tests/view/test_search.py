@@ -117,12 +117,30 @@ def test_what_cannot_be_understood_is_named(query: str, said: str) -> None:
         Query.parse(query)
 
 
-NUMBERS = st.one_of(st.integers(-10**6, 10**6).map(float), st.floats(allow_nan=False, allow_infinity=False))
+NUMBERS = st.one_of(st.integers(-(10**6), 10**6).map(float), st.floats(allow_nan=False, allow_infinity=False))
 NEGATED = st.booleans()
 BETWEEN = st.one_of(
-    st.builds(lambda f, a, b, n: Between(field=f, low=min(a, b), high=max(a, b), negated=n), st.sampled_from(FIELDS), NUMBERS, NUMBERS, NEGATED),
-    st.builds(lambda f, a, o, n: Between(field=f, low=a, low_open=o, negated=n), st.sampled_from(FIELDS), NUMBERS, NEGATED, NEGATED),
-    st.builds(lambda f, a, o, n: Between(field=f, high=a, high_open=o, negated=n), st.sampled_from(FIELDS), NUMBERS, NEGATED, NEGATED),
+    st.builds(
+        lambda f, a, b, n: Between(field=f, low=min(a, b), high=max(a, b), negated=n),
+        st.sampled_from(FIELDS),
+        NUMBERS,
+        NUMBERS,
+        NEGATED,
+    ),
+    st.builds(
+        lambda f, a, o, n: Between(field=f, low=a, low_open=o, negated=n),
+        st.sampled_from(FIELDS),
+        NUMBERS,
+        NEGATED,
+        NEGATED,
+    ),
+    st.builds(
+        lambda f, a, o, n: Between(field=f, high=a, high_open=o, negated=n),
+        st.sampled_from(FIELDS),
+        NUMBERS,
+        NEGATED,
+        NEGATED,
+    ),
 )
 ANY = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=","), min_size=1)
@@ -139,7 +157,13 @@ ONE_OF = st.one_of(
 )
 SAID = st.one_of(
     st.builds(Said, text=ANY, negated=NEGATED),
-    st.builds(Said, text=st.sampled_from(["a+", r"\d", "x y", r"a\/b", "^$"]), is_pattern=st.just(True), mode=st.sampled_from(["", "i", "ims"]), negated=NEGATED),
+    st.builds(
+        Said,
+        text=st.sampled_from(["a+", r"\d", "x y", r"a\/b", "^$"]),
+        is_pattern=st.just(True),
+        mode=st.sampled_from(["", "i", "ims"]),
+        negated=NEGATED,
+    ),
 )
 QUERIES = st.builds(
     lambda columns, said, sort: Query(columns=tuple(columns), said=tuple(said), sort=sort),
@@ -176,7 +200,9 @@ def test_a_term_and_its_opposite_share_the_rows_out(between: Between) -> None:
     assert fits[:-1].tolist() == [i and not e for i, e in zip(inside, edge, strict=True)]
 
 
-def test_a_search_goes_on_where_it_stopped_and_finds_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_goes_on_where_it_stopped_and_finds_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LOOK", 8)
     path = write(tmp_path / "rollouts.jsonl", [record(step=n, text=f"number {n % 3}") for n in range(60)])
     episodes = Episodes(path)
@@ -217,7 +243,17 @@ def test_a_catastrophic_expression_is_given_up(tmp_path: Path, pattern: str) -> 
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize("pattern", ["((a{1,9999}){1,9999}){1,9999}", "a{99999999}", "(?R)", "(" * 150 + "a" + ")" * 150, "[[:alpha:]--[a]]", "(?e)(abc){e<=9}"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "((a{1,9999}){1,9999}){1,9999}",
+        "a{99999999}",
+        "(?R)",
+        "(" * 150 + "a" + ")" * 150,
+        "[[:alpha:]--[a]]",
+        "(?e)(abc){e<=9}",
+    ],
+)
 def test_a_strange_expression_does_no_harm(episodes: Episodes, pattern: str) -> None:
     start = time.monotonic()
     try:

@@ -55,7 +55,12 @@ def test_a_header_that_the_model_wrote_is_its_own_words(tmp_path: Path, vocabula
 def test_without_a_template_there_are_prompt_and_environment(tmp_path: Path, vocabulary: Vocabulary) -> None:
     parts = [("What is it?", False), ("7", True), (" Wrong, again:", False), ("8", True)]
     found = opened(tmp_path, vocabulary, spoken(parts))
-    assert [b[:2] for b in blocks(found)] == [("prompt", False), ("assistant", True), ("environment", False), ("assistant", True)]
+    assert [b[:2] for b in blocks(found)] == [
+        ("prompt", False),
+        ("assistant", True),
+        ("environment", False),
+        ("assistant", True),
+    ]
 
 
 def test_figures_stand_beside_the_tokens_they_belong_to(tmp_path: Path, vocabulary: Vocabulary) -> None:
@@ -88,7 +93,9 @@ def test_lists_that_do_not_fit_are_named(tmp_path: Path, vocabulary: Vocabulary,
 
 
 @pytest.mark.parametrize("samples", [[{}], [3], "text", [{"tokens": 3, "mask": []}], [{"tokens": ["a"], "mask": [1]}]])
-def test_samples_of_another_make_are_an_error_not_a_crash(tmp_path: Path, vocabulary: Vocabulary, samples: object) -> None:
+def test_samples_of_another_make_are_an_error_not_a_crash(
+    tmp_path: Path, vocabulary: Vocabulary, samples: object
+) -> None:
     path = write(tmp_path / "rollouts.jsonl", [record()])
     episodes = Episodes(path)
     episodes.read_on()
@@ -98,23 +105,41 @@ def test_samples_of_another_make_are_an_error_not_a_crash(tmp_path: Path, vocabu
 
 
 def test_an_episode_in_which_nothing_was_said(tmp_path: Path, vocabulary: Vocabulary) -> None:
-    found = opened(tmp_path, vocabulary, record(samples=[], text="", outcome="env_error", detail="env.py:3: it \x1b broke", reward=None))
-    assert found["samples"] == [] and found["outcome"] == "env_error" and found["detail"] == "env.py:3: it ⟪U+001B⟫ broke"
+    found = opened(
+        tmp_path,
+        vocabulary,
+        record(samples=[], text="", outcome="env_error", detail="env.py:3: it \x1b broke", reward=None),
+    )
+    assert (
+        found["samples"] == [] and found["outcome"] == "env_error" and found["detail"] == "env.py:3: it ⟪U+001B⟫ broke"
+    )
 
 
 def test_the_group_is_in_the_order_of_rewards_with_what_differs(tmp_path: Path) -> None:
     texts = ["It is seven.", "It is seven, I think.", "No."]
-    rows = [record(group=1, episode=e, text=t, reward=r) for e, (t, r) in enumerate(zip(texts, (0.5, 1.0, None), strict=True))]
+    rows = [
+        record(group=1, episode=e, text=t, reward=r)
+        for e, (t, r) in enumerate(zip(texts, (0.5, 1.0, None), strict=True))
+    ]
     episodes = Episodes(write(tmp_path / "rollouts.jsonl", [record(group=0), *rows, record(step=2, group=1)]))
     episodes.read_on()
     found = group(episodes, 1)["episodes"]
     assert [one["row"] for one in found] == [2, 1, 3]
     assert found[0]["text"] == [[True, "It is seven, I think."]]
-    assert "".join(text for _, text in found[1]["text"]) == "It is seven." and found[1]["text"][0] == [True, "It is seven"]
+    assert "".join(text for _, text in found[1]["text"]) == "It is seven." and found[1]["text"][0] == [
+        True,
+        "It is seven",
+    ]
 
 
 def test_differences_add_up_to_the_text() -> None:
-    for best, text in (("", "a b"), ("a b", ""), ("a b c", "a x c"), ("w " * 2000, "w " * 900 + "v " + "w " * 900), ("a a a", "a a")):
+    for best, text in (
+        ("", "a b"),
+        ("a b", ""),
+        ("a b c", "a x c"),
+        ("w " * 2000, "w " * 900 + "v " + "w " * 900),
+        ("a a a", "a a"),
+    ):
         assert "".join(piece for _, piece in differences(best, text)) == text
     assert differences("a b c", "a x c") == [[True, "a "], [False, "x"], [True, " c"]]
 
@@ -147,8 +172,16 @@ def test_a_picture_is_one_of_the_run_folder(tmp_path: Path) -> None:
     (run / "config.json").write_text("{}")
     (run / "link.png").symlink_to(tmp_path / "secret.png")
     assert picture(run, {"pictures": ["screenshots/000.png"]}, 0).read_bytes() == b"\x89PNG"
-    for bad in ("../secret.png", str(tmp_path / "secret.png"), "config.json", "link.png", "gone.png", "", "screenshots"):
-        with pytest.raises(BirlError, match="not shown|is gone"):
+    for bad in (
+        "../secret.png",
+        str(tmp_path / "secret.png"),
+        "config.json",
+        "link.png",
+        "gone.png",
+        "",
+        "screenshots",
+    ):
+        with pytest.raises(BirlError, match=r"not shown|is gone"):
             picture(run, {"pictures": [bad]}, 0)
     for pictures in (None, [], "text"):
         with pytest.raises(BirlError, match="no picture 0"):

@@ -57,8 +57,8 @@ class Keys:
     screenshots: bool = False
     """Save a picture of every page that is looked at."""
     screenshot_folder: str = ""
-    """Where: FOLDER/EPISODE-TASK-SEED/000.png. Empty: screenshots in the run folder, where `birl view` shows them beside
-    the episode; without a run, in the current one."""
+    """Where: FOLDER/EPISODE-TASK-SEED/000.png. Empty: screenshots/ in the run folder, where `birl view` shows them
+    beside the episode; without a run, in the current one."""
     python: str = ""
     """Interpreter that has BrowserGym. Empty: .venv-browser, which `make setup-browser` makes."""
     browser: str = ""
