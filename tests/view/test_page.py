@@ -352,10 +352,10 @@ def test_the_switch_of_colours_is_kept(chromium: Any, url: str) -> None:  # noqa
         light = color()
         page.click("#theme")
         page.click("#theme")
-        assert page.inner_text("#theme") == "dark" and color() != light
+        assert page.inner_text("#theme") == "◐ dark" and color() != light
         page.reload()
         wait_drawn(page, "kl")
-        assert page.inner_text("#theme") == "dark" and color() != light
+        assert page.inner_text("#theme") == "◐ dark" and color() != light
 
 
 def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -363,7 +363,7 @@ def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noq
     with serving(tmp_path / "runs") as address, opened(chromium, address) as page:
         at(page, "curves", "long")
         wait_drawn(page, "reward/mean")
-        assert "100,000 steps" in page.inner_text(".status")
+        until(page, "document.querySelector('.status').textContent.includes('100,000 steps')", seconds=90)
         slider(page, "reward/mean").focus()
         page.keyboard.press("Home")
         page.keyboard.press("Shift+ArrowRight")
@@ -385,3 +385,25 @@ def test_without_a_server_the_page_says_what_to_do(chromium: Any, tmp_path: Path
 def test_a_run_that_is_gone_is_said(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url + "#/curves?run=nothing", quiet=["400"]) as page:
         assert "There is no run 'nothing'" in page.inner_text("[role=alert]")
+
+
+def test_a_server_that_went_away_and_came_back(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    run = make(tmp_path / "runs" / "live", ended=False)
+    quiet = ["ERR_", "Failed to load"]
+    with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address, quiet=quiet) as page:
+        at(page, "curves", "live")
+        wait_drawn(page, "kl")
+        page.route("**/api/**", lambda route: route.abort())
+        page.wait_for_selector("#trouble:not([hidden])")
+        assert "does not answer" in page.inner_text("#trouble") and drawn(page, "kl")
+        page.unroute("**/api/**")
+        page.wait_for_selector("#trouble", state="hidden")
+
+
+def test_an_address_that_makes_no_sense(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        at(page, "curves", "fast", more="&x=constructor&smooth=-3&from=abc&to=NaN&hide=nobody&log=yes&%E0%A4%A")
+        wait_drawn(page, "kl")
+        assert page.input_value("#axis") == "step" and page.is_hidden("button.reset")
+        page.evaluate("location.hash = '#/no/such/view'")
+        page.wait_for_selector("h1:text-is('Runs')")

@@ -1,28 +1,28 @@
 // Curves of one or more runs, drawn again as they go on.
 import { chart, look, palette } from "./chart.js";
 import { bar, choose, place, recolor } from "./chosen.js";
-import { el, fill, keep, repeat, say, visible } from "./dom.js";
+import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
+import { first } from "./order.js";
 import { band, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
-const WATCHED = 2, ENDED = 15; // s between questions to the server while a run goes on, and when none does
-// What a run is judged by, in the order in which one asks. {validation} is the figure of the run's validations.
-const FIRST = ["reward/mean", "{validation}", "loss", "kl", "entropy", "clip_fraction", "mismatch/mean", "staleness/mean",
-  "length/mean", "speed/generate", "speed/train", "grad_norm"];
+// Seconds between questions to the server: while a run goes on, when none does, and while files are read.
+const WATCHED = 2, ENDED = 15, READING = 0.5;
 
 export async function show(root, params, api) {
   const runs = await choose(params, api);
   if (!runs.length) return fill(root, el("h1", {}, "Curves"), el("p", {}, "There are no runs yet. ",
     el("a", { href: "#/" }, "The list"), " shows them as soon as they begin.")) && null;
-  const view = { // what the address keeps
-    axis: AXES[params.get("x")] ? params.get("x") : "step", smooth: Math.min(0.999, Number(params.get("smooth")) || 0),
+  const number = (key) => (params.get(key) && Number.isFinite(Number(params.get(key))) ? Number(params.get(key)) : null);
+  const zoomed = number("from") !== null && number("from") < number("to");
+  const view = { // what the address keeps; a word that makes no sense there is as if it was not there
+    axis: Object.hasOwn(AXES, params.get("x")) ? params.get("x") : "step", smooth: Math.min(0.999, Math.max(0, number("smooth"))),
     log: params.get("log") === "1", band: params.get("band") !== "0", find: params.get("find") || "",
-    low: params.has("from") ? Number(params.get("from")) : null, high: params.has("to") ? Number(params.get("to")) : null,
-    hidden: new Set(params.getAll("hide")),
+    low: zoomed ? number("from") : null, high: zoomed ? number("to") : null, hidden: new Set(params.getAll("hide")),
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
-    span: [0, 1], at: null, colors: palette(), width: 600, asking: false, again: false, question: 0, over: false };
+    span: [0, 1], at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
   it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
   fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
@@ -39,7 +39,8 @@ export async function show(root, params, api) {
   size.observe(root);
   addEventListener("themechange", redraw);
   const stop = repeat(async () => {
-    await ask(it, true);
+    await gather(it, true);
+    if (it.about.some((run) => run.read < 1)) return READING;
     return it.about.some((run) => run.running) ? WATCHED : ENDED;
   }, WATCHED);
   return () => {
@@ -65,7 +66,9 @@ async function learn(it) {
 function told(it) {
   const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
   const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
-  const words = [`${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
+  const read = it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length;
+  const long = `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown`;
+  const words = [read < 1 ? long : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
   fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
 }
 
@@ -95,15 +98,14 @@ function sections(it) {
   it.seen.clear();
   const names = [...new Set(it.about.flatMap((run) => run.names))];
   const wanted = names.filter((name) => name.toLowerCase().includes(it.view.find.toLowerCase()));
-  const first = FIRST.flatMap((name) => (name === "{validation}" ? it.about.map((run) => run.validation) : [name]));
-  const top = [...new Set(first)].filter((name) => wanted.includes(name));
+  const top = first(wanted);
   const groups = new Map([["overview", top]]);
   for (const name of wanted.filter((one) => !top.includes(one))) {
     const group = name.includes("/") ? name.split("/")[0] : "other";
     groups.set(group, [...(groups.get(group) || []), name]);
   }
   fill(it.place.charts, [...groups].filter(([, members]) => members.length).map(([group, members]) => el("details",
-    { class: "group", open: true }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
+    { class: "group", open: !it.closed.has(group), on: { toggle: (e) => it.closed[e.target.open ? "delete" : "add"](group) } }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
     el("div", { class: "charts" }, members.map((name) => one(it, name))))),
   names.length && !wanted.length ? el("p", { class: "note" }, `No figure is called like “${visible(it.view.find)}”.`) : null);
 }
@@ -144,8 +146,11 @@ function stale(it) {
   it.question += 1;
 }
 
-/** Fetch what is seen and not there yet; `poll`: also ask whether anything is newer. */
-async function ask(it, poll = false) {
+/** Fetch what is seen and is not there yet. */
+const ask = (it) => gather(it).catch((problem) => trouble(problem.message));
+
+/** The same; `poll`: also ask whether anything is newer. */
+async function gather(it, poll = false) {
   if (it.asking) { it.again = true; return; }
   it.asking = true;
   try {
@@ -173,7 +178,7 @@ async function once(it, poll) {
     if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
     return;
   }
-  const newer = it.version && it.version !== answer.version;
+  const newer = it.version !== answer.version && (it.version || answer.read < 1);
   if (newer) it.fresh.clear();
   it.version = answer.version;
   it.span = answer.span;
@@ -257,7 +262,7 @@ function values(it, name) {
     return { ...one, value: known && !one.members ? own(known, name) : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
   });
   if (x === null) return tell(null, found, "");
-  const first = found[0], exactly = first && it.exact?.[first.run.id];
-  const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : first?.x;
-  tell(x, found, first ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
+  const one = found[0], exactly = one && it.exact?.[one.run.id];
+  const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : one?.x;
+  tell(x, found, one ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
 }
