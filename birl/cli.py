@@ -38,6 +38,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   stop         let them save and end
   scale        more engines, or fewer
   view         runs as a live page: curves, comparison, rollouts, timeline
+  rollouts     search what the model said in a run, and export it
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
   runs         the runs of a folder: state, step, reward, best validation
@@ -109,7 +110,7 @@ FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve")
-COMMANDS = (*CONFIGURED, "launch", "view", *USAGE)
+COMMANDS = (*CONFIGURED, "launch", "view", "rollouts", *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,6 +153,13 @@ def _dispatch(argv: list[str]) -> int:
             print(viewing.USAGE)
             return 0
         return viewing.run(words)
+    if command == "rollouts":
+        from birl.view import rollouts_command
+
+        if "--help" in words or "-h" in words:
+            print(rollouts_command.USAGE)
+            return 0
+        return rollouts_command.run(words)
     if command not in USAGE:
         from birl.config.words import did_you_mean
 

@@ -17,6 +17,8 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.allocator import keep_memory
@@ -41,6 +43,7 @@ from birl.loops.replay import replay, resample, row_of
 from birl.loops.run import Run
 from birl.loops.run_folder import held
 from birl.loops.signals import saving_signals
+from birl.loops.token_figures import Key, Watch, token_figures
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.rollout import assemble, pipeline
@@ -106,6 +109,7 @@ class _Run(Run):
     ages: Ages = field(default_factory=Ages)
     ledger: Ledger = field(init=False)
     last_metrics: dict[str, float] = field(default_factory=dict)
+    seen: dict[Key, Tensor] = field(default_factory=dict)  # what the learner said of the step's tokens
     sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
 
     def __post_init__(self) -> None:
@@ -187,7 +191,8 @@ class _Run(Run):
         self.settle(step, credited)
         self.last_metrics = metrics
         if self.config.track.rollouts:
-            records = episode_records(step, self.parts.chat, credited.by_episode)
+            figures = token_figures(credited.samples, self.seen)
+            records = episode_records(step, self.parts.chat, credited.by_episode, figures, self.parts.run)
             self.parts.tracker.rollouts(self.step, records)
         await self.finish_step(metrics, time.perf_counter())
 
@@ -232,7 +237,7 @@ class _Run(Run):
 
     def learn(self, step: int, groups: Sequence[Group], greedy: dict[int, float]) -> tuple[Credited, Stats]:
         """(every rank) Rewards to advantages, advantages to optimizer steps; `step` are finished."""
-        self.step = step
+        self.step, self.seen = step, {}
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
         checks.staleness(max((self.ages.of(g.start_version) for g in groups), default=0), self.config.rollout)
@@ -275,7 +280,11 @@ class _Run(Run):
         if parts.critic is None or self.step >= config.critic.freeze_steps:
             known = parts.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
             losses = [parts.objective.loss(of, self.kl.coef, value_weight) for of in known]
-            parts.learner.learn(list(zip(batches, losses, strict=True)), stats)
+            watch = Watch() if config.track.rollouts and config.track.token_figures else None
+            watched = losses if watch is None else watch.over(losses)
+            parts.learner.learn(list(zip(batches, watched, strict=True)), stats)
+            if watch is not None:
+                self.seen = watch.found(batches, [s for s, _ in useful], parts.learner.ranks) | self.seen
             if stats.updates == 0:
                 fresh = stats.sums["fresh"]
                 stats.first_gap = stats.sums["gap"] / fresh if fresh else nan

@@ -139,6 +139,9 @@ class Reports:
 class Track(Reports):
     rollouts: bool = True
     """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
+    token_figures: bool = True
+    """Write there also, of each trained token, its entropy and how far the learner's log-prob is from the engine's:
+    6 to 14 bytes a token."""
     record: bool = False
     """Write every step with all digits to record.jsonl, for debug.replay."""
 

@@ -56,8 +56,9 @@ class Keys:
     """Wait after an action until the page is looked at [s]. BrowserGym's own is 0.5."""
     screenshots: bool = False
     """Save a picture of every page that is looked at."""
-    screenshot_folder: str = "screenshots"
-    """Where: FOLDER/EPISODE-TASK-SEED/000.png."""
+    screenshot_folder: str = ""
+    """Where: FOLDER/EPISODE-TASK-SEED/000.png. Empty: screenshots/ in the run folder, where `birl view` shows them
+    beside the episode; without a run, in the current one."""
     python: str = ""
     """Interpreter that has BrowserGym. Empty: .venv-browser, which `make setup-browser` makes."""
     browser: str = ""
@@ -71,8 +72,9 @@ class Web:
     Config: ClassVar[type] = Keys
 
     @classmethod
-    async def shared(cls, config: Any) -> Pool:
+    async def shared(cls, config: Any, folder: Path | None = None) -> Pool:
         check(config)
+        pictures = Path(config.screenshot_folder or (folder or Path()) / "screenshots").absolute()
         settings = {
             "benchmark": cls.benchmark_of(config),
             "tasks": [*config.tasks, *config.validation_tasks],
@@ -90,7 +92,7 @@ class Web:
             contexts=config.contexts,
             restart_every=config.restart_every,
             timeout=config.call_timeout,
-            pictures=str(Path(config.screenshot_folder).absolute()) if config.screenshots else "",
+            pictures=str(pictures) if config.screenshots else "",
         )
         await pool.start()
         config.tasks = config.tasks or pool.hello["tasks"]  # the worker knows what there is
@@ -117,6 +119,7 @@ class Web:
         self.said: list[Message] = []  # the conversation with every page in it
         self.shown = ""  # the page as it is now
         self.invalid = 0
+        self.pictures: list[str] = []
 
     async def start(self) -> tuple[Message, ...]:
         columns = self.task.columns
@@ -165,7 +168,10 @@ class Web:
     async def close(self) -> None:
         page, self.page = self.page, None
         if page is not None:
-            await page.close()
+            try:
+                await page.close()
+            finally:
+                self.pictures = page.saved()
 
 
 class MiniWob(Web):
