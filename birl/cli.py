@@ -36,6 +36,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   logs         what they print
   stop         let them save and end
   scale        more engines, or fewer
+  trace        where a run's time went, who waited for whom; for Chrome and Perfetto, too
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
   ledger       where every token went that a run has sampled
@@ -88,7 +89,7 @@ FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve")
-COMMANDS = (*CONFIGURED, "launch", *USAGE)
+COMMANDS = (*CONFIGURED, "launch", "trace", *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,6 +123,13 @@ def _dispatch(argv: list[str]) -> int:
         from birl.launch import command as launching
 
         return launching.run(words)
+    if command == "trace":
+        from birl.track import trace_command
+
+        if "--help" in words or "-h" in words:
+            print(trace_command.USAGE)
+            return 0
+        return trace_command.run(words)
     if command not in USAGE:
         from birl.config.words import did_you_mean
 

@@ -14,6 +14,7 @@ from birl.track.log import JsonLog, encode, replace, writing
 from birl.track.progress import Progress, numbers, stored
 from birl.track.summary import closing, facts
 from birl.track.tensorboard import EventFile, samples_table
+from birl.track.trace import FILE, Trace
 from birl.track.wandb import WandbRun, module
 
 SAMPLES_IN_TRACKERS = 8
@@ -39,6 +40,8 @@ class Tracker:
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)
         self._logs: dict[str, JsonLog] = {}
+        self._trace: Trace | None = None
+        self.traced = 0.0  # end of what was kept of the trace [s since 1970]
         self._events: EventFile | None = None
         self._wandb: WandbRun | None = None
 
@@ -52,6 +55,9 @@ class Tracker:
             names += ["rollouts.jsonl"] + ["record.jsonl"] * self.track.record
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
+        if self.track.trace:
+            self._trace = Trace(self.run / FILE)
+            self.traced = self._trace.begin((offsets or {}).get(FILE), step)
         if self.track.tensorboard:
             self._events = EventFile(self.run / "tensorboard", purge_step=0 if offsets is None else step + 1)
         if self.track.wandb != "off":
@@ -70,13 +76,16 @@ class Tracker:
 
     def offsets(self) -> dict[str, int]:
         """Sizes of the files in bytes, once they are safely on the disk. They belong into the checkpoint."""
-        return {name: log.sync() for name, log in self._logs.items()}
+        traced = {FILE: self._trace.size()} if self._trace else {}
+        return {name: log.sync() for name, log in self._logs.items()} | traced
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """One training step. Any metric name will do."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._logs["metrics.jsonl"].append([{"step": step, "time": _now(), **metrics}])
         self._send(step, metrics)
+        if self._trace:
+            self._trace.next_step(step)
         self._progress.add(step, metrics)
         self._view.step()
 
@@ -143,10 +152,10 @@ class Tracker:
         """Give the terminal back and close all files; a second call does nothing."""
         atexit.unregister(self.close)
         self._view.stop()
-        for closable in (*self._logs.values(), self._events):
+        for closable in (*self._logs.values(), self._trace, self._events):
             if closable:
                 closable.close()
-        self._events, run = None, self._wandb
+        self._events, self._trace, run = None, None, self._wandb
         self._wandb = None
         if run:
             run.close(failed)

@@ -124,6 +124,8 @@ class Reports:
     """Weights & Biases: off | offline | online. Needs `pip install birl[wandb]`."""
     report: bool = True
     """Write report.html at the end."""
+    trace: bool = True
+    """Write who did what from when to when to trace.jsonl, for `birl trace` and the timeline of `birl view`."""
 
 
 @dataclass(kw_only=True)
