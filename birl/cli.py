@@ -36,6 +36,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   logs         what they print
   stop         let them save and end
   scale        more engines, or fewer
+  view         runs as a live page: curves, comparison, rollouts, timeline
   trace        where a run's time went, who waited for whom; for Chrome and Perfetto, too
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
@@ -89,7 +90,7 @@ FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve")
-COMMANDS = (*CONFIGURED, "launch", "trace", *USAGE)
+COMMANDS = (*CONFIGURED, "launch", "trace", "view", *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,6 +124,13 @@ def _dispatch(argv: list[str]) -> int:
         from birl.launch import command as launching
 
         return launching.run(words)
+    if command == "view":
+        from birl.view import command as viewing
+
+        if "--help" in words or "-h" in words:
+            print(viewing.USAGE)
+            return 0
+        return viewing.run(words)
     if command == "trace":
         from birl.track import trace_command
 
