@@ -65,7 +65,7 @@ TABLE = Table()
 # Whose time a wait is: (process, lane) of its span. Everybody else who waits is an episode or a group.
 PLACES = {"training": ("learner", "loop"), "learner": ("learner", "loop"), "rollout": ("rollout", "admission")}
 LANES = {"reward workers": "rewards", "environment": "environments"}  # of episodes and groups, by owner
-SHORT = 1e-3  # s; an episode that waits less is no span of its own: most environments answer at once
+SHORT = 1e-3  # s; a wait of the rollout that is over sooner is no span: most environments answer at once
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def _tell(who: str, owner: str, began: float, ended: float) -> None:
     process, lane = PLACES.get(who) or ("rollout", LANES.get(owner, owner))
     if who.startswith("learner rank"):
         process, lane = who, "calls"
-    elif who not in PLACES and (owner == "engine" or ended - began < SHORT):
+    elif process == "rollout" and (owner == "engine" or ended - began < SHORT):
         return
     done(f"wait:{owner}", began, process=process, lane=lane, ended=ended)
 

@@ -116,6 +116,7 @@ def _waiting(shares: Shares, config: Mapping[str, Any], waited: float) -> Limit:
     """The learner waits for groups: what are they waiting for?"""
     embedded, ahead = config.get("engine.kind") == "embedded", config.get("rollout.max_staleness", 0)
     says = f"The learner waits {waited:.0%} of the time for "
+    later = () if ahead else ("rollout.max_staleness",)
     if shares.busy_in_wait < 0.5:
         rest = {name: share for name, share in shares.episodes.items() if name != "engine"}
         name, share = next(iter(rest.items()), ("", 0.0))
@@ -132,7 +133,7 @@ def _waiting(shares: Shares, config: Mapping[str, Any], waited: float) -> Limit:
                 f"for rewards ({share:.0%} of the episodes' time). More reward.workers, a faster reward function"
                 + ("" if ahead else ", or rollout.max_staleness=1, so that others are sampled meanwhile")
                 + ".",
-                keys=("reward.workers", "rollout.max_staleness"),
+                keys=("reward.workers", *later),
             )
         return Limit(
             side="environments",
@@ -140,7 +141,7 @@ def _waiting(shares: Shares, config: Mapping[str, Any], waited: float) -> Limit:
             f"{name} ({share:.0%} of their time). More episodes at once (rollout.prompts), or a faster environment"
             + ("" if ahead else "; rollout.max_staleness=1 lets others be sampled meanwhile")
             + ".",
-            keys=("rollout.prompts", "rollout.max_staleness"),
+            keys=("rollout.prompts", *later),
         )
     if shares.crowd < STRAGGLERS:
         return Limit(

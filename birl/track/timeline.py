@@ -204,7 +204,7 @@ def exclusive(timeline: Timeline, process: str, lane: str) -> list[tuple[str, fl
     other, in the order of their starts."""
     chosen = np.flatnonzero(timeline.of(process, lane))
     start, end = timeline.start[chosen], timeline.end[chosen]
-    order = np.lexsort((-end, start))
+    order = np.lexsort((-end, end > start, start))  # a mark before what begins with it
     found: list[list[Any]] = []
     stack: list[int] = []
     for i in order.tolist():

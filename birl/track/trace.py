@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from birl.track.log import JsonLog
 FILE = "trace.jsonl"
 FLUSH = 2.0  # s that a span may wait to be written
 JOINED = 0.02  # s; the engine's slices of work with no longer pauses between them are one span
+END = 1 << 16  # bytes at the end of a file, in which its last spans are
 FIELDS = ("version", "tokens", "group", "busy", "paused")
 
 
@@ -71,7 +73,9 @@ class Trace:
         self._written = time.monotonic()
 
     def add(self, span: Span) -> None:
-        """Of any thread. Never raises; `flush` does."""
+        """Of any thread. Never raises; `flush` does. Rank 0 asks the engines of all ranks, and tells of them."""
+        if self.process != "learner" and span.process == "engine":
+            return
         with self._lock:
             if span.lane == "compute":
                 self._join(span)
@@ -149,15 +153,17 @@ def row(span: Span, step: int) -> dict[str, Any]:
 
 
 def last_moment(path: Path) -> float:
-    """When the last span of a trace was over [s since 1970]; 0 where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - 4096, 0))
-            lines = file.read().split(b"\n")[:-1]
-        last = json.loads(lines[-1])
-        return last["start"] + last["seconds"]
-    except (OSError, ValueError, IndexError, KeyError, TypeError):
-        return 0.0
+    """When the last span of a trace was over [s since 1970]; 0 where there is none. Joined slices are written later
+    than what came after them: hence not the last line's."""
+    found = 0.0
+    with suppress(OSError), path.open("rb") as file:
+        size = path.stat().st_size
+        file.seek(max(size - END, 0))
+        for line in file.read().split(b"\n")[size > END : -1]:
+            with suppress(ValueError, KeyError, TypeError):
+                span = json.loads(line)
+                found = max(found, span["start"] + span["seconds"])
+    return found
 
 
 def size_before(path: Path, until: float) -> int:

@@ -504,6 +504,7 @@ RL_CASES = {
     "track.wandb": Case("offline", lambda s: (s.run / "wandb").is_file(), True),
     "track.rollouts": Case("false", lambda s: len(s.lines("rollouts.jsonl")), 0),
     "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
+    "track.trace": Case("false", lambda s: (s.run / "trace.jsonl").is_file(), False),
     "steps": Case("2", lambda s: len(s.metrics), 2),
     "epochs": Case("2", lambda s: len(s.metrics), 6, "steps=0"),
     "seed": Case("1", answers),
