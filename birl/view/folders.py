@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -107,21 +108,31 @@ class Runs:
     def _scan(self, again: bool = False) -> dict[str, Run]:
         with self._lock:
             if again or time.monotonic() - self._scanned > RESCAN:
-                places = {folder.resolve(): name for root in self.roots for folder, name in _below(root)}
-                runs = [Run(id=_id(folder), folder=folder, name=name) for folder, name in sorted(places.items())]
+                runs = [Run(id=_id(folder), folder=folder, name=name) for folder, name in _named(self.roots)]
                 self._found = {run.id: run for run in runs}
                 self._scanned = time.monotonic()
             return self._found
 
 
+def _named(roots: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Each run once, with the shortest name that no other has."""
+    found: dict[Path, tuple[Path, str]] = {}
+    for root in roots:
+        for folder, name in _below(root):
+            found.setdefault(folder.resolve(), (root, name))
+    uses = Counter(name for _, name in found.values())
+    return sorted((f, name if uses[name] == 1 else str(root / name)) for f, (root, name) in found.items())
+
+
 def _below(root: Path) -> Iterator[tuple[Path, str]]:
-    """Run folders at or below `root`, with the name that tells them apart there."""
+    """Run folders at or below `root`, each with its name there; links are followed once."""
     if is_run(root):
         yield root, root.resolve().name
         return
-    level = [root]
+    level, seen = [root], {root.resolve()}
     for _ in range(DEPTH):
-        inside = [folder for parent in level for folder in _folders(parent)]
+        inside = [folder for parent in level for folder in _folders(parent) if folder.resolve() not in seen]
+        seen |= {folder.resolve() for folder in inside}
         yield from ((folder, str(folder.relative_to(root))) for folder in inside if is_run(folder))
         level = [folder for folder in inside if not is_run(folder)]
 
@@ -129,7 +140,7 @@ def _below(root: Path) -> Iterator[tuple[Path, str]]:
 def _folders(parent: Path) -> list[Path]:
     try:
         with os.scandir(parent) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
     except OSError:
         return []
 

@@ -20,7 +20,7 @@ from birl.view.folders import Runs
 
 mimetypes.add_type("text/javascript", ".js")  # Windows may know it as text/plain, which no browser runs
 STATIC = Path(__file__).parent / "static"
-PARTS = ("listing", "metrics", "comparison", "rollouts", "timeline")  # modules with routes(runs)
+PARTS = ("listing", "metrics", "rollouts", "timeline")  # modules with routes(runs)
 POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
     # Whatever a model has written: no script but ours runs, and nothing is loaded from anywhere else.

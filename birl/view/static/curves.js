@@ -1,5 +1,259 @@
-import { el, fill } from "./dom.js";
+// Curves of one or more runs, drawn again as they go on.
+import { chart, look, palette } from "./chart.js";
+import { bar, choose } from "./chosen.js";
+import { el, fill, keep, repeat, say, visible } from "./dom.js";
+import { figure } from "./figures.js";
+import { band, nearest, smoothed } from "./smooth.js";
+import { AXES } from "./ticks.js";
+
+const WATCHED = 2, ENDED = 15; // s between questions to the server while a run goes on, and when none does
+// What a run is judged by, in the order in which one asks. {validation} is the figure of the run's validations.
+const FIRST = ["reward/mean", "{validation}", "loss", "kl", "entropy", "clip_fraction", "mismatch/mean", "staleness/mean",
+  "length/mean", "speed/generate", "speed/train", "grad_norm"];
 
 export async function show(root, params, api) {
-  fill(root, el("h1", {}, "curves"));
+  const runs = await choose(params, api);
+  if (!runs.length) return fill(root, el("h1", {}, "Curves"), el("p", {}, "There are no runs yet. ",
+    el("a", { href: "#/" }, "The list"), " shows them as soon as they begin.")) && null;
+  const view = { // what the address keeps
+    axis: AXES[params.get("x")] ? params.get("x") : "step", smooth: Math.min(0.999, Number(params.get("smooth")) || 0),
+    log: params.get("log") === "1", band: params.get("band") !== "0", find: params.get("find") || "",
+    low: params.has("from") ? Number(params.get("from")) : null, high: params.has("to") ? Number(params.get("to")) : null,
+    hidden: new Set(params.getAll("hide")),
+  };
+  const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
+    span: [0, 1], at: null, colors: palette(), width: 600, asking: false, again: false, over: false };
+  it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
+  fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
+  it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
+  await learn(it);
+
+  const redraw = () => { it.colors = palette(); drawAll(it); };
+  let wide = root.clientWidth;
+  const size = new ResizeObserver(() => {
+    if (Math.abs(root.clientWidth - wide) < 2) return;
+    wide = root.clientWidth;
+    stale(it);
+    drawAll(it);
+  });
+  size.observe(root);
+  addEventListener("themechange", redraw);
+  const stop = repeat(async () => {
+    await ask(it, true);
+    return it.about.some((run) => run.running) ? WATCHED : ENDED;
+  }, WATCHED);
+  return () => {
+    it.over = true;
+    stop();
+    size.disconnect();
+    it.watch.disconnect();
+    removeEventListener("themechange", redraw);
+  };
+}
+
+/** What the runs have measured: names, state. Builds anew what shows something else. */
+async function learn(it) {
+  const { runs } = await it.api("metrics", { run: it.runs });
+  const differs = (key) => JSON.stringify(runs.map((run) => run[key])) !== JSON.stringify(it.about.map((run) => run[key]));
+  const [state, names] = [differs("running"), differs("names")];
+  it.about = runs;
+  if (state) controls(it);
+  if (names) sections(it);
+  told(it);
+}
+
+function told(it) {
+  const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
+  const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
+  const words = [`${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
+  fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
+}
+
+// ---- controls
+
+function controls(it) {
+  bar(it.place.bar, it, { changed: () => { remember(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
+    found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) });
+}
+
+function remember(it) {
+  const { view } = it, query = new URLSearchParams(it.runs.map((id) => ["run", id]));
+  if (view.axis !== "step") query.set("x", view.axis);
+  if (view.smooth) query.set("smooth", view.smooth);
+  if (view.log) query.set("log", "1");
+  if (!view.band) query.set("band", "0");
+  if (view.find) query.set("find", view.find);
+  if (view.low !== null) query.set("from", view.low);
+  if (view.high !== null) query.set("to", view.high);
+  view.hidden.forEach((id) => query.append("hide", id));
+  keep(query);
+}
+
+/** The charts, grouped by the part of their name before "/"; what matters most comes first. */
+function sections(it) {
+  it.watch.disconnect();
+  it.seen.clear();
+  const names = [...new Set(it.about.flatMap((run) => run.names))];
+  const wanted = names.filter((name) => name.toLowerCase().includes(it.view.find.toLowerCase()));
+  const first = FIRST.flatMap((name) => (name === "{validation}" ? it.about.map((run) => run.validation) : [name]));
+  const top = [...new Set(first)].filter((name) => wanted.includes(name));
+  const groups = new Map([["overview", top]]);
+  for (const name of wanted.filter((one) => !top.includes(one))) {
+    const group = name.includes("/") ? name.split("/")[0] : "other";
+    groups.set(group, [...(groups.get(group) || []), name]);
+  }
+  fill(it.place.charts, [...groups].filter(([, members]) => members.length).map(([group, members]) => el("details",
+    { class: "group", open: true }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
+    el("div", { class: "charts" }, members.map((name) => one(it, name))))),
+  names.length && !wanted.length ? el("p", { class: "note" }, `No figure is called like “${visible(it.view.find)}”.`) : null);
+}
+
+function one(it, name) {
+  if (!it.charts.has(name)) {
+    it.charts.set(name, chart(name, { mark: (x) => mark(it, x), zoom: (low, high) => zoom(it, low, high), reset: () => zoom(it, null, null) }));
+  }
+  const { element } = it.charts.get(name);
+  element.dataset.metric = name;
+  it.watch.observe(element);
+  return element;
+}
+
+function zoom(it, low, high) {
+  Object.assign(it.view, { low, high });
+  say(low === null ? "The whole range" : `From ${figure(low)} to ${figure(high)}`);
+  remember(it);
+  stale(it);
+  it.place.bar.querySelector(".reset").hidden = low === null;
+  drawAll(it);
+  ask(it);
+}
+
+// ---- data
+
+function noticed(it, entries) {
+  for (const entry of entries) {
+    const name = entry.target.dataset.metric;
+    if (entry.isIntersecting) it.seen.add(name); else it.seen.delete(name);
+  }
+  ask(it);
+}
+
+/** The server is asked again for everything that is seen; what is drawn stays until the answer comes. */
+function stale(it) {
+  it.fresh.clear();
+  it.version = "";
+}
+
+/** Fetch what is seen and not there yet; `poll`: also ask whether anything is newer. */
+async function ask(it, poll = false) {
+  if (it.asking) { it.again = true; return; }
+  it.asking = true;
+  try {
+    do {
+      it.again = false;
+      await once(it, poll);
+      poll = false;
+    } while (it.again && !it.over);
+  } finally {
+    it.asking = false;
+  }
+}
+
+async function once(it, poll) {
+  const missing = [...it.seen].filter((name) => !it.fresh.has(name));
+  if (!missing.length && !poll) return;
+  const metrics = missing.length ? missing : [...it.seen], { view } = it;
+  const answer = await it.api("curves", {
+    run: it.runs, metric: metrics, x: view.axis, from: view.low ?? undefined, to: view.high ?? undefined, width: width(it),
+    known: missing.length || !it.version ? undefined : it.version,
+  });
+  if (it.over) return;
+  if (answer.unchanged) {
+    if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
+    return;
+  }
+  const newer = it.version && it.version !== answer.version;
+  if (newer) it.fresh.clear();
+  it.version = answer.version;
+  it.span = answer.span;
+  for (const name of metrics) {
+    it.data.set(name, answer.curves);
+    it.fresh.add(name);
+    draw(it, name);
+  }
+  if (newer) await learn(it);
+  if (newer && missing.length) it.again = true;
+}
+
+function width(it) {
+  const [first] = it.seen;
+  const wide = first ? it.charts.get(first).element.clientWidth - 54 : 500;
+  return Math.max(100, Math.round(wide / 50) * 50);
+}
+
+// ---- drawing
+
+/** The curves of a metric: of each run that is not hidden, or of each family of seeds. */
+function series(it, name) {
+  const curves = it.data.get(name);
+  const shown = it.about.map((run, i) => ({ run, ...look(i), points: curves?.[run.id]?.[name] }))
+    .filter(({ run, points }) => points && points.x.length && !it.view.hidden.has(run.id));
+  const single = (one) => ({ ...one, label: one.run.name, raw: it.view.smooth ? one.points.y : null, line: smoothed(one.points, it.view.smooth) });
+  if (!it.view.band) return shown.map(single);
+  const families = Map.groupBy ? Map.groupBy(shown, ({ run }) => run.family) : grouped(shown);
+  return [...families.values()].map((members) => {
+    if (members.length < 2) return single(members[0]);
+    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, it.view.smooth) })));
+    return { ...members[0], points, line: points.y, raw: null, label: `mean of ${members.length} seeds of ${members[0].run.name}`, members };
+  });
+}
+
+function grouped(shown) {
+  const families = new Map();
+  for (const one of shown) families.set(one.run.family, [...(families.get(one.run.family) || []), one]);
+  return families;
+}
+
+function draw(it, name) {
+  const { view } = it, low = view.low ?? it.span[0], end = view.high ?? it.span[1], high = end > low ? end : low + 1;
+  it.charts.get(name).draw({ series: series(it, name), low, high, log: view.log, axis: view.axis, colors: it.colors });
+  values(it, name);
+}
+
+function drawAll(it) {
+  for (const name of it.seen) if (it.data.has(name)) draw(it, name);
+}
+
+// ---- values at an x, in all charts at once
+
+function mark(it, x) {
+  it.at = x;
+  it.exact = null;
+  cancelAnimationFrame(it.frame);
+  it.frame = requestAnimationFrame(() => it.seen.forEach((name) => values(it, name)));
+  clearTimeout(it.wait);
+  const thinned = [...it.seen].some((name) => it.charts.get(name).state?.series.some((one) => one.points.n));
+  if (x !== null && thinned) it.wait = setTimeout(() => figures(it, x), 60);
+}
+
+/** A point of a long curve stands for many steps: the server knows each. */
+async function figures(it, x) {
+  const found = await it.api("values", { run: it.runs, x: it.view.axis, at: x }).catch(() => null);
+  if (!found || it.over || it.at !== x) return;
+  it.exact = found.runs;
+  it.seen.forEach((name) => values(it, name));
+}
+
+function values(it, name) {
+  const { state, mark: tell } = it.charts.get(name), x = it.at;
+  if (!state) return;
+  const found = state.series.map((one) => {
+    const i = x === null ? one.points.x.length - 1 : nearest(one.points.x, x);
+    const own = it.exact?.[one.run.id]?.values;
+    return { ...one, value: own && !one.members ? own[name] : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
+  });
+  if (x === null) return tell(null, found, "");
+  const first = found[0], exactly = first && it.exact?.[first.run.id];
+  const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : first?.x;
+  tell(x, found, first ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
 }
