@@ -28,7 +28,7 @@ from birl.view.folders import Run, Runs
 WIDTHS = (50, 4000)  # pixels that a page may ask for
 ROWS = 10  # a lane with more at once is shown as a crowd,
 MANY = 4000  # and one with so many spans in sight
-LONGEST = 20  # spans that are listed
+LONGEST = 10  # spans that are listed
 NESTED = ("loop", "calls")
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]

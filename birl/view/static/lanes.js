@@ -1,4 +1,5 @@
 // What is where on the canvas of the timeline: laid out, drawn, and found again under the pointer.
+import { palette } from "./chart.js";
 
 export const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const KNOWN = { // what has a colour of its own; waits are hatched besides
@@ -41,8 +42,7 @@ export function layout(canvas, state) {
 
 export function draw(canvas, state) {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth, pen = canvas.getContext("2d");
-  const style = getComputedStyle(canvas), ink = {};
-  const hue = (key) => (ink[key] ??= style.getPropertyValue(key).trim() || "#888");
+  const style = getComputedStyle(canvas), ink = palette(), hue = (key) => ink[key.slice(2)];
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, canvas.height / ratio);
   pen.font = `11px ${style.fontFamily}`;
@@ -126,14 +126,14 @@ function text({ pen, hue, state }, said, x, y, key, weight = 400) {
   pen.font = font;
 }
 
-/** The lane's name, over what is drawn, on a bit of the background. */
-function label(tools, said, box) {
-  const { pen, hue } = tools, room = pen.measureText(said).width + 8;
+/** A word over what is drawn, on a bit of the background. */
+function label(tools, said, box, right = false) {
+  const { pen, hue, width } = tools, room = pen.measureText(said).width + 8, x = right ? width - room : 0;
   pen.globalAlpha = 0.86;
   pen.fillStyle = hue("--bg");
-  pen.fillRect(0, box.y, room, 14);
+  pen.fillRect(x, box.y, room, 14);
   pen.globalAlpha = 1;
-  text(tools, said, 4, box.y + 7, "--muted");
+  text(tools, said, x + 4, box.y + 7, "--muted");
 }
 
 function shade({ state, fillOf }, what, version) {
@@ -153,8 +153,10 @@ function spans(tools, box) {
     const inset = box.kind === "nested" ? Math.min(lane.row[i], 2) * 4 : 0, room = Math.max(till - from, 1);
     const top = box.y + (box.kind === "nested" ? inset : lane.row[i] * high);
     if (inset) { pen.fillStyle = hue("--bg"); pen.fillRect(from, top, room, box.height - inset); }
+    if (lane.count[i] > 1) pen.globalAlpha = Math.max(Math.min(lane.seconds[i] / (room / tools.scale), 1), 0.15); // partly idle
     pen.fillStyle = shade(tools, state.data.names[lane.name[i]], lane.version[i]);
     pen.fillRect(from, top, room - (room > 3 ? 0.7 : 0), box.kind === "nested" ? box.height - inset : high - 1);
+    pen.globalAlpha = 1;
   }
 }
 
@@ -178,8 +180,7 @@ function crowd(tools, box) {
     pen.fillStyle = shade(tools, what, lane.version[i]);
     pen.fillRect(from, box.y + box.height - high, till - from + 0.4, high);
   }
-  const said = `most: ${Math.round(box.most)}`;
-  text(tools, said, width - pen.measureText(said).width - 2, box.y + 7, "--fg");
+  label(tools, `up to ${Math.round(box.most)}`, box, true);
 }
 
 const ORDER = ["train", "generate", "sync", "wait:engines", "validate", "checkpoint", "wait:rollout"];

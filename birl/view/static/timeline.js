@@ -11,7 +11,7 @@ export async function show(root, params, api) {
   if (!id) return choose(root, api);
   const canvas = el("canvas", { class: "lanes", tabindex: 0, role: "img", "aria-describedby": "keys" });
   const tip = el("div", { class: "tip", role: "presentation", hidden: true });
-  const parts = { sentence: el("p", { class: "note" }), legend: el("p", { class: "legend small" }),
+  const parts = { sentence: el("p", { class: "note verdict" }), legend: el("p", { class: "legend small" }),
     shares: el("div", {}), longest: el("div", {}), title: el("h1", {}, "Timeline"), warn: el("div", {}) };
   const by = el("select", { on: { change: () => { state.by = by.value; set("by", by.value); paint(); } } },
     el("option", { value: "activity" }, "activity"), el("option", { value: "version" }, "version of the weights"));
@@ -152,7 +152,7 @@ function words(parts, data) {
   fill(parts.sentence, data.limit.sentence);
   fill(parts.warn, data.broken.map((place) => el("p", { class: "problem" }, `${place} is no span and was passed over.`)));
   fill(parts.shares, shares(data));
-  fill(parts.longest, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Longest in sight" }, el("table", {},
+  fill(parts.longest, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Longest in sight" }, el("table", { class: "spans" },
     el("thead", {}, el("tr", {}, ["Process", "Lane", "What"].map((head) => el("th", { scope: "col" }, head)),
       ["Start", "Seconds", "Step", "Version", "Tokens"].map((head) => el("th", { scope: "col", class: "n" }, head)))),
     el("tbody", {}, data.longest.map((row) => el("tr", {}, el("td", {}, name(row.process)), el("td", {}, name(row.lane)),
@@ -169,9 +169,9 @@ function shares(data) {
   const rows = blocks.flatMap(([process, its]) => Object.entries(its).filter(([, share]) => share >= 0.005)
     .map(([what, share], i) => el("tr", {}, el("th", { scope: "row" }, i ? el("span", { class: "unseen" }, process) : name(process)),
       el("td", {}, name(data.words[what] || what.replace(/^wait:/, "waiting for "))), el("td", { class: "n" }, `${(100 * share).toFixed(1)} %`),
-      el("td", { class: "share" }, el("span", { class: "bit", style: { width: `${Math.min(100 * share, 100)}%`, background: `var(${colour(what)})` } })))));
+      el("td", { class: "share" }, el("span", { class: what.startsWith("wait:") ? "bit hatched" : "bit", style: { width: `${Math.min(100 * share, 100)}%`, "--hue": `var(${colour(what)})` } })))));
   return [el("p", { class: "muted small" }, `Steps ${steps[0]} to ${steps[1]}, ${duration(seconds)} in all.`),
-    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Share of the time" }, el("table", { class: "shares" },
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Share of the time" }, el("table", { class: "shares spans" },
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Process"), el("th", { scope: "col" }, "What"),
         el("th", { scope: "col", class: "n" }, "Share"), el("th", { scope: "col" }, el("span", { class: "unseen" }, "Bar")))),
       el("tbody", {}, rows)))];
@@ -186,11 +186,11 @@ function legend(place, state) {
     return;
   }
   fill(place, data.names.map((key, i) => [key, data.said[i]]).filter(([key]) => key !== "started")
-    .map(([key, said]) => mark(colour(key), said)));
+    .map(([key, said]) => mark(colour(key), said, 0, key.startsWith("wait:"))));
 }
 
-function mark(hue, text, i) {
-  return el("span", { class: "mark" }, el("span", { class: "bit", style: { background: `var(${hue})` } }), i > 0 && text.includes("(") ? String(i) : text);
+function mark(hue, text, i, hatched = false) {
+  return el("span", { class: "mark" }, el("span", { class: hatched ? "bit hatched" : "bit", style: { "--hue": `var(${hue})` } }), i > 0 && text.includes("(") ? String(i) : name(text));
 }
 
 function time(seconds) {
