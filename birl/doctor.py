@@ -80,6 +80,9 @@ OPTIONAL = (
     Package(
         "wandb", "wandb", "0.19", "sends curves to Weights & Biases, track.wandb=online", "pip install 'birl[wandb]'"
     ),
+    Package("matplotlib", "matplotlib", "3.8", "draws Trainer.plot()", "pip install 'birl[notebook]'"),
+    Package("pandas", "pandas", "2.0", "tables of rollouts, .to_pandas()", "pip install 'birl[notebook]'"),
+    Package("IPython", "ipython", "8.20", "progress in a notebook", "pip install 'birl[notebook]'"),
     Package("s3fs", "s3fs", "2024.6", "copies checkpoints to S3, checkpoint.store=s3://...", "pip install 'birl[s3]'"),
     Package("reasoning_gym", "reasoning-gym", "0.1.23", "env=reasoning_gym", "pip install 'birl[reasoning-gym]'"),
     Package("gem", "gem-llm", "0.0.4", "env=gem, on Python 3.11", "pip install 'birl[gem]'"),
