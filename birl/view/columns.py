@@ -1,6 +1,7 @@
 """The numbers of a file of JSON lines as columns, read on from where reading stopped."""
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 
 BLOCK = 1 << 23  # bytes read at a time
-BATCH = 2000  # lines that are parsed at a time
+BATCH = 500  # lines that are parsed at a time; other threads wait for as long as that takes
+END = 1 << 14  # bytes at the end of a file that a glimpse takes whole: a few lines
 REMEMBERED = 256  # bytes before the place where reading stopped, to notice another file in its place
-STAMP = "time"  # the one column that is text in the file; here seconds since 1970
+STAMP = "time"  # the one column that is text in the file; here seconds since 1970, where no step was timed
+TIMED = "time/step"
 
 
 class Columns:
@@ -28,6 +31,39 @@ class Columns:
         self.path, self.keep = path, keep
         self.generation = 0  # how often reading began anew
         self._clear()
+
+    @property
+    def unread(self) -> int:
+        """Bytes that are there and were not taken yet."""
+        try:
+            return max(0, self.path.stat().st_size - self._offset)
+        except OSError:
+            return 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes that were."""
+        return self._offset
+
+    def glimpse(self, lines: int) -> "Columns":
+        """Another table with so many rows from all over the file and its last one, read in a moment. Nothing is
+        remembered here."""
+        found, chosen, last = Columns(self.path, self.keep), [], -1
+        with suppress(OSError), self.path.open("rb") as file:
+            end = max(0, file.seek(0, 2) - END)
+            for place in range(0, end, max(1, end // lines)):
+                file.seek(place)
+                if place:
+                    file.readline()  # the middle of a line
+                if last < file.tell() < end:
+                    last = file.tell()
+                    chosen.append(file.readline())
+            file.seek(end)
+            if end:
+                file.readline()
+            chosen += [line for line in file.readlines() if line.endswith(b"\n")]
+        found._take(chosen)
+        return found
 
     def _clear(self) -> None:
         self.rows, self.broken = 0, 0  # broken: lines that are no JSON object with a step, left out
@@ -85,9 +121,10 @@ class Columns:
     def _add(self, records: list[dict[str, Any]]) -> None:
         first, end = self.rows, self.rows + len(records)
         for name, values in _transposed(records):
-            if not self.keep(name) and name not in ("step", STAMP):
-                continue
-            found = _stamps(values) if name == STAMP else _floats(values)
+            if name == STAMP:
+                found = None if TIMED in records[0] else _stamps(values)
+            else:
+                found = _floats(values) if name == "step" or self.keep(name) else None
             if found is not None:
                 self._room(name, end)[first:end] = found
         self.rows = end
@@ -104,8 +141,8 @@ class Columns:
 
 
 def parse(lines: Sequence[bytes]) -> list[Any]:
-    """The value of each line; a line that is no JSON is left out."""
-    if all(line[:1] == b"{" and line[-1:] == b"}" for line in lines):  # else two broken lines could heal each other
+    """The value of each line; a line that is no JSON is left out. Two broken lines must not heal each other."""
+    if all(line[:1] == b"{" and line.rstrip()[-1:] == b"}" for line in lines):
         with suppress(ValueError, RecursionError):
             found = json.loads(b"[" + b",".join(lines) + b"]")  # one call: the names are made into text once
             if len(found) == len(lines):
@@ -131,6 +168,9 @@ def _transposed(records: list[dict[str, Any]]) -> Iterable[tuple[str, Sequence[A
 
 def _floats(values: Sequence[Any]) -> np.ndarray | None:
     """None for a column without a number: text, lists, nothing but null."""
+    if type(values[0]) in (int, float):
+        with suppress(TypeError, OverflowError):
+            return np.frombuffer(array("d", values))  # by far the fastest way; it takes numbers alone
     kinds = set(map(type, values))
     if not kinds & {int, float}:
         return None

@@ -32,7 +32,12 @@ def differences(runs: list[Run]) -> list[dict[str, Any]]:
 def figures(histories: list[History]) -> list[dict[str, Any]]:
     """For each figure and run the last value and the best, with its step."""
     names = dict.fromkeys(name for history in histories for name in history.names)
-    return [{"name": n, "better": better(n), "values": [_figures(history, n) for history in histories]} for n in names]
+    ways = {
+        n: "" if n == "loss" and "reward/mean" in names else better(n) for n in names
+    }  # a policy's loss says little
+    return [
+        {"name": n, "better": w, "values": [_figures(history, n, w) for history in histories]} for n, w in ways.items()
+    ]
 
 
 def better(name: str) -> str:
@@ -48,7 +53,7 @@ def better(name: str) -> str:
     return "low" if name.startswith(FALLING) else ""
 
 
-def _figures(history: History, name: str) -> dict[str, Any] | None:
+def _figures(history: History, name: str, direction: str) -> dict[str, Any] | None:
     with history.lock:
         table = history.table(name)
         values, steps = table[name], table["step"]
@@ -56,7 +61,6 @@ def _figures(history: History, name: str) -> dict[str, Any] | None:
         if not len(there):
             return None
         found: dict[str, Any] = {"last": values[there[-1]], "last_step": steps[there[-1]]}
-        direction = better(name)
         if direction:
             place = there[(np.argmax if direction == "high" else np.argmin)(values[there])]
             found |= {"best": values[place], "best_step": steps[place]}

@@ -92,12 +92,12 @@ class Runs:
 
     def __getitem__(self, run_id: str) -> Run:
         """Raises `BirlError` for an id that no run has."""
-        found = self._scan()
-        if run_id not in found:
-            found = self._scan(again=True)
-        if run_id not in found:
+        known = self._found.get(run_id)
+        if known is None or not known.folder.is_dir():
+            known = self._scan(again=True).get(run_id)
+        if known is None:
             raise BirlError(f"There is no run {run_id!r} any more. Choose another from the list of runs.")
-        return found[run_id]
+        return known
 
     def __iter__(self) -> Iterator[Run]:
         return iter(list(self._scan().values()))

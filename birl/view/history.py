@@ -14,6 +14,9 @@ from birl.view.folders import Run, Runs
 from birl.view.identity import family
 
 AXES = ("step", "time", "tokens")
+LARGE = 1 << 23  # bytes; what is longer is read in the background, and shown by a glimpse until then
+GLIMPSE = 1000  # rows of it
+_READER = threading.Lock()  # one long file after the other
 
 
 class History:
@@ -21,20 +24,49 @@ class History:
 
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.RLock()
-        self.steps = Columns(run.folder / "metrics.jsonl")
+        self._whole = Columns(run.folder / "metrics.jsonl")
+        self._glimpse: Columns | None = None
+        self._begun = 0  # bytes that were there when reading in the background began
         self.validations = Columns(run.folder / "validation.jsonl", keep=lambda name: name.startswith("validation/"))
         self._axes: dict[str, np.ndarray] = {}
 
+    @property
+    def steps(self) -> Columns:
+        """The rows of metrics.jsonl; while a long file is being read, some from all over it."""
+        return self._glimpse or self._whole
+
+    @property
+    def read(self) -> float:
+        """Which share of metrics.jsonl has been read; 1 but for a long file at first."""
+        return 1.0 if self._glimpse is None else min(0.99, self._whole.taken / self._begun)
+
     def update(self) -> None:
         with self.lock:
-            changed = [table.read() for table in (self.steps, self.validations)]
-            if any(changed):
+            changed = self.validations.read()
+            if self._glimpse is None:
+                if (unread := self._whole.unread) > LARGE:
+                    self._begin(unread)
+                changed |= self._whole.read() if self._glimpse is None else True
+            if changed:
                 self._axes = {}
+
+    def _begin(self, unread: int) -> None:
+        self._begun, self._glimpse = self._whole.taken + unread, self._whole.glimpse(GLIMPSE)
+        threading.Thread(target=self._read_all, daemon=True).start()
+
+    def _read_all(self) -> None:
+        try:
+            with _READER:
+                self._whole.read()
+        finally:
+            with self.lock:
+                self._glimpse, self._axes = None, {}
 
     @property
     def version(self) -> str:
         """Another text when anything was added or read again."""
-        return "-".join(f"{t.generation}.{t.rows}.{t.broken}" for t in (self.steps, self.validations))
+        tables = "-".join(f"{t.generation}.{t.rows}.{t.broken}" for t in (self.steps, self.validations))
+        return tables if self._glimpse is None else f"{tables}~{self.read:.2f}"
 
     @property
     def names(self) -> list[str]:
@@ -58,7 +90,7 @@ class History:
     def _seconds(self) -> np.ndarray:
         taken = self.steps["time/step"]
         if np.isfinite(taken).any():
-            return np.cumsum(np.nan_to_num(taken))
+            return self._summed(taken)
         stamps = self.steps[STAMP]
         known = stamps[np.isfinite(stamps)]
         return stamps - known[0] if len(known) else stamps
@@ -66,8 +98,13 @@ class History:
     def _tokens(self) -> np.ndarray:
         for name in ("tokens/generated", "tokens/trained"):
             if name in self.steps.names:
-                return np.cumsum(np.nan_to_num(self.steps[name]))
+                return self._summed(self.steps[name])
         return np.full(self.steps.rows, np.nan)
+
+    def _summed(self, values: np.ndarray) -> np.ndarray:
+        """The sum so far; a row stands for the steps before it that are not there, too."""
+        steps = self.steps["step"]
+        return np.cumsum(np.nan_to_num(values) * np.maximum(np.diff(steps, prepend=steps[:1] - 1), 0))
 
     def span(self, kind: str) -> tuple[float, float] | None:
         """Where the x-axis begins and ends; None where nothing is on it."""
@@ -84,6 +121,7 @@ class History:
             "problem": self.run.problem,
             "seed": config.get("seed"),
             "family": family(self.run.id, config),
+            "read": self.read,
             "rows": self.steps.rows,
             "broken": self.steps.broken + self.validations.broken,
             "names": names,

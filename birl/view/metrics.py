@@ -45,7 +45,11 @@ def routes(runs: Runs) -> list[Route]:
 def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
     """The asked metrics of the asked runs, unless nothing is newer than what the page knows."""
     version = " ".join(history.version for history in histories)
-    answer = {"version": version, "running": {history.run.id: history.run.running for history in histories}}
+    answer = {
+        "version": version,
+        "running": {history.run.id: history.run.running for history in histories},
+        "read": min(history.read for history in histories),
+    }
     if query.get("known") == version:
         return {**answer, "unchanged": True}
     kind, wanted = _axis(query), query.getlist("metric")

@@ -86,3 +86,12 @@ def opened(browser: Any, url: str, *, quiet: Sequence[str] = (), **options: Any)
         assert all(address.startswith((origin, "data:", "blob:")) for address in asked), asked
     finally:
         context.close()
+
+
+def until(page: Any, expression: str, arg: Any = None) -> None:
+    """Wait until a JavaScript expression, or a function of `arg`, is true. Playwright's own wait_for_function evaluates
+    inside the page, which the page's policy forbids."""
+    end = time.monotonic() + WAIT / 1000
+    while not page.evaluate(expression, arg):
+        assert time.monotonic() < end, f"never true: {expression}"
+        page.wait_for_timeout(50)

@@ -1,6 +1,7 @@
 """Accessibility: axe-core finds nothing serious or critical on any view."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ def source() -> str:
     return AXE.read_text("utf-8")
 
 
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("axe")
+    make(folder / "one", seed=0)
+    make(folder / "two", seed=1, ended=False, optimizer__lr=1e-3)
+    with serving(folder) as address:
+        yield address
+
+
 def violations(page: Any, source: str) -> list[str]:
     """What axe calls serious or critical, with the first place of each."""
     page.evaluate(source)  # through the debugger: the page's own policy lets no foreign script in
@@ -33,18 +43,15 @@ def violations(page: Any, source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view or "runs")
-def test_axe_finds_nothing_serious(chromium: Any, source: str, view: str, scheme: str, tmp_path: Path) -> None:  # noqa: F811
-    make(tmp_path / "runs" / "one", seed=0)
-    make(tmp_path / "runs" / "two", seed=1, ended=False, optimizer__lr=1e-3)
-    with serving(tmp_path / "runs") as url:
-        for options in ({}, {"viewport": NARROW}):
-            with opened(chromium, url, color_scheme=scheme, **options) as page:
-                runs = page.evaluate("fetch('/api/runs').then((a) => a.json())")["runs"]
-                query = "&".join(f"run={run['id']}" for run in runs)
-                page.evaluate("(to) => { location.hash = to; }", f"#/{view}?{query}")
-                page.wait_for_selector(f"[aria-current=page][href^='#/{view}']")
-                page.wait_for_timeout(800)
-                page.wait_for_selector(".view:not([aria-busy])")
-                assert not violations(page, source)
+def test_axe_finds_nothing_serious(chromium: Any, source: str, view: str, url: str) -> None:  # noqa: F811
+    for options in ({"color_scheme": "light"}, {"color_scheme": "dark", "viewport": NARROW}):
+        with opened(chromium, url, **options) as page:
+            runs = page.evaluate("fetch('/api/runs').then((a) => a.json())")["runs"]
+            page.evaluate(
+                "(to) => { location.hash = to; }", f"#/{view}?" + "&".join(f"run={run['id']}" for run in runs)
+            )
+            page.wait_for_selector(f"[aria-current=page][href^='#/{view}']")
+            page.wait_for_timeout(500)
+            page.wait_for_selector(".view:not([aria-busy])")
+            assert not violations(page, source), options

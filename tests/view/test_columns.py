@@ -131,3 +131,22 @@ def test_a_long_file_in_pieces_is_the_file_at_once(tmp_path: Path) -> None:
     assert growing.rows == at_once.rows == 5000 and growing.generation == 0
     for name in at_once.names:
         np.testing.assert_array_equal(growing[name], at_once[name])
+
+
+def test_a_glimpse_is_rows_from_all_over_the_file(tmp_path: Path) -> None:
+    run = long(tmp_path / "run", steps=5000, figures=5)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step":5001,"torn')
+    table = Columns(run / "metrics.jsonl")
+    seen = table.glimpse(100)
+    assert table.rows == 0 and 90 < seen.rows < 300 and seen.broken == 0
+    assert seen["step"][0] == 1 and seen["step"][-1] == 5000
+    assert (np.diff(seen["step"]) > 0).all() and np.diff(seen["step"]).max() < 100
+    table.read()
+    np.testing.assert_array_equal(table["kl"][seen["step"].astype(int) - 1], seen["kl"])
+
+
+def test_a_glimpse_of_little_is_all_of_it(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", steps=10)
+    assert Columns(run / "metrics.jsonl").glimpse(100).rows == 10
+    assert Columns(tmp_path / "nothing").glimpse(100).rows == 0

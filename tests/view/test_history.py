@@ -1,5 +1,6 @@
 """Axes, exact values and comparison, from files."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -103,11 +104,16 @@ def test_only_keys_that_differ(tmp_path: Path) -> None:
 
 def test_last_and_best(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=0)
-    rows = [{"reward/mean": 0.5, "loss": 3.0}, {"reward/mean": 0.9, "loss": 1.0}, {"reward/mean": None, "loss": 2.0}]
+    rows = [
+        {"reward/mean": 0.5, "time/step": 3.0},
+        {"reward/mean": 0.9, "time/step": 1.0},
+        {"time/step": 2.0, "loss": 1.0},
+    ]
     (run / "metrics.jsonl").write_text("".join(line(step, row) for step, row in enumerate(rows, 1)))
     found = {row["name"]: row["values"][0] for row in figures([history(run)])}
     assert found["reward/mean"] == {"last": 0.9, "last_step": 2, "best": 0.9, "best_step": 2}
-    assert found["loss"] == {"last": 2.0, "last_step": 3, "best": 1.0, "best_step": 2}
+    assert found["time/step"] == {"last": 2.0, "last_step": 3, "best": 1.0, "best_step": 2}
+    assert "best" not in found["loss"]
     names = ("validation/all/pass@1", "validation/nll", "validation/all/length", "entropy", "reward/std", "time/step")
     assert [better(name) for name in names] == ["high", "low", "", "", "", "low"]
 
@@ -142,3 +148,33 @@ def test_an_index_reads_a_file_once(tmp_path: Path) -> None:
     assert index.of(run) is first and first.steps.rows == 30
     append(run.folder, 31, 31)
     assert index.of(run).steps.rows == 31 and first.steps.generation == 0
+
+
+def test_a_long_file_is_shown_at_once_and_read_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from birl.view import history as module
+
+    run = make(tmp_path / "run", steps=3000)
+    whole = history(run)
+    expected = {kind: whole.axis(whole.steps, kind) for kind in ("time", "tokens")}
+    monkeypatch.setattr(module, "LARGE", 1000)
+    monkeypatch.setattr(module, "GLIMPSE", 300)
+    with module._READER:  # nothing is read yet
+        made = history(run)
+        assert made.read == 0.0 and "~" in made.version and 300 <= made.steps.rows < 600
+        assert made.about()["read"] == 0.0 and made.values("step", 3000)["step"] == 3000
+        for kind, axis in expected.items():  # a row stands for those before it
+            assert made.axis(made.steps, kind)[-1] == pytest.approx(axis[-1], rel=0.02)
+        made.update()
+        assert made.steps.rows < 600
+    for _ in range(200):
+        if made.read == 1:
+            break
+        time.sleep(0.02)
+    assert made.steps.rows == 3000 and "~" not in made.version
+    np.testing.assert_array_equal(made.axis(made.steps, "time"), expected["time"])
+    monkeypatch.undo()
+    append(run, 3001, 3003)
+    made.update()
+    assert made.steps.rows == 3003 and made.read == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.view.browser import NARROW, chromium, opened, serving  # noqa: F401  chromium is a fixture
+from tests.view.browser import NARROW, chromium, opened, serving, until  # noqa: F401  chromium is a fixture
 from tests.view.runs import HOSTILE, append, going_on, long, make
 
 pytestmark = pytest.mark.timeout(240)
@@ -19,7 +19,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page") / "runs"
     for seed in range(3):
         make(folder / "grpo" / f"seed={seed}", seed=seed)
-    make(folder / "fast", seed=0, optimizer__lr=1e-4, model__path="models/other", algorithm__clip_high=0.28)
+    make(folder / "fast", seed=5, optimizer__lr=1e-4, model__path="models/other", algorithm__clip_high=0.28)
     make(folder / "broken", steps=12, ended=False)
     (folder / "broken" / "config.json").write_text('{"seed": 0,')
     make(folder / "empty", steps=0, ended=False)
@@ -107,7 +107,7 @@ def test_chosen_runs_go_to_curves_and_comparison(chromium: Any, url: str) -> Non
         page.click("button:text-is('Compare')")
         page.wait_for_selector("table.sides")
         assert "optimizer.lr" in page.inner_text("#content") and "0.0001" in page.inner_text("#content")
-        assert "seed" not in page.locator("tbody").first.inner_text().split()
+        assert "rollout.group_size" not in page.inner_text("#content")
         page.fill("#find", "reward/mean")
         assert "No key that differs" in page.inner_text("#content")
         assert page.locator("tbody tr").count() == 1 and page.locator("tbody strong").count() == 1
@@ -121,10 +121,10 @@ def test_curves_are_drawn_and_say_exact_values(chromium: Any, url: str, runs: Pa
         at(page, "curves", "fast")
         wait_drawn(page, "reward/mean")
         rows = [json.loads(row) for row in (runs / "fast" / "metrics.jsonl").read_text().splitlines()]
-        assert float(values(page, "reward/mean")) == pytest.approx(rows[-1]["reward/mean"], rel=1e-5)
+        assert float(values(page, "reward/mean")) == pytest.approx(rows[-1]["reward/mean"], abs=6e-4)
         box = slider(page, "reward/mean").bounding_box()
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
-        page.wait_for_function("document.querySelector('[data-metric=\"kl\"] .where')")
+        until(page, "document.querySelector('[data-metric=\"kl\"] .where')")
         step = int(re.search(r"step (\d+)", values(page, "kl"))[1])
         assert 10 < step < 20
         for name in ("kl", "reward/mean", "entropy"):
@@ -239,7 +239,7 @@ def test_a_broken_configuration_and_an_empty_run(chromium: Any, url: str) -> Non
         wait_drawn(page, "reward/mean")
         assert "config.json cannot be read" in page.inner_text(".status")
         at(page, "curves", "empty")
-        page.wait_for_function("document.querySelector('.status').textContent.includes('No step is finished yet')")
+        until(page, "document.querySelector('.status').textContent.includes('No step is finished yet')")
         at(page, "compare", "broken", "empty", "fast")
         page.wait_for_selector(".problem")
         assert "config.json cannot be read" in page.inner_text(".problem")
@@ -250,7 +250,7 @@ def test_a_run_is_watched_while_it_goes_on(chromium: Any, tmp_path: Path) -> Non
     run = make(tmp_path / "runs" / "live", steps=0, ended=False)
     with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address) as page:
         at(page, "curves", "live")
-        page.wait_for_function("document.querySelector('.status').textContent.includes('1 running')")
+        until(page, "document.querySelector('.status').textContent.includes('1 running')")
         append(run, 1, 5)
         page.wait_for_selector('[data-metric="reward/mean"]')
         wait_drawn(page, "reward/mean")
@@ -263,12 +263,12 @@ def test_a_run_is_watched_while_it_goes_on(chromium: Any, tmp_path: Path) -> Non
         with (run / "metrics.jsonl").open("a") as file:
             file.write('654,"new/figure":1.5}\n')
         page.wait_for_selector('[data-metric="new/figure"]')
-        page.wait_for_function(
-            "document.querySelector('[data-metric=\"reward/mean\"] .values').textContent === '0.87654'"
-        )
+        until(page, "document.querySelector('[data-metric=\"reward/mean\"] .values').textContent === '0.877'")
         (run / "metrics.jsonl").write_text(text)  # a resume cut it back
-        page.wait_for_function(
-            "(was) => document.querySelector('[data-metric=\"reward/mean\"] .values').textContent === was", arg=before
+        until(
+            page,
+            "(was) => document.querySelector('[data-metric=\"reward/mean\"] .values').textContent === was",
+            arg=before,
         )
     assert not (run / ".lock").exists()
 
@@ -284,12 +284,14 @@ def test_a_hidden_tab_asks_nothing(chromium: Any, tmp_path: Path) -> None:  # no
         }"""
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        page.wait_for_timeout(2600)
+        until(page, "document.readyState === 'complete'")
+        for _ in range(60):
+            page.wait_for_timeout(50 * (not asked))
         assert asked  # it does ask while it is seen
         page.evaluate(hide, True)
-        page.wait_for_timeout(500)
+        page.wait_for_timeout(300)
         asked.clear()
-        page.wait_for_timeout(3000)
+        page.wait_for_timeout(2200)
         assert not asked
         page.evaluate(hide, False)
         page.wait_for_timeout(500)
@@ -298,7 +300,7 @@ def test_a_hidden_tab_asks_nothing(chromium: Any, tmp_path: Path) -> None:  # no
 
 def test_hostile_names_and_values_are_shown_and_do_nothing(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
     name = HOSTILE.replace("/", "_").replace("\ud83d", "")
-    run = make(tmp_path / "runs" / name, model__path=HOSTILE, seed=HOSTILE)
+    run = make(tmp_path / "runs" / name, model__path=HOSTILE)
     other = make(tmp_path / "runs" / "other", model__path=HOSTILE + "2")
     append(other, 31, 31)
     with (run / "metrics.jsonl").open("a") as file:
@@ -312,11 +314,12 @@ def test_hostile_names_and_values_are_shown_and_do_nothing(chromium: Any, tmp_pa
         assert "<script>alert(1)<" in shown and "⟪U+202E⟫gnp.exe⟪U+001B⟫" in shown and "\u202e" not in shown
         for view in ("curves", "compare"):
             at(page, view, name, "other")
-            page.wait_for_function("document.body.innerText.includes('⟪U+202E⟫')")
+            until(page, "document.body.innerText.includes('⟪U+202E⟫')")
             text = page.inner_text("body")
             assert "\u202e" not in text and "\x1b" not in text and "<script>alert(1)<" in text
             assert page.locator("main script, main img, main b").count() == 0
-        at(page, "curves", name)
+        page.evaluate("location.hash = '#/'")
+        at(page, "curves", name, "other")
         page.fill("#find", "proto")
         wait_drawn(page, "__proto__")
 
@@ -349,10 +352,10 @@ def test_the_switch_of_colours_is_kept(chromium: Any, url: str) -> None:  # noqa
         light = color()
         page.click("#theme")
         page.click("#theme")
-        assert page.inner_text("#theme") == "dark" and color() != light
+        assert page.inner_text("#theme") == "◐ dark" and color() != light
         page.reload()
         wait_drawn(page, "kl")
-        assert page.inner_text("#theme") == "dark" and color() != light
+        assert page.inner_text("#theme") == "◐ dark" and color() != light
 
 
 def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -364,9 +367,7 @@ def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noq
         slider(page, "reward/mean").focus()
         page.keyboard.press("Home")
         page.keyboard.press("Shift+ArrowRight")
-        page.wait_for_function(
-            "document.querySelector('[data-metric=\"reward/mean\"] .where')?.textContent === 'step 10,000'"
-        )
+        until(page, "document.querySelector('[data-metric=\"reward/mean\"] .where')?.textContent === 'step 10,000'")
         row = json.loads((run / "metrics.jsonl").read_text().splitlines()[9_999])
         shown = float(values(page, "reward/mean").split("\n")[1])
         assert row["step"] == 10_000 and shown == pytest.approx(row["reward/mean"], rel=1e-5)
@@ -384,3 +385,25 @@ def test_without_a_server_the_page_says_what_to_do(chromium: Any, tmp_path: Path
 def test_a_run_that_is_gone_is_said(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url + "#/curves?run=nothing", quiet=["400"]) as page:
         assert "There is no run 'nothing'" in page.inner_text("[role=alert]")
+
+
+def test_a_server_that_went_away_and_came_back(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    run = make(tmp_path / "runs" / "live", ended=False)
+    quiet = ["ERR_", "Failed to load"]
+    with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address, quiet=quiet) as page:
+        at(page, "curves", "live")
+        wait_drawn(page, "kl")
+        page.route("**/api/**", lambda route: route.abort())
+        page.wait_for_selector("#trouble:not([hidden])")
+        assert "does not answer" in page.inner_text("#trouble") and drawn(page, "kl")
+        page.unroute("**/api/**")
+        page.wait_for_selector("#trouble", state="hidden")
+
+
+def test_an_address_that_makes_no_sense(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        at(page, "curves", "fast", more="&x=constructor&smooth=-3&from=abc&to=NaN&hide=nobody&log=yes&%E0%A4%A")
+        wait_drawn(page, "kl")
+        assert page.input_value("#axis") == "step" and page.is_hidden("button.reset")
+        page.evaluate("location.hash = '#/no/such/view'")
+        page.wait_for_selector("h1:text-is('Runs')")

@@ -1,5 +1,5 @@
 // The shell: which view the address names, what the server answers, dark or light.
-import { el, fill } from "./dom.js";
+import { el, fill, trouble } from "./dom.js";
 
 const VIEWS = [ // path, name, module
   ["/", "Runs", "./runs.js"],
@@ -40,6 +40,7 @@ async function show() {
   menu(view, params);
   if (stop) stop();
   stop = null;
+  trouble("");
   const main = document.getElementById("content");
   const root = el("div", { class: "view", "aria-busy": "true" });
   fill(main, root);
@@ -70,7 +71,7 @@ function themes() {
   const button = document.getElementById("theme"), order = Object.keys(THEMES);
   const tell = () => {
     const now = document.documentElement.dataset.theme || "";
-    button.textContent = THEMES[now];
+    button.textContent = `◐ ${THEMES[now]}`;
     button.setAttribute("aria-label", `Colours: ${THEMES[now]}. Change`);
   };
   button.addEventListener("click", () => {

@@ -1,6 +1,6 @@
 // One chart on a canvas: axes, lines with what is behind them, a mark at an x, zoom by dragging.
 import { el, fill, visible } from "./dom.js";
-import { exact } from "./figures.js";
+import { exact, figure } from "./figures.js";
 import { AXES, labels, linear, logarithmic } from "./ticks.js";
 
 const LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 190, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
@@ -68,11 +68,11 @@ export function chart(title, hooks) {
   /** found: [{look, label, value}] at x, or the last ones where x is null. */
   function mark(x, found, where) {
     it.at = x;
-    const more = found.length - SHOWN;
+    const more = found.length - SHOWN, say = x === null ? figure : exact;
     fill(values, where ? el("span", { class: "where" }, where) : null, found.slice(0, SHOWN).map((one) => el("span",
-      { title: visible(one.label) }, el("i", { class: "dot", style: { background: `var(--${one.color})` } }), exact(one.value))),
+      { title: visible(one.label) }, el("i", { class: "dot", style: { background: `var(--${one.color})` } }), say(one.value))),
       more > 0 ? el("span", {}, `+${more}`) : null);
-    const said = found.map((one) => `${visible(one.label)} ${exact(one.value)}`).join(", ");
+    const said = found.map((one) => `${visible(one.label)} ${say(one.value)}`).join(", ");
     over.setAttribute("aria-valuetext", `${where || "last"}: ${said || "no values"}`);
     if (x !== null) over.setAttribute("aria-valuenow", String(x));
     if (it.scale) overlay();

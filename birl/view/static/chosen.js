@@ -12,8 +12,15 @@ export async function choose(params, api) {
   return newest ? [newest.id] : [];
 }
 
+/** Which look the i-th run has: its own, or that of the first seed that is shown with it as a band. */
+export function place(it, i) {
+  if (!it.view.band) return i;
+  const first = it.about.findIndex((run) => run.family === it.about[i].family && !it.view.hidden.has(run.id));
+  return first < 0 || it.view.hidden.has(it.about[i].id) ? i : first;
+}
+
 /** Legend and controls. act: changed() draw again, asked() other data are needed, found() other charts, reset(). */
-export function bar(place, it, act) {
+export function bar(root, it, act) {
   const { view } = it;
   const weight = el("output", { class: "small", for: "smooth" }, view.smooth ? view.smooth.toFixed(3) : "off");
   const families = new Set(it.about.map((run) => run.family));
@@ -27,7 +34,7 @@ export function bar(place, it, act) {
   const check = (key, words) => el("label", {}, el("input", { type: "checkbox", checked: view[key], on: { change: (e) => { view[key] = e.target.checked; act.changed(); } } }), words);
   const reset = el("button", { type: "button", class: "reset", hidden: view.low === null, on: { click: act.reset } }, "Whole range");
   const find = el("input", { type: "search", id: "find", placeholder: "such as reward", value: view.find, size: "14", on: { input: (e) => { view.find = e.target.value; act.found(); } } });
-  fill(place,
+  fill(root,
     legend(it, act),
     el("div", { class: "bar", role: "group", "aria-label": "How curves are drawn" },
       el("label", { for: "axis" }, "by", axis),
@@ -40,17 +47,27 @@ export function bar(place, it, act) {
 /** Every run with its colour: a button that hides it and shows it again. */
 function legend(it, act) {
   const others = el("a", { href: "#/", class: "small" }, "other runs");
+  it.swatches = it.about.map(() => el("i", {}));
+  recolor(it);
   return el("div", { class: "legend", role: "group", "aria-label": "Runs; press one to hide or show it" }, it.about.map((run, i) => {
-    const { color, dash } = look(i);
     const button = el("button", { type: "button", class: "run", "aria-pressed": String(!it.view.hidden.has(run.id)), on: { click: () => {
       if (!it.view.hidden.delete(run.id)) it.view.hidden.add(run.id);
       button.setAttribute("aria-pressed", String(!it.view.hidden.has(run.id)));
       act.changed();
-    } } }, el("i", { class: `swatch${dash.length ? " dashed" : ""}`, style: { color: `var(--${color})` } }), name(run.name),
+    } } }, it.swatches[i], name(run.name),
     run.running ? el("span", { class: "state running", title: "running" }, "running") : null);
     button.title = visible(run.name);
     return button;
   }), others, it.about.length > 1 ? el("a", { class: "small", href: `#/compare?${new URLSearchParams(it.runs.map((id) => ["run", id]))}` }, "compare") : null);
+}
+
+/** The swatches as the curves are. */
+export function recolor(it) {
+  it.swatches.forEach((swatch, i) => {
+    const { color, dash } = look(place(it, i));
+    swatch.className = `swatch${dash.length ? " dashed" : ""}`;
+    swatch.style.color = `var(--${color})`;
+  });
 }
 
 // The slider is finer towards 1, where the weights differ most: 0, then 0.5 to 0.999.

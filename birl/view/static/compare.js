@@ -50,15 +50,19 @@ function head(word, runs) {
 
 function line(row) {
   const sign = { high: 1, low: -1 }[row.better] || 0;
-  const best = Math.max(...row.values.filter((value) => value && sign).map((value) => sign * value.best));
+  const reached = row.values.filter((value) => value && sign).map((value) => sign * value.best), best = Math.max(...reached);
+  const differ = reached.some((value) => value !== best);
   return el("tr", {}, el("th", { scope: "row" }, name(row.name), sign ? el("span", { class: "muted" }, sign > 0 ? " ↑" : " ↓") : null),
     row.values.map((value) => {
       if (!value) return el("td", { class: "muted" }, "–");
-      const wins = sign && row.values.filter(Boolean).length > 1 && sign * value.best === best;
+      const wins = differ && sign * value.best === best;
       return el("td", { title: `last ${exact(value.last)} at step ${value.last_step}` }, figure(value.last), sign
         ? el("span", { class: "muted" }, " · ", el(wins ? "strong" : "span", {}, figure(value.best)), ` at ${count(value.best_step)}`) : null);
     }));
 }
 
 /** A value as `key=value` would say it. */
-const written = (value) => (typeof value === "string" ? value || "“”" : JSON.stringify(value));
+const written = (value) => {
+  if (typeof value === "string") return value || "“”";
+  return typeof value === "number" && value && Math.abs(value) < 1e-3 ? value.toExponential() : JSON.stringify(value);
+};

@@ -1,12 +1,13 @@
 // Curves of one or more runs, drawn again as they go on.
 import { chart, look, palette } from "./chart.js";
-import { bar, choose } from "./chosen.js";
-import { el, fill, keep, repeat, say, visible } from "./dom.js";
+import { bar, choose, place, recolor } from "./chosen.js";
+import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
 import { band, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
-const WATCHED = 2, ENDED = 15; // s between questions to the server while a run goes on, and when none does
+// Seconds between questions to the server: while a run goes on, when none does, and while files are read.
+const WATCHED = 2, ENDED = 15, READING = 0.5;
 // What a run is judged by, in the order in which one asks. {validation} is the figure of the run's validations.
 const FIRST = ["reward/mean", "{validation}", "loss", "kl", "entropy", "clip_fraction", "mismatch/mean", "staleness/mean",
   "length/mean", "speed/generate", "speed/train", "grad_norm"];
@@ -15,14 +16,15 @@ export async function show(root, params, api) {
   const runs = await choose(params, api);
   if (!runs.length) return fill(root, el("h1", {}, "Curves"), el("p", {}, "There are no runs yet. ",
     el("a", { href: "#/" }, "The list"), " shows them as soon as they begin.")) && null;
-  const view = { // what the address keeps
-    axis: AXES[params.get("x")] ? params.get("x") : "step", smooth: Math.min(0.999, Number(params.get("smooth")) || 0),
+  const number = (key) => (params.get(key) && Number.isFinite(Number(params.get(key))) ? Number(params.get(key)) : null);
+  const zoomed = number("from") !== null && number("from") < number("to");
+  const view = { // what the address keeps; a word that makes no sense there is as if it was not there
+    axis: Object.hasOwn(AXES, params.get("x")) ? params.get("x") : "step", smooth: Math.min(0.999, Math.max(0, number("smooth"))),
     log: params.get("log") === "1", band: params.get("band") !== "0", find: params.get("find") || "",
-    low: params.has("from") ? Number(params.get("from")) : null, high: params.has("to") ? Number(params.get("to")) : null,
-    hidden: new Set(params.getAll("hide")),
+    low: zoomed ? number("from") : null, high: zoomed ? number("to") : null, hidden: new Set(params.getAll("hide")),
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
-    span: [0, 1], at: null, colors: palette(), width: 600, asking: false, again: false, over: false };
+    span: [0, 1], at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
   it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
   fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
@@ -39,7 +41,8 @@ export async function show(root, params, api) {
   size.observe(root);
   addEventListener("themechange", redraw);
   const stop = repeat(async () => {
-    await ask(it, true);
+    await gather(it, true);
+    if (it.about.some((run) => run.read < 1)) return READING;
     return it.about.some((run) => run.running) ? WATCHED : ENDED;
   }, WATCHED);
   return () => {
@@ -65,14 +68,16 @@ async function learn(it) {
 function told(it) {
   const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
   const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
-  const words = [`${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
+  const read = it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length;
+  const long = `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown`;
+  const words = [read < 1 ? long : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
   fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
 }
 
 // ---- controls
 
 function controls(it) {
-  bar(it.place.bar, it, { changed: () => { remember(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
+  bar(it.place.bar, it, { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
     found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) });
 }
 
@@ -103,7 +108,7 @@ function sections(it) {
     groups.set(group, [...(groups.get(group) || []), name]);
   }
   fill(it.place.charts, [...groups].filter(([, members]) => members.length).map(([group, members]) => el("details",
-    { class: "group", open: true }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
+    { class: "group", open: !it.closed.has(group), on: { toggle: (e) => it.closed[e.target.open ? "delete" : "add"](group) } }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
     el("div", { class: "charts" }, members.map((name) => one(it, name))))),
   names.length && !wanted.length ? el("p", { class: "note" }, `No figure is called like “${visible(it.view.find)}”.`) : null);
 }
@@ -141,11 +146,14 @@ function noticed(it, entries) {
 /** The server is asked again for everything that is seen; what is drawn stays until the answer comes. */
 function stale(it) {
   it.fresh.clear();
-  it.version = "";
+  it.question += 1;
 }
 
-/** Fetch what is seen and not there yet; `poll`: also ask whether anything is newer. */
-async function ask(it, poll = false) {
+/** Fetch what is seen and is not there yet. */
+const ask = (it) => gather(it).catch((problem) => trouble(problem.message));
+
+/** The same; `poll`: also ask whether anything is newer. */
+async function gather(it, poll = false) {
   if (it.asking) { it.again = true; return; }
   it.asking = true;
   try {
@@ -162,17 +170,18 @@ async function ask(it, poll = false) {
 async function once(it, poll) {
   const missing = [...it.seen].filter((name) => !it.fresh.has(name));
   if (!missing.length && !poll) return;
-  const metrics = missing.length ? missing : [...it.seen], { view } = it;
+  const metrics = missing.length ? missing : [...it.seen], { view, question } = it;
   const answer = await it.api("curves", {
     run: it.runs, metric: metrics, x: view.axis, from: view.low ?? undefined, to: view.high ?? undefined, width: width(it),
     known: missing.length || !it.version ? undefined : it.version,
   });
   if (it.over) return;
+  if (question !== it.question) { it.again = true; return; } // the view has changed meanwhile
   if (answer.unchanged) {
     if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
     return;
   }
-  const newer = it.version && it.version !== answer.version;
+  const newer = it.version !== answer.version && (it.version || answer.read < 1);
   if (newer) it.fresh.clear();
   it.version = answer.version;
   it.span = answer.span;
@@ -196,17 +205,20 @@ function width(it) {
 /** The curves of a metric: of each run that is not hidden, or of each family of seeds. */
 function series(it, name) {
   const curves = it.data.get(name);
-  const shown = it.about.map((run, i) => ({ run, ...look(i), points: curves?.[run.id]?.[name] }))
+  const shown = it.about.map((run, i) => ({ run, ...look(place(it, i)), points: own(curves?.[run.id], name) }))
     .filter(({ run, points }) => points && points.x.length && !it.view.hidden.has(run.id));
-  const single = (one) => ({ ...one, label: one.run.name, raw: it.view.smooth ? one.points.y : null, line: smoothed(one.points, it.view.smooth) });
+  const weight = name.startsWith("validation/") ? 0 : it.view.smooth; // few points, each of them a mean already
+  const single = (one) => ({ ...one, label: one.run.name, raw: weight ? one.points.y : null, line: smoothed(one.points, weight) });
   if (!it.view.band) return shown.map(single);
   const families = Map.groupBy ? Map.groupBy(shown, ({ run }) => run.family) : grouped(shown);
   return [...families.values()].map((members) => {
     if (members.length < 2) return single(members[0]);
-    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, it.view.smooth) })));
+    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, weight) })));
     return { ...members[0], points, line: points.y, raw: null, label: `mean of ${members.length} seeds of ${members[0].run.name}`, members };
   });
 }
+
+const own = (object, name) => (object && Object.hasOwn(object, name) ? object[name] : undefined); // a figure may be called __proto__
 
 function grouped(shown) {
   const families = new Map();
@@ -249,8 +261,8 @@ function values(it, name) {
   if (!state) return;
   const found = state.series.map((one) => {
     const i = x === null ? one.points.x.length - 1 : nearest(one.points.x, x);
-    const own = it.exact?.[one.run.id]?.values;
-    return { ...one, value: own && !one.members ? own[name] : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
+    const known = it.exact?.[one.run.id]?.values;
+    return { ...one, value: known && !one.members ? own(known, name) : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
   });
   if (x === null) return tell(null, found, "");
   const first = found[0], exactly = first && it.exact?.[first.run.id];

@@ -54,8 +54,15 @@ export function say(text) {
   document.getElementById("said").textContent = text;
 }
 
+/** Says above the view what does not work now; "" when it works again. */
+export function trouble(text) {
+  const place = document.getElementById("trouble");
+  if (place.textContent !== text) place.textContent = text;
+  place.hidden = !text;
+}
+
 /** Calls act now and then every `seconds`, not while the tab is hidden, never twice at once. Returns what stops it.
- *  act may return a number: seconds until the next call. */
+ *  act may return a number: seconds until the next call. What it throws is shown above the view until it succeeds. */
 export function repeat(act, seconds) {
   let timer = 0, stopped = false, busy = false;
   const turn = async () => {
@@ -63,7 +70,12 @@ export function repeat(act, seconds) {
     if (stopped || busy || document.hidden) return;
     busy = true;
     let next = seconds;
-    try { next = (await act()) || seconds; } catch (error) { console.warn(error.message); }
+    try {
+      next = (await act()) || seconds;
+      if (!stopped) trouble("");
+    } catch (error) {
+      if (!stopped) trouble(error.message);
+    }
     busy = false;
     if (!stopped) timer = setTimeout(turn, next * 1000);
   };

@@ -21,7 +21,7 @@ export async function show(root, params, api) {
   const go = (path, words) => el("button", { type: "button", disabled: true, on: { click: () => {
     location.hash = `#/${path}?${new URLSearchParams([...it.chosen].map((id) => ["run", id]))}`;
   } } }, words);
-  it.buttons = [go("curves", "Curves"), go("compare", "Compare")];
+  it.buttons = [go("curves", "Show curves"), go("compare", "Compare")];
   it.place = table;
   it.note = count_;
   const find = el("input", { type: "search", id: "find", placeholder: "name, model, algorithm", on: { input: (e) => { it.find = e.target.value.toLowerCase(); draw(it); } } });

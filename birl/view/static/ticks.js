@@ -5,7 +5,7 @@ import { count, duration, exact } from "./figures.js";
 export function linear(low, high, most) {
   const step = nice((high - low) / most);
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0); // + 0: no -0
   return found;
 }
 
