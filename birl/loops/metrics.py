@@ -23,12 +23,11 @@ OLD = 8  # staleness of this many steps or more is one class of the histogram
 def step_metrics(
     run: "_Run", step: pipeline.Step, credited: Credited, stats: Stats, waited: float, training: float
 ) -> dict[str, float]:
-    """All figures of a step. `waited` [s]: from the end of the last one until its groups were there."""
+    """All figures of a step. `waited` [s]: for its groups."""
     parts, everything = run.parts, (*step.groups, *step.refused)
     counters = parts.take_counters()
     computed = [s for s in credited.samples if parts.has_gradient(s)]
     trained = sum(len(s.tokens) for s in computed)
-    waited = max(waited - run.saving, 0.0)
     metrics = outcome_metrics(everything) | reward_metrics(everything)
     metrics |= {
         "groups/kept": float(len(step.groups)),

@@ -26,10 +26,13 @@ import torch.distributed as dist
 from birl.errors import BirlError
 from birl.parallel import flight
 from birl.parallel.ranks import Ranks
+from birl.spans import done
+from birl.waits import waiting
 
 LONG = timedelta(days=365)  # the others may have nothing to do for as long as rank 0 samples
 GRACE = 5.0  # seconds in which a rank that failed may end rank 0's wait by itself
 WORD = "birl/failed"
+NAMES = {"learn": "train", "update": "train", "write": "checkpoint", "measure": "validate"}  # as rank 0 calls its part
 
 
 class Crew:
@@ -64,13 +67,18 @@ class Crew:
     def follow(self, targets: Sequence[Any], compute: Executor) -> None:
         """Do on the compute thread what rank 0 calls, until it closes the crew. The first of the targets that has the
         method is meant."""
+        me = f"learner rank {self.ranks.rank}"
         while True:
-            name, arguments = self._hear()
+            with waiting(me, "its next call", "rank 0"):
+                name, arguments = self._hear()
             if name == "":
                 return
             method = next(getattr(target, name) for target in targets if hasattr(target, name))
+            began = time.perf_counter()
             compute.submit(method, *arguments).result()
-            self._check()
+            done(NAMES.get(name, name), began, process=me, lane="calls")
+            with waiting(me, f"the end of {name}", "other ranks"):
+                self._check()
 
     def gather(self, value: Any) -> list[Any]:
         """(every rank) What each rank has, in their order."""

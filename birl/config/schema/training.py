@@ -133,6 +133,8 @@ class Reports:
     """SwanLab: off | offline (into the run folder, for `swanlab sync`) | online. Needs `pip install birl[swanlab]`."""
     report: bool = True
     """Write report.html at the end."""
+    trace: bool = True
+    """Write who did what from when to when to trace.jsonl, for `birl trace` and the timeline of `birl view`."""
 
 
 @dataclass(kw_only=True)
