@@ -22,14 +22,19 @@ class Attempt:
     folder: Path
     words: tuple[str, ...] = ()
     """More key=value of the user, for every stage."""
+    below: Path | None = None
+    """The folder that the commands run in, where paths can be short; None: paths are whole."""
 
     def command(self, stage: Stage) -> list[str]:
         """The words behind `birl`."""
-        models = {name: str(self.model(name)) for name in models_in(stage.words)}
+        models = {name: self._path(self.model(name)) for name in models_in(stage.words)}
         own = [_filled(word, models) for word in stage.words]
-        file = [str(stage.file)] if stage.file else []
-        out = f"output={self.result(stage)}" if stage.command == "eval" else f"run={self.folder / stage.name}"
-        return [stage.command, *file, *own, f"seed={self.seed}", *self.words, out]
+        file = [self._path(stage.file)] if stage.file else []
+        key, out = ("output", self.result(stage)) if stage.command == "eval" else ("run", self.folder / stage.name)
+        return [stage.command, *file, *own, f"seed={self.seed}", *self.words, f"{key}={self._path(out)}"]
+
+    def _path(self, path: Path) -> str:
+        return str(path.relative_to(self.below) if self.below and path.is_relative_to(self.below) else path)
 
     def model(self, stage: str) -> Path:
         return self.folder / f"{stage}-model"
@@ -56,7 +61,7 @@ class Attempt:
         for stage in self.recipe.stages:
             yield stage, self.command(stage)
             if stage.name in wanted:
-                run, model = str(self.folder / stage.name), str(self.model(stage.name))
+                run, model = self._path(self.folder / stage.name), self._path(self.model(stage.name))
                 yield stage, ["checkpoints", run, "export", "last", model]
 
     def run(self, start: Callable[[Sequence[str]], int | None]) -> int:
@@ -74,7 +79,7 @@ class Attempt:
 
     def done(self, stage: Stage, command: Sequence[str]) -> bool:
         if command[0] == "checkpoints":
-            return Path(command[-1]).is_dir()
+            return self.model(stage.name).is_dir()
         if command[0] == "eval":
             return self.result(stage).is_file()
         run = self.folder / stage.name

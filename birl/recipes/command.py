@@ -1,7 +1,9 @@
 """`birl reproduce [NAME [--seed N] [--dry-run] [key=value ...]]`"""
 
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,8 +26,9 @@ def run(words: Sequence[str]) -> int:
         return 0
     recipe, root = shelf.find(name)
     seed = seed if seed is not None else _first_seed(recipe)
-    folder = Path.cwd() / FOLDER / recipe.name / f"seed-{seed}"
-    attempt = Attempt(recipe=recipe, seed=seed, folder=folder, words=more)
+    here = Path.cwd()
+    folder = here / FOLDER / recipe.name / f"seed-{seed}"
+    attempt = Attempt(recipe=recipe, seed=seed, folder=folder, words=more, below=here if here == root else None)
     attempt.check()
     print("\n".join(_about(recipe, seed)))
     if dry:
@@ -93,18 +96,26 @@ def _listed() -> Iterator[str]:
         try:
             recipe = read(file, name)
         except BirlError as error:
-            yield f"{name}\n  {str(error).splitlines()[0]}\n"
+            yield f"{name}\n{_indented(str(error).splitlines()[0])}\n"
             continue
-        yield f"{name}\n  {recipe.about}\n  {_cost(recipe)}\n  {_promise(recipe)}\n"
+        yield "\n".join([name, *map(_indented, (recipe.about, _cost(recipe), _promise(recipe)))]) + "\n"
     yield "birl reproduce NAME runs one; --dry-run says what it would do."
 
 
 def _about(recipe: Recipe, seed: int) -> Iterator[str]:
     yield f"{recipe.name}, seed {seed}: {recipe.about}"
-    yield f"  {_cost(recipe)}"
-    yield f"  {_promise(recipe)}"
+    yield _indented(_cost(recipe))
+    yield _indented(_promise(recipe))
     if recipe.published:
-        yield f"  published: {recipe.published}"
+        yield _indented(f"published: {recipe.published}")
+
+
+def _indented(text: str) -> str:
+    """Two spaces in, four from the second line on."""
+    width = max(40, min(shutil.get_terminal_size((120, 24)).columns, 120))
+    return textwrap.fill(
+        text, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _cost(recipe: Recipe) -> str:
@@ -125,7 +136,8 @@ def _figures(expected: Expectation) -> str:
     if expected.curves:
         return f"the curve of {expected.metric} {those}"
     low, high = min(expected.values.values()), max(expected.values.values())
-    return f"{expected.metric} {low:.3f}{f' to {high:.3f}' * (high > low)} {those}"
+    at = {"last": "", "first": " at first", "best": " at best"}.get(expected.step, f" at step {expected.step}")
+    return f"{expected.metric}{at} {low:.3f}{f' to {high:.3f}' * (high > low)} {those}"
 
 
 def _compared(attempt: Attempt, found: list[Finding]) -> Iterator[str]:
