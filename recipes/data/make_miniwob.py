@@ -17,7 +17,7 @@ from birl.types import Message, Task
 
 FIRST_SEED = 500_000
 OPTIONS = {"actions": "[miniwob_liu18]", "describe": "none", "page": "list"}
-LINE = re.compile(r"^(?:(?P<text>.*) )?\[(?P<number>\w+)\](?: (?P<kind>[a-z]+)(?: |$))?.*$", re.MULTILINE)
+LINE = re.compile(r"^(?P<text>.*?) ?\[(?P<number>\w+)\](?: (?P<kind>[a-z]+)(?: |$))?.*$", re.MULTILINE)
 Script = Callable[[str, "Page"], Iterator[str]]
 
 
