@@ -176,7 +176,8 @@ class _Reader:
         stage = str(entry.get("stage") or (stages[-1] if stages else ""))
         if stage not in stages:
             self.wrong.append(f"{where}stage: there is no stage {stage}; there is {', '.join(stages)}")
-        tolerance, window = entry.get("tolerance"), entry.get("window", 1)
+        tolerance: Any = entry.get("tolerance")
+        window: Any = entry.get("window", 1)
         if not (_is_number(tolerance) and tolerance >= 0):
             self.wrong.append(f"{where}tolerance: must be a number of at least 0, not {tolerance!r}")
             tolerance = 0.0

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from birl.config.schema import Env
 from birl.envs.open import World, open_world
@@ -154,7 +155,7 @@ async def episode(world: World, name: str, seed: int) -> list[dict[str, str]] | 
     """Its messages, None where the script was wrong."""
     env = world.open(Task(id=name, prompt="", columns={"task": name, "seed": seed}))
     try:
-        messages = list(await env.start())  # pyright: ignore
+        messages: list[Any] = list(await env.start())  # pyright: ignore
         goal, _, page = messages[0].content.partition("\n\nPage:\n")
         for action in SCRIPTS[name](goal.removeprefix("Goal: "), Page(page)):
             reply = Message(role="assistant", content=action)
