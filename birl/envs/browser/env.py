@@ -18,6 +18,7 @@ from birl.types import Feedback, Message, Task
 
 SHELL = "/usr/lib/chromium/chromium-headless-shell"  # Debian's, without the script around it
 BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+PAGES = ("tree", "list")
 DESCRIPTIONS = ("examples", "signatures", "full", "none")
 VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
 FENCE = re.compile(r"```[\w-]*\n?(.*?)```", re.DOTALL)
@@ -40,6 +41,9 @@ class Keys:
     """BrowserGym's action sets, such as miniwob_liu18. Empty: the one that fits the benchmark."""
     describe: str = "examples"
     """How the prompt lists the actions: examples (one each) | signatures | full (with descriptions) | none."""
+    page: str = "tree"
+    """How a page is shown: tree (BrowserGym's accessibility tree) | list (shorter: one line for each text and each
+    element that reacts, its number right behind its text)."""
     max_observation: int = 4000
     """Longest page in a prompt [characters]; whole lines are left out at its end."""
     history: int = 0
@@ -81,6 +85,7 @@ class Web:
             "hosts": list(getattr(config, "hosts", ())),
             "actions": list(config.actions),
             "describe": config.describe,
+            "page": config.page,
             "browser": program(config.browser),
             "pre_observation_delay": config.pre_observation_delay,
             "max_observation": config.max_observation,
@@ -218,6 +223,8 @@ def check(config: Keys) -> None:
     """Raises `BirlError` where a key has a value that cannot work."""
     if config.describe not in DESCRIPTIONS:
         raise BirlError(f"env.describe={config.describe}: must be {' | '.join(DESCRIPTIONS)}.")
+    if config.page not in PAGES:
+        raise BirlError(f"env.page={config.page}: must be {' | '.join(PAGES)}.")
     least = {"seeds": 1, "validation_seeds": 1, "max_observation": 1, "history": 0}
     for name, value in {**least, "workers": 1, "contexts": 1, "restart_every": 1}.items():
         if getattr(config, name) < value:
