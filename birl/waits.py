@@ -12,7 +12,7 @@ The watchdog is a thread, as the event loop itself may be what is stuck.
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -41,9 +41,7 @@ class Table:
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=50))
     last: float = field(default_factory=time.monotonic)
     count: int = 0
-    spent: Counter[tuple[str, str]] = field(
-        default_factory=Counter[tuple[str, str]]
-    )  # s, by who waited for which owner
+    spent: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # s
 
     def text(self) -> str:
         """Longest wait first."""

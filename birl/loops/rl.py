@@ -168,8 +168,8 @@ class _Run(Run):
         else:
             group = await wanted
         tokens = self.ledger.rolled_out(group)
-        place = {"process": "rollout", "lane": "groups"}
-        done("group", began, **place, version=group.start_version, tokens=tokens, group=index)
+        version = group.start_version
+        done("group", began, process="rollout", lane="groups", version=version, tokens=tokens, group=index)
         return group
 
     def keep(self, group: Group) -> bool:

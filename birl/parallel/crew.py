@@ -70,13 +70,14 @@ class Crew:
         me = f"learner rank {self.ranks.rank}"
         while True:
             with waiting(me, "its next call", "rank 0"):
-                name, arguments = self._hear()
+                words: Any = self._hear()
+            name, arguments = words
             if name == "":
                 return
             method = next(getattr(target, name) for target in targets if hasattr(target, name))
             began = time.perf_counter()
             compute.submit(method, *arguments).result()
-            done(NAMES.get(name, name), began, process=me, lane="calls")
+            done(NAMES.get(name) or name, began, process=me, lane="calls")
             with waiting(me, f"the end of {name}", "other ranks"):
                 self._check()
 

@@ -229,8 +229,8 @@ class Fleet:
     async def _load(self, member: Member, update: Update) -> Held:
         began = time.perf_counter()
         held = await member.remote.load(update)
-        place = {"process": engine_name(member.remote.address), "lane": "weights"}
-        done("load", began, **place, version=update.version, paused=held.seconds)
+        name = engine_name(member.remote.address)
+        done("load", began, process=name, lane="weights", version=update.version, paused=held.seconds)
         if not check_held(held, update):
             if self.prove is None:
                 raise WeightsFailed(

@@ -33,7 +33,7 @@ def rows_of(start: Any, end: Any, most: int | None = None, slack: float = SLACK)
         else:
             row, count = count, count + 1
         found[i] = row
-        heapq.heappush(used, (last[i], row))
+        heapq.heappush(used, (float(last[i]), row))
     return found
 
 
@@ -53,7 +53,7 @@ def nested(start: Any, end: Any) -> tuple[Floats, Floats, NDArray[np.int64]]:
             last[i] = min(last[i], open_until[-1])
         last[i] = max(last[i], first[i])
         depth[i] = len(open_until)
-        open_until.append(last[i])
+        open_until.append(float(last[i]))
     return first, last, depth
 
 
