@@ -137,6 +137,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command, *words = argv or ["--help"]
+    if command in ("--help", "-h", "help") and words and words[0] in COMMANDS:
+        return _dispatch([*words, "--help"])
     if command in ("--help", "-h", "help"):
         print(SUMMARY.format(version=__version__), end="")
         return 0
@@ -176,7 +178,8 @@ def _dispatch(argv: list[str]) -> int:
         what = (
             "a command comes first, as in `birl rl key=value`" if "=" in command else f"there is no command {command}"
         )
-        raise BirlError(f"{what}; the commands are {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}")
+        near = did_you_mean(command, (*COMMANDS, "--version", "--help"))
+        raise BirlError(f"{what}; the commands are {', '.join(COMMANDS)}.{near}")
     if "--help" in words or "-h" in words:
         print(USAGE[command] or _completion_usage())
         return 0
@@ -268,6 +271,8 @@ def _plan(words: list[str]) -> int:
             raise BirlError("--memory takes a number of GiB, as in `birl plan --memory 16`") from None
         words = words[:place] + words[place + 2 :]
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
+    if unknown := [word for word in words if word.startswith("--") and "=" not in word]:
+        raise BirlError(f"{unknown[0]}: `birl plan` has --memory GIB, --json, --simulate and --cluster")
     from birl.loops import plan
 
     plan.run(words, as_json=as_json, available=available)
@@ -308,9 +313,8 @@ def _cluster(words: list[str]) -> int:
 def _configured(command: str, words: list[str]) -> int:
     """Training, `eval` and `serve`: words are flags, YAML files and key=value."""
     from birl.config.load import load_with_choices, to_yaml
-    from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 
-    schema: type[Any] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval, "serve": Serve}[command]
+    schema = _schema(command)
     flags, overrides = _split_flags(command, words)
     if "--help" in flags:
         _help(command, schema, overrides)
@@ -344,6 +348,12 @@ def _configured(command: str, words: list[str]) -> int:
     return 0
 
 
+def _schema(command: str) -> type[Any]:
+    from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+
+    return {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval, "serve": Serve}[command]
+
+
 def _over_ranks(
     schema: type[Any], words: list[str], config: Any, choices: dict[str, str]
 ) -> tuple[Any, dict[str, str]]:
@@ -373,10 +383,14 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
         raise BirlError("--multirun runs one job after another, and a server does not end; start one for each")
     for word in words:
         if word.startswith("--") and "=" not in word and word not in FLAGS:
+            from birl.config.load import nearest_keys
             from birl.config.words import did_you_mean
 
-            near = did_you_mean(word, FLAGS)
-            raise BirlError(f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are key=value.{near}")
+            keys = nearest_keys(word.lstrip("-"), _schema(command))
+            near = f" Did you mean {keys[0]}=...?" if keys else did_you_mean(word, FLAGS)
+            raise BirlError(
+                f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are written key=value, without dashes.{near}"
+            )
     return flags, [word for word in words if word not in FLAGS]
 
 

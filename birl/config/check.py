@@ -23,6 +23,12 @@ from birl.named import TEMPLATES, template_file
 
 REWARDS = ("math", "code", "format", "length", "model", "judge")
 RESUME = ("auto", "never")
+ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
+    "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",
+    "mlflow": "export MLFLOW_TRACKING_URI=..., then track.mlflow=online",
+    "trackio": "export TRACKIO_SERVER_URL=..., then track.trackio=online",
+    "swanlab": "swanlab login --host ..., then track.swanlab=online",
+}
 
 
 ONLY_TRAINING = (
@@ -334,7 +340,7 @@ def _optimizer(config: RL | Stage, updates_per_step: int) -> list[str]:
     if config.optimizer.schedule == "constant":
         reason = "optimizer.schedule=constant stays at the peak; set linear or cosine"
         found += without_effect(config, "optimizer.min_lr_ratio", reason)
-    if config.steps and config.optimizer.warmup_steps >= updates:
+    if config.steps > 0 and config.optimizer.warmup_steps >= updates:
         found.append(
             f"optimizer.warmup_steps={config.optimizer.warmup_steps}: the run has only {updates} optimizer "
             "steps, so it would end "
@@ -373,6 +379,8 @@ def _run(config: RL | Stage) -> list[str]:
         )
     for name in ("wandb", "mlflow", "trackio", "swanlab"):
         mode = getattr(config.track, name)
+        if "://" in mode:
+            found.append(f"track.{name}={mode}: an address belongs into the environment: {ADDRESSES[name]}.")
         if mode in ("offline", "online") and find_spec(name) is None:
             found.append(
                 f"track.{name}={mode}: {name} is not installed; pip install 'birl[{name}]', or track.{name}=off."

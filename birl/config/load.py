@@ -121,7 +121,7 @@ def _read_argument(argument: str, schema: type) -> Setting:
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")
     if not equals:
-        raise BirlError(f"{argument}: expected key=value or a .yaml file.{_suggest(key, schema)}")
+        raise BirlError(f"{argument}: expected key=value or a .yaml file.{_suggest(key, schema)}{_meant(key, schema)}")
     if key[:1] in ("+", "~"):
         raise BirlError(f"{argument}: keys can neither be added (+) nor removed (~), only set: {key.lstrip('+~')}=...")
     if not key:
@@ -133,14 +133,22 @@ def _read_file(name: str) -> list[Setting]:
     """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean."""
     try:
         content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        near = did_you_mean(name, _yaml_files(Path(name).parent))
+        raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None
     except OSError as error:
         raise BirlError(f"{name}: cannot be read ({error.strerror})") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise BirlError(f"{name}{where}: is not valid YAML: {error.problem}. Are the lines indented alike?") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BirlError(f"{name}: is not valid YAML: {' '.join(str(error).split())}") from None
     if content in ("", None):
         return []
     if not isinstance(content, dict):
-        raise BirlError(f"{name}: expected keys and values, found {type(content).__name__}")
+        found = type(content).__name__
+        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, found a {found}")
     flat = _flatten_mapping(content)
     return [Setting(key=key, value=value, source=f"{name}: {key}: {written(value)}") for key, value in flat]
 
@@ -286,6 +294,22 @@ def _unknown_key(setting: Setting, schema: type) -> str:
         return f"{setting.source}: {key} is a section; set one of its keys: {', '.join(inside)}"
     where = f"`birl {command(schema)} --help` lists all keys."
     return f"{setting.source}: there is no key {key}.{_suggest(key, schema)} {where}"
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    return [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
+
+
+def _meant(word: str, schema: type) -> str:
+    """Which key a file or a folder without one belongs to."""
+    path, keys = Path(word), documentation(schema)
+    if path.is_dir():
+        return f" For the model of that folder: model={word}."
+    if path.is_file():
+        if "data.train" not in keys:
+            return f" For a model: model.path={word}."
+        return f" For the data in that file: {'data.validation' if schema is Eval else 'data.train'}={word}."
+    return ""
 
 
 def _suggest(key: str, schema: type) -> str:

@@ -23,7 +23,7 @@ def parse_json(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         head = file.read(2**12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not head:
-        raise BirlError(f"{path} is empty.")
+        raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
     if head.startswith(b"["):
         yield from _parse_json_list(path)
         return

@@ -189,7 +189,7 @@ def _read_file(path: Path) -> Part:
         raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
     try:
         if path.stat().st_size == 0:
-            raise BirlError(f"{path} is empty.")
+            raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
         table = {"json": _read_json, "csv": _read_csv}.get(kind, _read_binary)(path, kind)
     except OSError as error:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error

@@ -99,6 +99,8 @@ def find(run: str) -> Handle:
         data = json.loads(file.read_text(encoding="utf-8"))
         return Handle(**data)
     except FileNotFoundError:
+        if not Path(run).exists():
+            raise BirlError(f"there is no folder {run}; `birl runs` lists the runs there are") from None
         raise BirlError(f"{run} was not started by `birl launch`: it has no {FILE}") from None
     except (OSError, ValueError, TypeError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error

@@ -32,6 +32,8 @@ def run(words: Sequence[str]) -> int:
 
 def _root(folder: str) -> Path:
     root = Path(folder) / "checkpoints"
+    if not Path(folder).exists():
+        raise BirlError(f"There is no folder {folder}; `birl runs` lists the runs there are.")
     if not root.is_dir():
         raise BirlError(f"{folder} is not the folder of a run: there is no {root}.")
     return root

@@ -142,6 +142,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     output = Path(config.output)
     with _writing(output):  # better to know now than when the answers are there
         output.parent.mkdir(parents=True, exist_ok=True)
+        if config.output:
+            output.open("a").close()
     parts = await evaluation(config, compute)
     try:
         metrics, groups = await evaluate(parts.plan, parts.rollout)

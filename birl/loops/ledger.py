@@ -140,7 +140,7 @@ def run(folder: str) -> int:
         found = audit(Path(folder))
     except OSError as error:
         raise BirlError(
-            f"{folder} has no {FILE}: {error.strerror}. `birl rl` writes it into its run folder."
+            f"{folder} has no {FILE}: {error.strerror}. `birl rl` writes it into its run folder (`birl runs`)."
         ) from error
     print(f"{found.sampled:>12,}  tokens sampled, by {found.lives} process{'es' * (found.lives != 1)}")
     for reason, tokens in found.tokens.most_common():

@@ -31,6 +31,7 @@ FREE = (
     *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
     *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
 )
+COMMAND_KEYS = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}  # only it has the key
 FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 
 
@@ -55,12 +56,19 @@ def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     if used:
         before, now = read_config(run), _plain(config)
         changed = [k for k in sorted({*before, *now}) if before.get(k) != now.get(k) and not _free(k)]
+        others = next((name for name, key in COMMAND_KEYS.items() if (key in before) != (key in now)), "")
+        if others:
+            raise BirlError(
+                f"{run} belongs to a run of another command than `birl {type(config).__name__.lower()}`. "
+                "To start a new run: run=ANOTHER_FOLDER."
+            )
         if changed:
+            last = newest or f"{run}/checkpoints/step-..."
             lines = "\n".join(f"  {k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in changed)
             raise BirlError(
                 f"{run} belongs to a run with another configuration:\n{lines}\n"
                 "To start a new run: run=ANOTHER_FOLDER. To continue its weights under this configuration: "
-                f"run=ANOTHER_FOLDER resume={run}/checkpoints/step-..."
+                f"run=ANOTHER_FOLDER resume={last}"
             )
     return newest
 

@@ -1,0 +1,67 @@
+"""What a newcomer's slips are answered with: the place, and what to type instead."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from birl.cli import main
+
+ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rl good.jsonl", ["For the data in that file: data.train=good.jsonl."]),
+        ("eval good.jsonl", ["data.validation=good.jsonl"]),
+        ("serve good.jsonl", ["model.path=good.jsonl"]),
+        ("rl folder", ["For the model of that folder: model=folder."]),
+        ("rl --lr 1e-5", ["--lr: there is no such flag", "without dashes", "Did you mean optimizer.lr=...?"]),
+        ("rl --helpp", ["Did you mean --help?"]),
+        ("--verison", ["Did you mean --version?"]),
+        ("plan --jsn", ["--jsn: `birl plan` has --memory GIB, --json"]),
+        ("rl steps=-1 data.train=good.jsonl", ["steps=-1: must be at least 0."]),
+        ("rl bad.yaml", ["bad.yaml, line 2, column 8: is not valid YAML"]),
+        ("rl list.yaml", ["list.yaml: expected keys and values, such as `optimizer: {lr: 1e-5}`, found a list"]),
+        ("rl badd.yaml", ["badd.yaml: cannot be read: there is no such file. Did you mean bad.yaml?"]),
+        ("rl track.mlflow=http://h:5000 data.train=good.jsonl", ["export MLFLOW_TRACKING_URI=..., then track.mlflow="]),
+        ("eval data.validation=good.jsonl model=folder output=/proc/x.json", ["output=/proc/x.json cannot be written"]),
+        ("ledger nowhere", ["nowhere has no ledger.jsonl", "birl runs"]),
+        ("checkpoints nowhere", ["There is no folder nowhere", "birl runs"]),
+        ("status nowhere", ["there is no folder nowhere", "birl runs"]),
+    ],
+)
+def test_a_slip_is_answered_with_the_fix(
+    words: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text(ROW)
+    Path("folder").mkdir()
+    Path("bad.yaml").write_text("seed: 1\n  steps: 3\n")
+    Path("list.yaml").write_text("- a\n")
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert all(text in error for text in said), error
+    if "steps" in words:
+        assert len(error.splitlines()) == 1
+
+
+def test_help_of_a_command_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "rl", "optimizer.lr"]) == 0
+    page = capsys.readouterr().out
+    assert main(["rl", "--help", "optimizer.lr"]) == 0
+    assert page == capsys.readouterr().out and "optimizer.lr=1e-06" in page
+
+
+def test_a_folder_of_another_command(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.jsonl").write_text(ROW * 2)
+    words = [f"model.path={tiny}", "data.train=my.jsonl", "steps=1", "threads=1", "run=here", "track.console=off"]
+    assert main(["sft", *words, "track.tensorboard=false", "track.report=false"]) == 0
+    assert not Path("here/config.yaml").read_text().startswith("#")  # `sft` has no presets that a run is known by
+    assert main(["rm", *words]) == 2
+    error = capsys.readouterr().err
+    assert "here belongs to a run of another command than `birl rm`" in error and len(error.splitlines()) == 1
