@@ -77,7 +77,8 @@ setup-dev: .venv/dev.done
 
 .venv/dev.done: .venv/setup.done
 	@echo "Installing the development tools into .venv (once)"
-	@$(BIN)/python $(INSTALL) -e ".[dev,gguf,gyms,search]"
+	@$(BIN)/python $(INSTALL) -e ".[dev,docs,gguf,gyms,search]"
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || $(BIN)/python $(INSTALL) --no-deps gem-llm
 	@touch $@
 
 setup-browser: .venv-browser/setup.done
@@ -174,8 +175,17 @@ docs: .venv/docs.done
 api: setup-dev
 	@$(BIN)/python -m tests.packaging.public_api --write
 
-notices: setup-dev
-	@$(BIN)/python -m tests.packaging.licences --write
+notices: .venv-notices/setup.done
+	@PYTHONPATH=. .venv-notices/bin/python -m tests.packaging.licences --write
+
+# The extras that nothing else needs here; everything else is that of .venv.
+.venv-notices/setup.done: .venv/dev.done
+	@echo "Installing the remaining extras into .venv-notices (once)"
+	@test -x .venv-notices/bin/python || $(BIN)/python -m venv .venv-notices
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$(.venv-notices/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@.venv-notices/bin/python $(INSTALL) 'setuptools>=77' 'modal>=1.6' 'ray[default]>=2.60' 's3fs>=2024.6' 'wandb>=0.19'
+	@touch $@
 
 # Tools of a release, which nothing else needs.
 .venv-release/setup.done:

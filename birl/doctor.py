@@ -88,7 +88,7 @@ OPTIONAL = (
     Package("IPython", "ipython", "8.20", "progress in a notebook", "pip install 'birl[notebook]'"),
     Package("s3fs", "s3fs", "2024.6", "copies checkpoints to S3, checkpoint.store=s3://...", "pip install 'birl[s3]'"),
     Package("reasoning_gym", "reasoning-gym", "0.1.23", "env=reasoning_gym", "pip install 'birl[reasoning-gym]'"),
-    Package("gem", "gem-llm", "0.0.4", "env=gem, on Python 3.11", "pip install 'birl[gem]'"),
+    Package("gem", "gem-llm", "0.0.4", "env=gem, on 3.11", "pip install 'birl[gem]' && pip install --no-deps gem-llm"),
     Package("verifiers", "verifiers", "0.3", "env=verifiers", "pip install 'birl[verifiers]'"),
     Package("openenv", "openenv-core", "0.2.1", "env=openenv", "pip install 'birl[openenv]'"),
     Package("gymnasium", "gymnasium", "1.0", "env=gymnasium", "pip install 'birl[gymnasium]'"),

