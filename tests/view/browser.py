@@ -20,7 +20,8 @@ from birl.view.folders import Runs
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
-WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
+WIDE: Any = {"width": 1280, "height": 800}
+NARROW: Any = {"width": 360, "height": 740}
 WAIT = 15_000  # ms; a machine that is shared takes its time
 
 
