@@ -1,6 +1,7 @@
 """What runs have measured, in memory: the steps and the validations of each, read on while it goes on."""
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from birl.view.identity import family
 AXES = ("step", "time", "tokens")
 LARGE = 1 << 23  # bytes; what is longer is read in the background, and shown by a glimpse until then
 GLIMPSE = 1000  # rows of it
+LATER = 0.5  # s; the page gets its first curves before reading takes the processor
 _READER = threading.Lock()  # one long file after the other
 
 
@@ -55,6 +57,7 @@ class History:
         threading.Thread(target=self._read_all, daemon=True).start()
 
     def _read_all(self) -> None:
+        time.sleep(LATER)
         try:
             with _READER:
                 self._whole.read()

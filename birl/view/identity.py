@@ -9,6 +9,7 @@ from typing import Any
 
 OWN = ("seed", "run", "resume", "threads")  # keys in which seeds of one configuration differ
 OWN_SECTIONS = ("track.", "checkpoint.")
+TEACHER = "algorithm.teacher"  # a model, which no preset can name
 COMMANDS = {"preference.": "dpo", "ranking.": "rm"}  # sections that one command alone has
 
 
@@ -26,16 +27,25 @@ def algorithm(config: Mapping[str, Any]) -> str:
     command."""
     if not config:
         return ""
-    own = {key.removeprefix("algorithm."): value for key, value in config.items() if key.startswith("algorithm.")}
+    own = {
+        key.removeprefix("algorithm."): value
+        for key, value in config.items()
+        if key.startswith("algorithm.") and key != TEACHER
+    }
     if not own:
         return next((name for key, name in COMMANDS.items() if any(k.startswith(key) for k in config)), "sft")
 
     def changed(name: str) -> list[str]:
         preset = {**_defaults(), **_presets()[name]}
-        return [key for key, value in own.items() if key in preset and preset[key] != value]
+        return [key for key, value in own.items() if key in preset and not _same(preset[key], value)]
 
     best = min(_presets(), key=lambda name: (len(changed(name)), name), default="")
     return best + "*" * bool(best and changed(best))
+
+
+def _same(wanted: Any, value: Any) -> bool:
+    """A preset's value may follow from another key, as `${rollout.max_tokens}`."""
+    return wanted == value or (isinstance(wanted, str) and "${" in wanted)
 
 
 @cache

@@ -20,7 +20,8 @@ from birl.view.folders import Runs
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
-WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
+WIDE: Any = {"width": 1280, "height": 800}
+NARROW: Any = {"width": 360, "height": 740}
 WAIT = 15_000  # ms; a machine that is shared takes its time
 
 
@@ -88,10 +89,10 @@ def opened(browser: Any, url: str, *, quiet: Sequence[str] = (), **options: Any)
         context.close()
 
 
-def until(page: Any, expression: str, arg: Any = None) -> None:
+def until(page: Any, expression: str, arg: Any = None, seconds: float = WAIT / 1000) -> None:
     """Wait until a JavaScript expression, or a function of `arg`, is true. Playwright's own wait_for_function evaluates
     inside the page, which the page's policy forbids."""
-    end = time.monotonic() + WAIT / 1000
+    end = time.monotonic() + seconds
     while not page.evaluate(expression, arg):
         assert time.monotonic() < end, f"never true: {expression}"
         page.wait_for_timeout(50)

@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
     folder = Path(next((word for word in words if not word.startswith("-") and word != str(look)), "runs/pictures"))
     if not (folder / "runs" / "slow" / "summary.json").exists():
         train(folder)
-    shots = {"": {"viewport": SMALL}}
+    shots: dict[str, Any] = {"": {"viewport": SMALL}}
     if look:
         shots |= {"dark": {"viewport": SMALL, "color_scheme": "dark"}, "narrow": {"viewport": NARROW}}
     with serving(folder / "runs") as url, sync_playwright() as playwright:

@@ -3,6 +3,7 @@ import { look } from "./chart.js";
 import { choose } from "./chosen.js";
 import { el, fill, name, repeat } from "./dom.js";
 import { count, exact, figure } from "./figures.js";
+import { first } from "./order.js";
 
 const EVERY = 5; // s between questions to the server
 
@@ -25,7 +26,7 @@ export async function show(root, params, api) {
 
 function page({ runs, keys, figures }, find) {
   const fits = (word) => word.toLowerCase().includes(find);
-  const shown = keys.filter(({ key }) => fits(key)), rows = figures.filter((row) => fits(row.name));
+  const shown = keys.filter(({ key }) => fits(key)), rows = ordered(figures).filter((row) => fits(row.name));
   const problems = runs.filter((run) => run.problem).map((run) => el("p", { class: "problem" }, name(run.problem)));
   const one = runs.length < 2 ? el("p", { class: "note" }, "One run alone differs from nothing: choose more in ", el("a", { href: "#/" }, "the list of runs"), ".") : null;
   return [problems, one,
@@ -35,9 +36,15 @@ function page({ runs, keys, figures }, find) {
       row.values.map((value, i) => el("td", {}, row.set[i] ? el("code", {}, name(written(value))) : el("span", { class: "muted" }, "not there"))))))))
       : el("p", { class: "muted" }, keys.length ? "No key that differs is called so." : runs.length > 1 ? "No key differs." : ""),
     el("h2", { id: "figures" }, "Figures"),
-    el("p", { class: "muted small" }, "Last value, and the best with its step where one end is better (↑ higher, ↓ lower). Bold: the best of these runs."),
+    el("p", { class: "muted small" }, "Last value, and the best with its step where one end is better (↑ higher, ↓ lower). Bold: the best of these runs. Grey: the same in all."),
     rows.length ? region("figures", el("table", { class: "sides" }, head("figure", runs), el("tbody", {}, rows.map(line))))
       : el("p", { class: "muted" }, "No figures.")];
+}
+
+/** What runs are judged by comes first. */
+function ordered(figures) {
+  const top = first(figures.map((row) => row.name));
+  return [...top.map((name) => figures.find((row) => row.name === name)), ...figures.filter((row) => !top.includes(row.name))];
 }
 
 const region = (id, table) => el("div", { class: "scroll", role: "region", tabindex: "0", "aria-labelledby": id }, table);
@@ -52,7 +59,8 @@ function line(row) {
   const sign = { high: 1, low: -1 }[row.better] || 0;
   const reached = row.values.filter((value) => value && sign).map((value) => sign * value.best), best = Math.max(...reached);
   const differ = reached.some((value) => value !== best);
-  return el("tr", {}, el("th", { scope: "row" }, name(row.name), sign ? el("span", { class: "muted" }, sign > 0 ? " ↑" : " ↓") : null),
+  const same = row.values.length > 1 && row.values.every((value) => value?.last === row.values[0]?.last);
+  return el("tr", { class: same ? "muted" : null }, el("th", { scope: "row" }, name(row.name), sign ? el("span", { class: "muted" }, sign > 0 ? " ↑" : " ↓") : null),
     row.values.map((value) => {
       if (!value) return el("td", { class: "muted" }, "–");
       const wins = differ && sign * value.best === best;

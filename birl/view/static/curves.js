@@ -3,14 +3,12 @@ import { chart, look, palette } from "./chart.js";
 import { bar, choose, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
+import { first } from "./order.js";
 import { band, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
 // Seconds between questions to the server: while a run goes on, when none does, and while files are read.
 const WATCHED = 2, ENDED = 15, READING = 0.5;
-// What a run is judged by, in the order in which one asks. {validation} is the figure of the run's validations.
-const FIRST = ["reward/mean", "{validation}", "loss", "kl", "entropy", "clip_fraction", "mismatch/mean", "staleness/mean",
-  "length/mean", "speed/generate", "speed/train", "grad_norm"];
 
 export async function show(root, params, api) {
   const runs = await choose(params, api);
@@ -100,8 +98,7 @@ function sections(it) {
   it.seen.clear();
   const names = [...new Set(it.about.flatMap((run) => run.names))];
   const wanted = names.filter((name) => name.toLowerCase().includes(it.view.find.toLowerCase()));
-  const first = FIRST.flatMap((name) => (name === "{validation}" ? it.about.map((run) => run.validation) : [name]));
-  const top = [...new Set(first)].filter((name) => wanted.includes(name));
+  const top = first(wanted);
   const groups = new Map([["overview", top]]);
   for (const name of wanted.filter((one) => !top.includes(one))) {
     const group = name.includes("/") ? name.split("/")[0] : "other";
@@ -265,7 +262,7 @@ function values(it, name) {
     return { ...one, value: known && !one.members ? own(known, name) : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
   });
   if (x === null) return tell(null, found, "");
-  const first = found[0], exactly = first && it.exact?.[first.run.id];
-  const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : first?.x;
-  tell(x, found, first ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
+  const one = found[0], exactly = one && it.exact?.[one.run.id];
+  const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : one?.x;
+  tell(x, found, one ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
 }
