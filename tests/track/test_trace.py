@@ -166,6 +166,9 @@ def test_other_ranks_go_on_behind_what_rank_0_has_kept(tmp_path: Path) -> None:
     trace.close()
     assert [r["name"] for r in rows(path)] == ["train"] * 3 + ["started"]
     assert last_moment(tmp_path / "nothing") == 0
+    with path.open("a") as file:  # joined slices are written late
+        file.write(json.dumps(span("engine", "compute", "generate", 1, 0.5)) + "\n")
+    assert last_moment(path) == pytest.approx(rows(path)[-2]["start"])
 
 
 def test_it_is_read_on(tmp_path: Path) -> None:

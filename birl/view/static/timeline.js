@@ -169,7 +169,7 @@ function shares(data) {
   const rows = blocks.flatMap(([process, its]) => Object.entries(its).filter(([, share]) => share >= 0.005)
     .map(([what, share], i) => el("tr", {}, el("th", { scope: "row" }, i ? el("span", { class: "unseen" }, process) : name(process)),
       el("td", {}, name(data.words[what] || what.replace(/^wait:/, "waiting for "))), el("td", { class: "n" }, `${(100 * share).toFixed(1)} %`),
-      el("td", { class: "share" }, el("span", { class: what.startsWith("wait:") ? "bit hatched" : "bit", style: { width: `${Math.min(100 * share, 100)}%`, "--hue": `var(${colour(what)})` } })))));
+      el("td", { class: "share" }, el("span", { class: what.startsWith("wait:") ? "lane-bit hatched" : "lane-bit", style: { width: `${Math.min(100 * share, 100)}%`, "--hue": `var(${colour(what)})` } })))));
   return [el("p", { class: "muted small" }, `Steps ${steps[0]} to ${steps[1]}, ${duration(seconds)} in all.`),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Share of the time" }, el("table", { class: "shares spans" },
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Process"), el("th", { scope: "col" }, "What"),
@@ -190,7 +190,7 @@ function legend(place, state) {
 }
 
 function mark(hue, text, i, hatched = false) {
-  return el("span", { class: "mark" }, el("span", { class: hatched ? "bit hatched" : "bit", style: { "--hue": `var(${hue})` } }), i > 0 && text.includes("(") ? String(i) : name(text));
+  return el("span", { class: "lane-key" }, el("span", { class: hatched ? "lane-bit hatched" : "lane-bit", style: { "--hue": `var(${hue})` } }), i > 0 && text.includes("(") ? String(i) : name(text));
 }
 
 function time(seconds) {
