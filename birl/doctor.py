@@ -49,6 +49,7 @@ class Package:
 REQUIRED = (
     Package("torch", "torch", "2.11", "computes everything"),
     Package("transformers", "transformers", "5.17", "the model code and the tokenizers"),
+    Package("tokenizers", "tokenizers", "0.22", "tokens in birl view"),
     Package("safetensors", "safetensors", "0.5", "reads and writes weights"),
     Package("datasets", "datasets", "4.0", "reads training data"),
     Package("fsspec", "fsspec", "2024.6", "keeps checkpoints on object stores"),
@@ -57,6 +58,7 @@ REQUIRED = (
     Package("peft", "peft", "0.19", "names LoRA's targets and writes adapters"),
     Package("math_verify", "math-verify", "0.8", "the math reward"),
     Package("sympy", "sympy", "1.13", "numbers of the math reward"),
+    Package("regex", "regex", "2024.4", "search in birl rollouts"),
     Package("rich", "rich", "13.7", "the live view in the terminal"),
     Package("tensorboard", "tensorboard", "2.17", "writes curves; track.tensorboard=false does without"),
     Package("xxhash", "xxhash", "3.4", "digests of weights"),

@@ -62,7 +62,7 @@ def test_what_has_no_reward_has_an_empty_cell(tmp_path: Path) -> None:
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("column", ["text", "task", "source", "answer", "detail"])
 def test_no_spreadsheet_computes_a_cell(tmp_path: Path, column: str, formula: str) -> None:
-    (row,) = table(exported(tmp_path, [record(**{column: formula})], "csv"))
+    (row,) = table(exported(tmp_path, [record() | {column: formula}], "csv"))
     assert row[column].startswith("'") or not row[column].lstrip().startswith(("=", "+", "-", "@", "\uff1d"))
 
 

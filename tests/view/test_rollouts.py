@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -25,7 +24,7 @@ class Asked:
         self.run, self.folder = next(iter(runs)).id, folder
         self.client = TestClient(app(runs, PORT), base_url=f"http://127.0.0.1:{PORT}", raise_server_exceptions=False)
 
-    def get(self, path: str = "", **query: Any) -> httpx.Response:
+    def get(self, path: str = "", **query: Any) -> Any:
         return self.client.get(f"/api/rollouts{path}", params={"run": self.run, **query})
 
     def json(self, path: str = "", **query: Any) -> Any:
