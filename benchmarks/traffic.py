@@ -18,6 +18,7 @@ SHARES: dict[str, Callable[[int], float]] = {
     "reduce": lambda n: 2 * (n - 1) / n,
     "exchange": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
+    "receive": lambda n: 1.0,
 }
 #: operator -> kind, and which argument is the whole
 PLAIN = {
@@ -29,6 +30,7 @@ PLAIN = {
     "alltoall_base_": ("exchange", 1),
     "alltoall_": ("exchange", 1),
     "broadcast_": ("broadcast", 0),
+    "recv_": ("receive", 0),
 }
 FUNCTIONAL = {
     "all_gather_into_tensor": "gather",
@@ -41,7 +43,7 @@ FUNCTIONAL = {
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes by kind of collective while the mode is on; the backward pass is counted, too.
+    """Bytes by kind of collective while the mode is on, and by the name of the group; the backward pass counts, too.
 
     Example: with Traffic() as traffic: learner.learn(work, stats); traffic.bytes["gather"]
     """
@@ -49,23 +51,24 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        self.groups: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
         if space == "c10d" and name in PLAIN:
             kind, place = PLAIN[name]
             group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-            self._add(kind, size(args[place]), dist.ProcessGroup.unbox(group).size())
+            self._add(kind, size(args[place]), dist.ProcessGroup.unbox(group))
         elif space == "_c10d_functional" and name in FUNCTIONAL:
-            ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-            whole = size(args[0]) * (ranks if name == "all_gather_into_tensor" else 1)
-            self._add(FUNCTIONAL[name], whole, ranks)
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            whole = size(args[0]) * (group.size() if name == "all_gather_into_tensor" else 1)
+            self._add(FUNCTIONAL[name], whole, group)
         return func(*args, **(kwargs or {}))
 
-    def _add(self, kind: str, whole: int, ranks: int) -> None:
-        self.bytes[kind] += round(SHARES[kind](ranks) * whole)
-        self.calls[kind] += 1
+    def _add(self, kind: str, whole: int, group: dist.ProcessGroup) -> None:
+        brought = round(SHARES[kind](group.size()) * whole)
+        self.bytes[kind] += brought
+        self.groups[group.group_name] += brought
 
     @property
     def total(self) -> int:
@@ -99,3 +102,24 @@ def least(form: str, ranks: int, shape: Shape, batches: int, tokens: int, traine
         "cp": weights + moved * tokens * shape.layers * 2 * 2 * shape.kv_heads * shape.head_dim,
     }
     return needs[form]
+
+
+def context_bytes(
+    form: str, *, ranks: int, tokens: int, heads: int, kv_heads: int, size: int, layers: int, element: int
+) -> int:
+    """What context parallelism makes each rank send in a forward pass, and again in the backward pass [bytes].
+
+    tokens: of the whole row; size: of a head; element: bytes of a number. gather: the own keys and values to all others
+    (backward their gradients come from all others). ulysses: of the own tokens' queries, keys and values all heads but
+    its own, and of the own heads' results all tokens but its own.
+    """
+    own = tokens // ranks * size * layers * element  # one head of the own tokens
+    if form == "gather":
+        return (ranks - 1) * own * 2 * kv_heads
+    sent_heads = kv_heads if kv_heads % ranks == 0 else ranks  # fewer than ranks are sent more than once
+    return (ranks - 1) * own * (2 * heads + 2 * sent_heads) // ranks
+
+
+def figures_bytes(ranks: int, longest: int, figures: int = 2) -> int:
+    """The same for float32 figures of the trained tokens, of which a rank has `longest` at most. Backward none."""
+    return (ranks - 1) * longest * figures * 4

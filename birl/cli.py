@@ -1,17 +1,15 @@
 """The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
 
 Exit codes: 0 done, or stopped by a signal and saved; 1 a job of --multirun failed, `birl doctor` found something
-missing or `birl eval --validate` a wrong row; 2 a mistake in the input; 130 interrupted.
+missing, `birl eval --validate` a wrong row or `birl reproduce` a figure outside its band; 2 a mistake in the input; 130
+interrupted.
 """
 
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-import time
-from dataclasses import dataclass, field
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
@@ -38,7 +36,11 @@ Usage: birl COMMAND [key=value ...] [--help]
   logs         what they print
   stop         let them save and end
   scale        more engines, or fewer
+  view         runs as a live page: curves, comparison, rollouts, timeline
+  rollouts     search what the model said in a run, and export it
+  trace        where a run's time went, who waited for whom; for Chrome and Perfetto, too
   plan         how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout
+  reproduce    run a recipe, and say whether it gave what it gave before
   chat         talk to a model or to a run
   runs         the runs of a folder: state, step, reward, best validation
   diff         two runs: the keys that differ, and what came out
@@ -73,6 +75,11 @@ USAGE = {
     "       birl plan --cluster [MODEL] [gpu=KIND] [gpus=N] [batch=TOKENS] [sequence=TOKENS] [key=value] [--json]\n\n"
     "Which layouts ddp x fsdp x cp x tp x ep of a model fit on a cluster, and which are fastest, from data sheets.\n"
     "MODEL: a folder with config.json, or a known name such as llama3-70b. KIND: a100-80, h100, h200, b200, gb200.",
+    "reproduce": "Usage: birl reproduce                                        list the recipes\n"
+    "       birl reproduce NAME [--seed N] [--dry-run] [key=value ...]\n\n"
+    "Runs a recipe of recipes/ into runs/reproduce/NAME/seed-N and compares what it gives with NAME.expected.yaml.\n"
+    "Exits with 0 when everything is within the band, 1 when something is outside or there is no band. The same\n"
+    "command again goes on where it was. --dry-run checks the configurations and prints the commands.",
     "chat": "Usage: birl chat [MODEL or RUN] [key=value ...]\n\nMODEL is a folder, a .gguf file, a hub id or "
     "smollm2 (default).",
     "runs": "Usage: birl runs [FOLDER ...] [--json]\n\nThe runs in runs/ or in FOLDER, the newest first.\n\n"
@@ -109,7 +116,7 @@ FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 TRAINING = ("sft", "rm", "dpo", "rl")
 CONFIGURED = (*TRAINING, "eval", "serve")
-COMMANDS = (*CONFIGURED, "launch", *USAGE)
+COMMANDS = (*CONFIGURED, "launch", "trace", "view", "rollouts", *USAGE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -147,6 +154,27 @@ def _dispatch(argv: list[str]) -> int:
         from birl.launch import command as launching
 
         return launching.run(words)
+    if command == "view":
+        from birl.view import command as viewing
+
+        if "--help" in words or "-h" in words:
+            print(viewing.USAGE)
+            return 0
+        return viewing.run(words)
+    if command == "rollouts":
+        from birl.view import rollouts_command
+
+        if "--help" in words or "-h" in words:
+            print(rollouts_command.USAGE)
+            return 0
+        return rollouts_command.run(words)
+    if command == "trace":
+        from birl.track import trace_command
+
+        if "--help" in words or "-h" in words:
+            print(trace_command.USAGE)
+            return 0
+        return trace_command.run(words)
     if command not in USAGE:
         from birl.config.words import did_you_mean
 
@@ -209,6 +237,10 @@ def _plain(command: str, words: list[str]) -> int:
         return difference.run(words)
     if command == "completion":
         return _completion(words)
+    if command == "reproduce":
+        from birl.recipes import command as reproduce
+
+        return reproduce.run(words)
     if command == "ledger":
         from birl.loops import ledger
 
@@ -401,6 +433,7 @@ def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[
     from birl.config.load import load_with_choices, run_folder, to_yaml
     from birl.config.sweep import job_names, swept_keys
     from birl.config.sweep import sweep as combinations
+    from birl.jobs import Jobs
 
     swept, jobs, errors, configs = swept_keys(overrides), combinations(overrides), [], []
     for job in jobs:
@@ -427,49 +460,3 @@ def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[
             print(f"--- # {' '.join(job)}\n{to_yaml(load_with_choices(schema, job)[0])}", end="")
         return 0
     return Jobs().run([[command, *job, *sorted(flags - {"--multirun"})] for job in jobs], names)
-
-
-@dataclass
-class Jobs:
-    """Processes run one after the other. Each has its own session, so that Ctrl-C reaches it exactly once, from us:
-    a job saves and exits at the first signal and dies at the second; the terminal would otherwise send one too."""
-
-    running: subprocess.Popen[bytes] | None = None
-    stopped: bool = False
-    codes: list[int | None] = field(default_factory=list)
-
-    def run(self, commands: list[list[str]], names: list[str]) -> int:
-        previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            seconds = [self._one(command, f"{i}/{len(commands)}") for i, command in enumerate(commands, 1)]
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        self._table(names, seconds)
-        if self.stopped:
-            return 130
-        return 0 if all(code == 0 for code in self.codes) else 1
-
-    def _one(self, command: list[str], count: str) -> float:
-        start = time.monotonic()
-        if self.stopped:
-            self.codes.append(None)
-            return 0.0
-        print(f"[{count}] birl {' '.join(command)}", flush=True)
-        self.running = subprocess.Popen([sys.executable, "-m", "birl", *command], start_new_session=True)
-        if self.stopped:  # the signal came between the check above and the start
-            self.running.send_signal(signal.SIGTERM)
-        self.codes.append(self.running.wait())
-        self.running = None
-        return time.monotonic() - start
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
-        if self.running is not None and self.running.poll() is None:
-            self.running.send_signal(number)
-
-    def _table(self, names: list[str], seconds: list[float]) -> None:
-        width = max(len(name) for name in [*names, "job"])
-        print(f"\n{'job':<{width}}  {'exit':>7}  {'seconds':>8}")
-        for name, code, duration in zip(names, self.codes, seconds, strict=True):
-            print(f"{name:<{width}}  {'not run' if code is None else code:>7}  {duration:>8.1f}")

@@ -150,6 +150,7 @@ class Trajectory:
     """One finished episode. `reward` is trained on, `score` is reported (they may differ); both are NaN unless
     `outcome.scored`. `parts` holds each reward function's own figure, `detail` the first line of what went wrong.
     `rewards` by agent, where the episode has several: each is trained on its own, and `reward` is their mean.
+    `pictures`: files that the environment has saved of what it showed, in their order.
 
     Example: Trajectory(turns=(Turn(...),), reward=1.0, score=1.0, parts={"math": 1.0}, outcome=Outcome.OK)
     """
@@ -161,6 +162,7 @@ class Trajectory:
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     detail: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

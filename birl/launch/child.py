@@ -3,14 +3,12 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from birl.launch.plan import Part
-from birl.serve.process import WRAPPER
+from birl.serve.group import Group
 
 PATIENCE = 15.0  # s between SIGTERM and SIGKILL; an engine answers what it has meanwhile
 SHOWN = 300  # characters of its last line
@@ -23,7 +21,7 @@ class Child:
         self.role, self.index, self.command, self.log, self.env = role, index, tuple(command), log, env
         self.state, self.detail, self.since, self.restarts, self.backoff = "waiting", "", time.time(), -1, 1.0
         self.began = 0.0  # its last start
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Group | None = None
         self._told = True  # somebody has heard how it ended
         self._again = 0.0  # when to start it; 0: never
         self._until = 0.0  # when it must have ended
@@ -34,37 +32,22 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.alive
 
     def start(self) -> None:
-        with self.log.open("ab") as out:
-            # The wrapper has the kernel end it with us.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), *self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
-                start_new_session=True,
-            )
+        self._process = Group(self.command, log=self.log, env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env})
         self.state, self.detail, self._told, self._again = "running", "", False, 0.0
         self.began = self.since = time.time()
         self.restarts += 1
 
     def ended(self) -> int | None:
         """Its exit code, once; None while it runs, and afterwards."""
-        if self._told or self._process is None or (code := self._process.poll()) is None:
+        if self._told or self._process is None or (code := self._process.code) is None:
             return None
         self._told, self.since = True, time.time()
-        self._kill_group()
-        self.state, self.detail = "failed" if code else "done", self.how()
+        self._process.kill()
+        self.state, self.detail = "failed" if code else "done", self._process.how()
         return code
-
-    def how(self) -> str:
-        code = self._process.returncode if self._process else None
-        if code is not None and code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
 
     def later(self, seconds: float) -> None:
         self._again = time.monotonic() + seconds
@@ -89,8 +72,8 @@ class Child:
                 os.kill(instead or self.pid, number)
 
     def kill(self) -> None:
-        if self.alive:
-            self._kill_group()
+        if self._process is not None:
+            self._process.kill()
 
     def last(self) -> str:
         """The last line that it printed."""
@@ -111,9 +94,3 @@ class Child:
             since=round(self.since, 3),
             detail=self.detail,
         )
-
-    def _kill_group(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=10.0)

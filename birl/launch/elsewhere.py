@@ -15,14 +15,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl.config.load import load_with_choices
+from birl import __version__
 from birl.config.rules_engine import weights_method
 from birl.config.schema import RL
 from birl.errors import BirlError
 from birl.launch import job as jobs
-from birl.launch.job import COMMANDS, Job
+from birl.launch.job import Job
 from birl.launch.launcher import Status
 
+BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # a name of S3
+PACKAGE = f"birl=={__version__}"
 STATES = ("waiting", "running", "restarting", "done", "failed", "stopped", "unknown")
 LINE = re.compile(rf"^\s+(\S+) (\d+)\s+({'|'.join(STATES)})\b\s*(.*)$")
 
@@ -65,8 +67,7 @@ def sent(job: Job, keys: Keys) -> list[str]:
             raise BirlError(
                 f"launch.files: {name} is not there, or not below the current folder. Go to its folder first."
             )
-    config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
-    named = [*job.words, *_texts(asdict(config))]
+    named = [*job.words, *_texts(asdict(job.config))]
     return sorted({*(str(Path(name)) for name in keys.files), *filter(_goes, _paths(named))})
 
 
@@ -121,7 +122,7 @@ def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
             f"launch.nodes={keys.nodes}: the {job.learner.count} ranks of the learner write one checkpoint together, "
             f"so the machines need a folder that all of them see: {key}."
         )
-    config, _ = load_with_choices(COMMANDS[job.command], list(job.words))
+    config = job.config
     if job.engine and isinstance(config, RL) and (method := weights_method(config)) not in ("direct", "nccl"):
         fix = f"weights.method=direct, or {key}" if config.engine.kind == "birl" else key
         raise BirlError(

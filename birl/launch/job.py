@@ -70,6 +70,11 @@ class Job:
     env: tuple[str, ...] = ()
 
     @property
+    def config(self) -> Any:
+        """What the words say, an instance of COMMANDS[command]; loaded anew each time."""
+        return load(COMMANDS[self.command], list(self.words))
+
+    @property
     def learner(self) -> Role:
         return self.roles[0]
 

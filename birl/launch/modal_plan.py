@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from birl.config.load import flatten, load_with_choices
+from birl.config.load import flatten
 from birl.config.rules_engine import weights_method
 from birl.errors import BirlError
-from birl.launch.job import COMMANDS, Job, Role
+from birl.launch.job import Job, Role
 from birl.launch.modal_settings import HERE, LARGEST, LONGEST, ROOT, Machine, Settings
 
 SAVING = 1200  # s of a container's life that are kept for saving
@@ -40,7 +40,7 @@ class Plan:
 def prepare(job: Job, keys: Any) -> Plan:
     """Raises `BirlError` for what Modal cannot do, with the key and what to write instead."""
     check(keys)
-    config = load_with_choices(COMMANDS[job.command], list(job.words))[0]
+    config = job.config
     inside = job.engine is not None and keys.engines == "inside"
     engine = None if inside else job.engine
     if engine is not None:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.serve import names
-from birl.serve.process import WRAPPER
+from birl.serve.group import Group
 
 LAST = 2000  # bytes of a log that are looked at for its last line
 NO_PROCESS = 127  # the code of one that could not be started
@@ -69,8 +68,7 @@ class Host:
         with contextlib.suppress(OSError):  # Ray gives its workers 15 (RAY_worker_niceness); only root may take it back
             os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0), 0))
         self.order: Order | None = None
-        self.child: subprocess.Popen[bytes] | None = None
-        self.swept = True  # nothing is left of the child's group
+        self.child: Group | None = None
         self.problem = ""
         self.known: dict[str, names.Entry] = {}  # engines by address, for the learner
         self.beating: threading.Thread | None = None
@@ -78,7 +76,7 @@ class Host:
     def look(self) -> Seen:
         if self.order is None:
             return Seen(**self.place)
-        code = NO_PROCESS if self.child is None else self.child.poll()
+        code = NO_PROCESS if self.child is None else self.child.code
         if code is not None:
             self._sweep()
         return Seen(
@@ -104,15 +102,12 @@ class Host:
         command = [python if os.access(python, os.X_OK) else sys.executable, *rest]
         log = Path(order.folder, order.log)
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as out:
-                self.child = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), *command],
-                    cwd=order.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    env=own_environment() | {"RAY_ADDRESS": self.place["gcs"]} | dict(order.env),
-                    start_new_session=True,
-                )  # fmt: skip
-            self.swept = False
+            self.child = Group(
+                command,
+                log=log,
+                env=own_environment() | {"RAY_ADDRESS": self.place["gcs"]} | dict(order.env),
+                folder=order.folder,
+            )
         except OSError as error:
             self.problem = f"{error.filename}: {error.strerror} on node {self.place['ip']}; see launch.folder"
 
@@ -120,17 +115,12 @@ class Host:
         """To the process; SIGKILL to all that it has started, too."""
         if number == signal.SIGKILL:
             self._sweep()
-        elif self.child is not None and self.child.poll() is None:
-            self.child.send_signal(number)
+        elif self.child is not None:
+            self.child.signal(number)
 
     def _sweep(self) -> None:
-        """Kill the whole group, once: a leader that is gone may have left others; later its number may be another's."""
-        if self.child is None or self.swept:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait(10)
-        self.swept = True
+        if self.child is not None:
+            self.child.kill()
 
     def port(self) -> int:
         """A free one of this node, where the ranks meet."""

@@ -9,7 +9,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
@@ -48,16 +48,12 @@ class Keys(elsewhere.Keys):
     """Disk of each machine [GB]."""
     bucket: str = ""
     """S3 bucket that is mounted where the run folder is; made where it is not there. Empty: the disk of the machine."""
-    package: str = ""
-    """What pip installs as birl: a requirement, or a wheel of this machine. Empty: this version."""
+    package: str = elsewhere.PACKAGE
+    """What pip installs as birl: a requirement, or a wheel of this machine."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:
     check(job, keys)
-    if not keys.package:
-        from birl import __version__
-
-        keys = replace(keys, package=f"birl=={__version__}")
     steps = [f"export {TOKEN}=$(openssl rand -hex 32)", shlex.join(begin(job)), "# stop"]
     steps += map(shlex.join, end(elsewhere.named(job.name), str(job.run)))
     return {"task.yaml": elsewhere.yaml_text(task(job, keys)), "commands": elsewhere.block(steps)}
@@ -65,7 +61,7 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
 
 def check(job: Job, keys: Keys) -> None:
     elsewhere.check(job, keys)
-    if not re.fullmatch(r"|[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", keys.bucket):
+    if keys.bucket and not re.fullmatch(elsewhere.BUCKET, keys.bucket):
         raise BirlError(f"launch.bucket={keys.bucket}: must be a name of an S3 bucket, as in launch.bucket=my-runs.")
     if keys.bucket and len(job.run.parts) < 2:
         raise BirlError(f"run={job.run}: the bucket takes the place of its parent folder, as in run=runs/{job.run}.")

@@ -113,10 +113,10 @@ class Supervisor:
         elif code == MISTAKE and latest(self.plan.run)[1] < learner.began:
             self.finish("failed", f"the learner ended with exit code {MISTAKE} before its first step: {learner.last()}")
         elif self.lives >= self.plan.restarts:
-            self.finish("failed", f"the learner {learner.how()}, and launch.restarts={self.plan.restarts} is used up")
+            self.finish("failed", f"the learner {learner.detail}, and launch.restarts={self.plan.restarts} is used up")
         else:
             self.lives += 1
-            self.say(f"the learner {learner.how()}: {learner.last()}")
+            self.say(f"the learner {learner.detail}: {learner.last()}")
             learner.later(min(2.0 ** (self.lives - 1), LONGEST))
 
     def finish(self, state: str, detail: str = "") -> None:
@@ -139,7 +139,7 @@ class Supervisor:
             engine.backoff = 1.0
         if code is not None:
             forget(self.plan.engines, engine.pid)
-            self.say(f"engine {engine.index} {engine.how()}: {engine.last()}")
+            self.say(f"engine {engine.index} {engine.detail}: {engine.last()}")
             if code == MISTAKE and not self.asked and latest(self.plan.run)[1] < self.learner.began:
                 self.finish("failed", f"engine {engine.index} ended with exit code {MISTAKE}: {engine.last()}")
                 self.learner.end()

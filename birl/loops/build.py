@@ -78,7 +78,7 @@ async def training(
         starting = await started(rewards, opened)
         policy = await loop.run_in_executor(compute, load_policy, config.model, compute, crew.ranks)
         context = min(config.model.max_length or policy.context, policy.context)
-        world = await open_world(config.env, policy.chat.text, given.env)
+        world = await open_world(config.env, policy.chat.text, given.env, run)
         opened.push_async_callback(world.close)
         train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
         if config.data.train or given.train is not None:

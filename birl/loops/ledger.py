@@ -42,10 +42,12 @@ class Ledger:
         self.log.cut(sys.maxsize)  # a line that a crash has torn: the next one must not become part of it
         self._write({"event": "began", "step": step})
 
-    def rolled_out(self, group: Group) -> None:
+    def rolled_out(self, group: Group) -> int:
+        """Says how many tokens it has."""
         tokens = sum(map(sampled, group.trajectories))
         self.totals["sampled"] += tokens
         self._write({"event": "sampled", "group": group.index, "tokens": tokens})
+        return tokens
 
     def settle(self, step: int, groups: Sequence[Group], refused: Iterable[Group], settled: dict[int, Counter[str]]):
         rows = [(g.index, settled[g.index]) for g in groups]

@@ -1,8 +1,9 @@
 """What is told of a training step: figures for metrics.jsonl, and every episode for rollouts.jsonl."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from birl.loops.credit import Credited
 from birl.loops.machine import peak_memory
 from birl.rollout import ages, assemble, pipeline
 from birl.text.chat import Chat
-from birl.types import Group, Outcome
+from birl.types import Group, Outcome, Sample
 
 if TYPE_CHECKING:
     from birl.loops.rl import _Run
@@ -22,12 +23,11 @@ OLD = 8  # staleness of this many steps or more is one class of the histogram
 def step_metrics(
     run: "_Run", step: pipeline.Step, credited: Credited, stats: Stats, waited: float, training: float
 ) -> dict[str, float]:
-    """All figures of a step. `waited` [s]: from the end of the last one until its groups were there."""
+    """All figures of a step. `waited` [s]: for its groups."""
     parts, everything = run.parts, (*step.groups, *step.refused)
     counters = parts.take_counters()
     computed = [s for s in credited.samples if parts.has_gradient(s)]
     trained = sum(len(s.tokens) for s in computed)
-    waited = max(waited - run.saving, 0.0)
     metrics = outcome_metrics(everything) | reward_metrics(everything)
     metrics |= {
         "groups/kept": float(len(step.groups)),
@@ -96,14 +96,20 @@ def weights_metrics(run: "_Run") -> dict[str, float]:
 
 
 def episode_records(
-    step: pipeline.Step, chat: Chat, advantages: Mapping[tuple[int, int], float]
+    step: pipeline.Step,
+    chat: Chat,
+    advantages: Mapping[tuple[int, int], float],
+    figures: Callable[[Sample], dict[str, Any]],
+    run: Path,
 ) -> list[dict[str, Any]]:
-    """Every episode of the step as rollouts.jsonl holds it. `advantages`: by group and episode."""
+    """Every episode of the step as rollouts.jsonl holds it. `advantages`: by group and episode. `figures`: what is
+    known of a sample's tokens besides. The tokens come last: `birl/view/episodes.py` reads the rest without them."""
     return [
         {
             "group": g.index,
             "episode": i,
             "task": g.task.id,
+            "source": g.task.source,
             "answer": g.task.answer,
             "outcome": str(t.outcome),
             "detail": t.detail,
@@ -117,12 +123,14 @@ def episode_records(
                 for turn in (t.turns if len(t.turns) > 1 else ())
             ],
             "rewards": dict(t.rewards),
+            **({"pictures": [_within(path, run) for path in t.pictures]} if t.pictures else {}),
             "samples": [
                 {
                     "tokens": s.tokens,
                     "mask": [int(m) for m in s.mask],
                     "logprobs": s.logprobs,
                     "versions": s.versions,
+                    **figures(s),
                 }
                 for s in assemble.samples(t, 0.0, g.index, i)
             ],
@@ -130,6 +138,12 @@ def episode_records(
         for g in (*step.groups, *step.refused)
         for i, t in enumerate(g.trajectories)
     ]
+
+
+def _within(path: str, run: Path) -> str:
+    """Relative to the run folder, if it is in there: a run may be moved."""
+    whole = Path(path).resolve()
+    return whole.relative_to(run.resolve()).as_posix() if whole.is_relative_to(run.resolve()) else path
 
 
 def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -38,6 +38,7 @@ from birl.loops.signals import saving_signals
 from birl.loops.tasks import stream
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
+from birl.spans import done
 from birl.track.tracker import Tracker
 
 
@@ -279,10 +280,10 @@ class _Run(Run):
         self.parts.tracker.phase("training")
         stats = await self.together("update", rows)
         self.step, self.position = self.step + 1, self.position + len(rows)
-        trained = time.perf_counter()
+        trained, tokens = time.perf_counter(), sum(len(s) for e in rows for s in e.sequences)
+        done("train", began, ended=trained, version=self.parts.learner.version, tokens=tokens)
         improved = await self.validate() if self.validation_due() else False
         validated = time.perf_counter()
-        tokens = sum(len(s) for e in rows for s in e.sequences)
         metrics = self.parts.objective.figures(stats) | {
             "grad_norm": stats.grad_norm,
             "lr": self.rate,
@@ -328,6 +329,7 @@ class _Run(Run):
         """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""
         self.parts.tracker.phase("validating")
         parts, stats, size = self.parts, Stats(), self.config.batch_size
+        began = time.perf_counter()
         pieces = [parts.held_out[i : i + size] for i in range(0, len(parts.held_out), size)]
         total = 0.0
         for piece in pieces:
@@ -337,6 +339,7 @@ class _Run(Run):
             await self.together("measure", piece, stats)
             total += stats.loss * len(piece)
         stats.loss = total / len(parts.held_out)
+        done("validate", began, version=parts.learner.version)
         figures = parts.objective.figures(stats)
         metrics = {f"validation/{name}": value for name, value in figures.items()}
         score = parts.objective.score(figures)

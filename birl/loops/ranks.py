@@ -7,7 +7,6 @@ has started all of them (torchrun, srun, ...: RANK and WORLD_SIZE are set), each
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,7 +28,8 @@ from birl.models.load import resolve, skeleton
 from birl.parallel.crew import Crew, stop_at_once
 from birl.parallel.ranks import STORE, Grid, Ranks, join
 from birl.parallel.tensor import check
-from birl.serve.process import WRAPPER, free_port
+from birl.serve.group import Group
+from birl.serve.process import free_port
 
 COMMANDS: dict[str, type] = {"rl": schema.RL, "sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO}
 SHOWN = 4000  # characters of a rank's log that an error shows
@@ -123,40 +123,25 @@ class Child:
 
     def __init__(self, config: schema.RL | schema.Stage, rank: int, place: dict[str, str], log: Path) -> None:
         self.rank, self.log = rank, log
-        self.start = log.stat().st_size if log.exists() else 0
         threads = str(rank_threads(config))
         env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": threads}
         command = next(name for name, kind in COMMANDS.items() if isinstance(config, kind))
         words = [sys.executable, "-m", "birl.loops.ranks", command]
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", WRAPPER, str(os.getpid()), *words],
-                stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True,
-            )  # fmt: skip
-        assert self.process.stdin is not None
-        self.process.stdin.write(to_yaml(config).encode())
-        self.process.stdin.close()
+        self.process = Group(words, log=log, env=env, text=to_yaml(config))
+        self.kill = self.process.kill
 
     def word(self) -> str:
         """What it said last, if it has ended and should not have."""
-        code = self.process.poll()
-        if code is None or code == 0:
+        if self.process.code in (None, 0):
             return ""
         with self.log.open("rb") as file:
-            file.seek(self.start)
+            file.seek(self.process.said_from)
             said = file.read().decode(errors="replace").strip()[-SHOWN:]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"rank {self.rank} {how}. The end of {self.log}:\n{said or '(empty)'}"
+        return f"rank {self.rank} {self.process.how()}. The end of {self.log}:\n{said or '(empty)'}"
 
     def end(self, patience: float = 10.0) -> None:
-        try:
-            self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.wait(patience)
+        self.kill()
 
 
 def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], Any]) -> None:

@@ -17,6 +17,8 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.allocator import keep_memory
@@ -41,13 +43,15 @@ from birl.loops.replay import replay, resample, row_of
 from birl.loops.run import Run
 from birl.loops.run_folder import held
 from birl.loops.signals import saving_signals
+from birl.loops.token_figures import Key, Watch, token_figures
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.rollout import assemble, pipeline
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
+from birl.spans import done
 from birl.types import Group, Sample, Task
-from birl.waits import Watchdog, exit_at_once
+from birl.waits import Watchdog, exit_at_once, spent
 from birl.weights.publish import Sender, Sent, published
 
 
@@ -106,7 +110,9 @@ class _Run(Run):
     ages: Ages = field(default_factory=Ages)
     ledger: Ledger = field(init=False)
     last_metrics: dict[str, float] = field(default_factory=dict)
+    seen: dict[Key, Tensor] = field(default_factory=dict)  # what the learner said of the step's tokens
     sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
+    waited: float = 0.0  # seconds that training has waited for groups, up to the last step
 
     def __post_init__(self) -> None:
         keys = self.config.algorithm
@@ -121,7 +127,7 @@ class _Run(Run):
         await self.publish()
         if self.validation_due() and (self.step > 0 or config.validation.at_start):
             await self.validate()
-        self.clock = time.perf_counter()
+        self.clock, self.waited = time.perf_counter(), spent("training", "rollout")
         if config.debug.replay:
             await self.replay()
         else:
@@ -150,6 +156,7 @@ class _Run(Run):
 
     async def rollout(self, index: int, task: Task) -> Group:
         config, parts = self.config, self.parts
+        began = time.perf_counter()
         wanted = parts.rollout.group(
             index, task, config.rollout.group_size, parts.params, extra=config.rollout.oversample
         )
@@ -160,7 +167,9 @@ class _Run(Run):
                 self.greedy[index] = alone.trajectories[0].reward
         else:
             group = await wanted
-        self.ledger.rolled_out(group)
+        tokens = self.ledger.rolled_out(group)
+        version = group.start_version
+        done("group", began, process="rollout", lane="groups", version=version, tokens=tokens, group=index)
         return group
 
     def keep(self, group: Group) -> bool:
@@ -183,11 +192,15 @@ class _Run(Run):
         trained = time.perf_counter()
         if self.step % self.config.weights.sync_every == 0:
             await self.publish(wait=False)
-        metrics = step_metrics(self, step, credited, stats, rolled_out - self.clock, trained - rolled_out)
+        waited, self.waited = spent("training", "rollout") - self.waited, spent("training", "rollout")
+        metrics = step_metrics(self, step, credited, stats, waited, trained - rolled_out)
+        version, tokens = self.parts.learner.version, int(metrics["tokens/trained"])
+        done("train", rolled_out, ended=trained, version=version, tokens=tokens)
         self.settle(step, credited)
         self.last_metrics = metrics
         if self.config.track.rollouts:
-            records = episode_records(step, self.parts.chat, credited.by_episode)
+            figures = token_figures(credited.samples, self.seen)
+            records = episode_records(step, self.parts.chat, credited.by_episode, figures, self.parts.run)
             self.parts.tracker.rollouts(self.step, records)
         await self.finish_step(metrics, time.perf_counter())
 
@@ -208,7 +221,10 @@ class _Run(Run):
     async def publish(self, wait: bool = True) -> None:
         """The engines get the weights as they are now, and prove that they have them; without `wait` the proof may come
         later, but before anything is trained on that they sampled."""
+        began = time.perf_counter()
         self.sent = await self.parts.publisher.publish(wait)
+        if self.sent.seconds:
+            done("sync", began, version=self.sent.version)
 
     def settle(self, step: pipeline.Step, credited: Credited) -> None:
         """Every token of the step goes into the ledger."""
@@ -232,7 +248,7 @@ class _Run(Run):
 
     def learn(self, step: int, groups: Sequence[Group], greedy: dict[int, float]) -> tuple[Credited, Stats]:
         """(every rank) Rewards to advantages, advantages to optimizer steps; `step` are finished."""
-        self.step = step
+        self.step, self.seen = step, {}
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
         checks.staleness(max((self.ages.of(g.start_version) for g in groups), default=0), self.config.rollout)
@@ -275,7 +291,11 @@ class _Run(Run):
         if parts.critic is None or self.step >= config.critic.freeze_steps:
             known = parts.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
             losses = [parts.objective.loss(of, self.kl.coef, value_weight) for of in known]
-            parts.learner.learn(list(zip(batches, losses, strict=True)), stats)
+            watch = Watch() if config.track.rollouts and config.track.token_figures else None
+            watched = losses if watch is None else watch.over(losses)
+            parts.learner.learn(list(zip(batches, watched, strict=True)), stats)
+            if watch is not None:
+                self.seen = watch.found(batches, [s for s, _ in useful], parts.learner.ranks) | self.seen
             if stats.updates == 0:
                 fresh = stats.sums["fresh"]
                 stats.first_gap = stats.sums["gap"] / fresh if fresh else nan
@@ -319,6 +339,7 @@ class _Run(Run):
         if self.parts.engine.version != self.parts.learner.version:
             await self.publish()
         self.parts.tracker.phase("validating")
+        began = time.perf_counter()
         work = asyncio.create_task(evaluate(self.parts.plan_validation, self.parts.validation_rollout))
         stopped = asyncio.create_task(self.stop.wait())
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -335,6 +356,7 @@ class _Run(Run):
             self.parts.tracker.message(f"Validation: {failed.total()} of {asked} answers failed, {n} of them: {why}")
         samples = answers(groups, self.parts.rollout, 32)
         about = await self.on_compute_thread(partial(self.measured, groups))
+        done("validate", began, version=self.parts.learner.version)
         return self.validated(metrics, samples, metrics["validation/all/score"], about)
 
     def sent_digest(self) -> str:

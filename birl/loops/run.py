@@ -25,6 +25,8 @@ from birl.learner.store import Store, location
 from birl.learner.writer import Writer
 from birl.loops.run_folder import next_commands
 from birl.parallel.crew import Crew
+from birl.spans import done
+from birl.track.trace import Trace, rank_file
 from birl.track.tracker import Tracker
 
 T = TypeVar("T")
@@ -162,7 +164,9 @@ class Run:
         }
         kept = {self.best_step} if keys.keep_best and self.best_step else set()
         await self.together("write", self.step, json.loads(json.dumps(state)), kept)  # as it is now
-        self.saved, self.saving = self.step, time.perf_counter() - began
+        ended = time.perf_counter()
+        self.saved, self.saving = self.step, ended - began
+        done("checkpoint", began, ended=ended)
 
     async def save_last(self) -> None:
         """The end of the run: everything is saved when this returns."""
@@ -225,6 +229,7 @@ class Run:
         """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""
         if self.parts.resume_from is None:
             self.parts.tracker.rewind(None, 0)
+            await self.together("trace", str(self.parts.run), 0.0)
             return
         path, warnings = await self.intact(self.parts.resume_from)
         state = await self.together("read", path)
@@ -234,8 +239,17 @@ class Run:
         own = path.resolve().parent == self.checkpoints.resolve()
         self.saved = self.step if own else None
         self.parts.tracker.rewind(state["logs"] if own else None, self.step)
+        await self.together("trace", str(self.parts.run), self.parts.tracker.traced if own else 0.0)
         for text in (*warnings, f"Resumed from {path} at step {self.step}."):
             self.parts.tracker.message(text)
+
+    def trace(self, folder: str, until: float) -> None:
+        """(every rank) Ranks but 0 write what they do beside rank 0's trace, where they see the run's folder, and go on
+        behind what it has kept: `until` [s since 1970]."""
+        crew = self.parts.crew
+        if self.config.track.trace and not crew.leads and Path(folder).is_dir():
+            rank = crew.ranks.rank
+            Trace(rank_file(Path(folder), rank), process=f"learner rank {rank}").go_on(until)
 
     async def intact(self, chosen: Path) -> tuple[Path, list[str]]:
         """The checkpoint to go on from, and warnings: where the newest of a run is damaged, the newest that is not.

@@ -9,7 +9,7 @@ import torch
 
 from birl.allocator import cores
 from birl.config import schema
-from birl.serve import sglang, vllm
+from birl.serve import sglang, sglang_process, vllm, vllm_process
 from birl.serve.client import Client
 from birl.serve.process import Process, answers
 from birl.serve.remote import Remote
@@ -83,13 +83,13 @@ def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, toke
             "extra": engine.arguments,
         }
         if engine.kind == "vllm":
-            command = vllm.command(**common)
+            command = vllm_process.command(**common)
             own = sorted(os.sched_getaffinity(0))[-threads:]
             bind = f"{own[0]}-{own[-1]}" if len(own) > 1 else str(own[0])
-            env = vllm.environment(cpu=not gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
+            env = vllm_process.environment(cpu=not gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
         else:
-            command = sglang.command(**common, token=token, cpu=not gpu)
-            env = sglang.environment(cpu=not gpu) | {"OMP_NUM_THREADS": str(threads)}
+            command = sglang_process.command(**common, token=token, cpu=not gpu)
+            env = sglang_process.environment(cpu=not gpu) | {"OMP_NUM_THREADS": str(threads)}
     return Process(
         command,
         log=wanted.logs / f"engine-{number}.log",

@@ -5,8 +5,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+
+IN_THREADS: list[Callable[[], object]] = []  # stops each run that is not in the main thread, where no signal comes
+
+
+def interrupt() -> None:
+    """What the first Ctrl-C does, for the runs in other threads: those of notebooks."""
+    for stop in tuple(IN_THREADS):
+        stop()
 
 
 @contextmanager
@@ -26,7 +35,12 @@ def saving_signals(stop: asyncio.Event) -> Iterator[None]:
         loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for the compute thread
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        wake = partial(loop.call_soon_threadsafe, stop.set)
+        IN_THREADS.append(wake)
+        try:
+            yield
+        finally:
+            IN_THREADS.remove(wake)
         return
     before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

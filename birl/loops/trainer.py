@@ -4,16 +4,19 @@ Every parameter is one key of the configuration; anything else goes into `overri
 """
 
 import asyncio
+import contextvars
 import difflib
 import inspect
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Never
 
 from birl.errors import BirlError
+from birl.track.records import Records
 
 # What MRL and TRL call a loss: surrogate, clips and denominator as in our presets.
 LOSS_TYPES: dict[str, dict[str, Any]] = {
@@ -166,16 +169,47 @@ class Trainer:
 
         return Path(run_folder(self.config, self.choices))
 
+    @property
+    def metrics(self) -> Records:
+        """The lines of metrics.jsonl, one for each step: `trainer.metrics[-1]["reward/mean"]`."""
+        return Records(self.run / "metrics.jsonl")
+
+    @property
+    def validations(self) -> Records:
+        """The lines of validation.jsonl, with some answers each."""
+        return Records(self.run / "validation.jsonl")
+
+    @property
+    def rollouts(self) -> Records:
+        """The lines of rollouts.jsonl, one for each episode: `trainer.rollouts.to_pandas()`."""
+        return Records(self.run / "rollouts.jsonl")
+
+    def plot(self, *names: str) -> Any:
+        """A matplotlib figure of these metrics by step, or of those that say most: `trainer.plot("reward/mean", "kl")`,
+        `trainer.plot().savefig("curves.png")`. Needs `pip install "birl[notebook]"`."""
+        from birl.track.plots import plot
+
+        return plot(self.run, names)
+
     def train(self) -> dict[str, Any]:
         """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
         if self._launcher:
             return self._elsewhere()
         from birl.loops.rl import train
+        from birl.loops.signals import interrupt
 
         if not _in_event_loop():
             return train(self.config, self.choices, given=self._given)
-        with ThreadPoolExecutor(1) as thread:  # a notebook: one thread cannot have two event loops
-            return thread.submit(train, self.config, self.choices, given=self._given).result()
+        # A notebook: one thread cannot have two event loops. By the context Jupyter knows whose cell an output is.
+        thread, context = ThreadPoolExecutor(1), contextvars.copy_context()
+        work = thread.submit(context.run, partial(train, self.config, self.choices, given=self._given))
+        try:
+            return work.result()
+        except KeyboardInterrupt:
+            interrupt()
+            return work.result()  # once more gives the cell back at once; the run still saves
+        finally:
+            thread.shutdown(wait=False)
 
     def _elsewhere(self) -> dict[str, Any]:
         from birl.launch.program import Program, rows_file

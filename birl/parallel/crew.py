@@ -24,11 +24,15 @@ from typing import Any
 import torch.distributed as dist
 
 from birl.errors import BirlError
+from birl.parallel import flight
 from birl.parallel.ranks import Ranks
+from birl.spans import done
+from birl.waits import waiting
 
 LONG = timedelta(days=365)  # the others may have nothing to do for as long as rank 0 samples
 GRACE = 5.0  # seconds in which a rank that failed may end rank 0's wait by itself
 WORD = "birl/failed"
+NAMES = {"learn": "train", "update": "train", "write": "checkpoint", "measure": "validate"}  # as rank 0 calls its part
 
 
 class Crew:
@@ -57,19 +61,25 @@ class Crew:
         except BaseException as error:
             self._closed = True  # the others are somewhere in the middle; they end with the connection
             if isinstance(error, Exception) and not isinstance(error, BirlError) and (word := self.failure(GRACE)):
-                raise BirlError(word) from error
+                raise BirlError(word + self._flight()) from error
             raise
 
     def follow(self, targets: Sequence[Any], compute: Executor) -> None:
         """Do on the compute thread what rank 0 calls, until it closes the crew. The first of the targets that has the
         method is meant."""
+        me = f"learner rank {self.ranks.rank}"
         while True:
-            name, arguments = self._hear()
+            with waiting(me, "its next call", "rank 0"):
+                words: Any = self._hear()
+            name, arguments = words
             if name == "":
                 return
             method = next(getattr(target, name) for target in targets if hasattr(target, name))
+            began = time.perf_counter()
             compute.submit(method, *arguments).result()
-            self._check()
+            done(NAMES.get(name) or name, began, process=me, lane="calls")
+            with waiting(me, f"the end of {name}", "other ranks"):
+                self._check()
 
     def gather(self, value: Any) -> list[Any]:
         """(every rank) What each rank has, in their order."""
@@ -95,7 +105,13 @@ class Crew:
         if self._store is not None:
             text = str(error) if isinstance(error, BirlError) else "".join(traceback.format_exception(error))
             if self._store.add(WORD, 1) == 1:
-                self._store.set(f"{WORD}/text", f"rank {self.ranks.rank} of {self.ranks.grid.size}: {text}")
+                self._store.set(
+                    f"{WORD}/text", f"rank {self.ranks.rank} of {self.ranks.grid.size}: {text}{self._flight()}"
+                )
+
+    def _flight(self) -> str:
+        found = flight.last()
+        return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{found}" if found else ""
 
     def failure(self, wait: float = 0.0) -> str:
         """What the rank said that failed first, else what is known of one that is gone; empty where there is none of
@@ -118,7 +134,7 @@ class Crew:
                 if self.failure():
                     word = self.failure(GRACE)
                     if not self._watch.wait(2 * GRACE):
-                        act(word)
+                        act(word + self._flight())
                     return
 
         threading.Thread(target=look, name="crew", daemon=True).start()

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from birl.errors import BirlError
+from birl.parallel import flight
 
 T = TypeVar("T")
 STORE = "BIRL_STORE"  # environment variable: the file in which ranks of one machine meet
@@ -151,6 +152,7 @@ def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:
         file = os.environ.get(STORE)
         where = f"file://{file}" if file else "env://"
         rank = int(os.environ.get("RANK", "0"))
+        flight.record()
         dist.init_process_group(backend, where, timedelta(seconds=timeout), world_size=world, rank=rank)
     shard = grid.fsdp * grid.cp
     mesh = init_device_mesh(device.type, (grid.ddp, shard, grid.tp), mesh_dim_names=("ddp", "shard", "tp"))

@@ -5,14 +5,18 @@ Gradients are summed over the ranks in float32, never averaged: the weights of a
 denominator already.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from birl.models.device import device_of
 from birl.parallel.experts import spread
 from birl.parallel.ranks import Ranks
+from birl.parallel.scatter import GlooReduceScatter
 
 
 def shard(
@@ -28,27 +32,21 @@ def shard(
     )
     pinned = device_of(model).type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    comm = GlooReduceScatter() if device_of(model).type == "cpu" else None
+
+    def wrap(unit: nn.Module, mesh: DeviceMesh, **more: Any) -> None:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=kept, **more)
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # Gloo has no other, and 1 needs no factor
+        if comm is not None and mesh.shape[-1] > 1:
+            unit.set_custom_reduce_scatter(comm)
+
     for unit in spread(model, ranks) if ranks.grid.ep > 1 else ():
-        fully_shard(
-            unit,
-            mesh=ranks.expert_sharding,
-            mp_policy=policy,
-            offload_policy=kept,
-            reshard_after_forward=reshard,
-            shard_placement_fn=lambda parameter: Shard(1),  # the first dimension is split over ep
-        )
+        # the first dimension is split over ep
+        wrap(unit, ranks.expert_sharding, reshard_after_forward=reshard, shard_placement_fn=lambda _: Shard(1))
     for unit in (*layers(model), root):
-        fully_shard(
-            unit,
-            mesh=ranks.sharding,
-            mp_policy=policy,
-            offload_policy=kept,
-            reshard_after_forward=reshard and unit is not root,
-        )
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # Gloo has no other, and 1 needs no factor
+        wrap(unit, ranks.sharding, reshard_after_forward=reshard and unit is not root)
 
 
 def settle(root: nn.Module) -> None:
@@ -70,7 +68,3 @@ def drop_gathered(root: nn.Module) -> None:
     a forward pass without one would go on with the old values."""
     if isinstance(root, FSDPModule):
         root.reshard()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())

@@ -68,6 +68,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
         parts=played.parts,
         detail=played.detail,
         rewards=played.rewards,
+        pictures=tuple(map(str, getattr(env, "pictures", ()))),
     )
 
 

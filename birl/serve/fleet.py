@@ -13,6 +13,7 @@ from birl.models.digests import whole
 from birl.serve.member import Member, State, check_held
 from birl.serve.remote import Remote
 from birl.serve.wire import Info
+from birl.spans import done, engine_name
 from birl.types import Held, Update
 
 STRIKES = 2  # looks in a row that fail before an engine is down
@@ -226,7 +227,10 @@ class Fleet:
         raise failed
 
     async def _load(self, member: Member, update: Update) -> Held:
+        began = time.perf_counter()
         held = await member.remote.load(update)
+        name = engine_name(member.remote.address)
+        done("load", began, process=name, lane="weights", version=update.version, paused=held.seconds)
         if not check_held(held, update):
             if self.prove is None:
                 raise WeightsFailed(

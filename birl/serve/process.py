@@ -7,29 +7,14 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError, EngineDown
+from birl.serve.group import Group
 
-# Runs before the command, in its process. A preexec_fn would run between fork and exec of a process with threads, where
-# a lock may be held for ever. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
-WRAPPER = """
-import os, signal, sys
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that wanted this one is gone")
-try:
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    sys.exit(f"{sys.argv[2]}: {error.strerror}")
-"""
 LONGEST = 30.0  # s that it waits before it starts a process again
 POLL = 0.05  # s between two looks at a process that is to start or to end
 
@@ -42,8 +27,7 @@ class Process:
     `terminate` waits `stop_timeout` [s] between SIGTERM and SIGKILL. At most `max_restarts` within `window` [s], the
     first after `backoff` [s], each further one after twice as long, at most LONGEST.
 
-    On Linux the kernel kills the child when the *thread* that started it ends: start it from the main thread. Children
-    of the child are killed by `terminate`, not by the kernel.
+    Start it from the main thread (`Group`). Children of the child are killed by `terminate`.
 
     Example: port = free_port()
              client = Client(f"http://127.0.0.1:{port}")
@@ -69,9 +53,7 @@ class Process:
         self.start_timeout, self.stop_timeout = start_timeout, stop_timeout
         self.max_restarts, self.window, self.backoff = max_restarts, window, backoff
         self.restarts: deque[float] = deque()  # when, within the window
-        self._child: subprocess.Popen[bytes] | None = None
-        self._swept = False  # nothing is left of the child's group
-        self._from = 0  # where this start's part of the log begins
+        self._child: Group | None = None
         self._busy = asyncio.Lock()
 
     @property
@@ -81,7 +63,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        return self._child is not None and self._child.poll() is None
+        return self._child is not None and self._child.alive
 
     async def start(self) -> None:
         """Returns when it is ready. Raises `BirlError` with the end of its log where it ends before, or is late; then
@@ -136,26 +118,16 @@ class Process:
 
     def _spawn(self) -> None:
         try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            file = self.log.open("ab")
+            self._child = Group(self.command, log=self.log, env=self.env)
         except OSError as error:
             raise BirlError(f"The log {self.log} can not be written: {error.strerror}.") from error
-        with file:
-            self._from, self._swept = file.tell(), False
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), *self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                start_new_session=True,  # a group of its own: Ctrl-C does not reach it
-            )
 
     async def _until_ready(self) -> None:
+        assert self._child is not None
         began = time.monotonic()
         while (left := began + self.start_timeout - time.monotonic()) > 0:
             if not self.alive:
-                raise BirlError(f"{self._name} {self._how_it_ended()} before it was ready. {self._last()}")
+                raise BirlError(f"{self._name} {self._child.how()} before it was ready. {self._last()}")
             with contextlib.suppress(EngineDown, TimeoutError):
                 async with asyncio.timeout(left):
                     if await self.ready() and self.alive:  # else somebody else has its port
@@ -166,7 +138,7 @@ class Process:
     async def _terminate(self) -> None:
         if self.alive:
             assert self._child is not None
-            self._child.send_signal(signal.SIGTERM)
+            self._child.signal(signal.SIGTERM)
             deadline = time.monotonic() + self.stop_timeout
             try:
                 while self.alive and time.monotonic() < deadline:
@@ -177,26 +149,14 @@ class Process:
             self._kill()
 
     def _kill(self) -> None:
-        """The whole group, once, and leaves no zombie. A group whose leader is gone may still have members; later its
-        number may be somebody else's."""
-        if self._child is None or self._swept:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait(timeout=10.0)
-        self._swept = True
-
-    def _how_it_ended(self) -> str:
-        code = self._child.returncode if self._child else None
-        return (
-            f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
-        )
+        if self._child is not None:
+            self._child.kill()
 
     def _last(self, lines: int = 12) -> str:
         """The end of what it printed since its last start."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._from, size - 8192))
+            file.seek(max(self._child.said_from if self._child else 0, size - 8192))
             found = file.read().decode(errors="replace").splitlines()[-lines:]
         return f"Its last lines, from {self.log}:\n" + "\n".join(f"    {x[:300]}" for x in found or ["(none)"])
 

@@ -11,6 +11,7 @@ they compete for; how long one still takes nobody knows, as `max_tokens` is a bo
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from birl.serve.loads import Loads
 from birl.serve.member import Member, Row, State, check_versions
 from birl.serve.remote import Remote
 from birl.serve.sessions import Sessions
+from birl.spans import answered, engine_name
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 
@@ -257,6 +259,7 @@ class Router:
         member.in_flight += 1
         member.sent += 1
         self._loads.put(member)
+        began = time.perf_counter()
         task = asyncio.ensure_future(member.remote.generate(prompt, params, asked.session))
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # looked at, even where nobody waits any more
         try:
@@ -268,6 +271,7 @@ class Router:
                 raise EngineDown(member.error)
             if not task.done():
                 raise EngineDown(f"session {asked.session!r} had no answer within {self.attempt_timeout:g} s")
+            answered(task.result(), began, asked.session, engine_name(member.remote.address))
             found = asked.join(engine, task.result())
             await self._admit(member, gone, task.result(), lowest)
             member.served += 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from birl.engine.engine import Counters, EmbeddedEngine
 from birl.serve.client import Client
 from birl.serve.sessions import Sessions
+from birl.spans import answered, engine_name
 from birl.types import Completion, Engine, SamplingParams
 from birl.waits import alive
 
@@ -67,8 +68,12 @@ class Spread(Counting):
         chosen = self._choose(prompt_ids, session, len(engines))
         self._load[chosen] += 1
         self._prompts[prompt_ids, chosen] += 1
+        began = time.perf_counter()
         try:
-            return await self.counted(engines[chosen].generate(prompt_ids, params, session))
+            found = await self.counted(engines[chosen].generate(prompt_ids, params, session))
+            if chosen:  # our own tells of itself
+                answered(found, began, session, engine_name(self.others[chosen - 1].address))
+            return found
         finally:
             self._load[chosen] -= 1
             self._prompts[prompt_ids, chosen] -= 1

@@ -53,9 +53,13 @@ class Terminal(Console):
 
 
 def open_view(mode: str, progress: Progress, console: Terminal) -> View:
-    """`mode` is track.console. A live panel needs a terminal, so without one even `live` means `plain`."""
+    """`mode` is track.console. A live panel needs a terminal or a notebook; elsewhere even `live` means `plain`."""
     if mode == "off":
         return NoView()
+    if mode != "plain" and console.is_jupyter:
+        from birl.track.notebook import NotebookView
+
+        return NotebookView(progress)
     if mode != "plain" and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(progress, console)
     return PlainView(progress, console)

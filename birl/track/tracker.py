@@ -19,6 +19,7 @@ from birl.track.sink import Figures, Start, public
 from birl.track.sinks import wanted
 from birl.track.summary import closing, facts, figures
 from birl.track.tensorboard import TensorBoard
+from birl.track.trace import FILE, Trace
 
 SAMPLES_IN_TRACKERS = 8
 
@@ -42,6 +43,8 @@ class Tracker:
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)
         self._logs: dict[str, JsonLog] = {}
+        self._trace: Trace | None = None
+        self.traced = 0.0  # end of what was kept of the trace [s since 1970]
         self._events: TensorBoard | None = None
         self._boxes: list[Outbox] = []
 
@@ -55,6 +58,9 @@ class Tracker:
             names += ["rollouts.jsonl"] + ["record.jsonl"] * self.track.record
         self._logs = {name: JsonLog(self.run / name) for name in names}
         short = [log.path for name, log in self._logs.items() if not log.cut((offsets or {}).get(name, 0))]
+        if self.track.trace:
+            self._trace = Trace(self.run / FILE)
+            self.traced = self._trace.begin((offsets or {}).get(FILE), step)
         self._open(step, resumed=offsets is not None)
         self._recall()
         atexit.register(self.close)
@@ -84,13 +90,16 @@ class Tracker:
 
     def offsets(self) -> dict[str, int]:
         """Sizes of the files in bytes, once they are safely on the disk. They belong into the checkpoint."""
-        return {name: log.sync() for name, log in self._logs.items()}
+        traced = {FILE: self._trace.size()} if self._trace else {}
+        return {name: log.sync() for name, log in self._logs.items()} | traced
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """One training step. Any metric name will do."""
         metrics = {name: float(value) for name, value in metrics.items()}
         self._logs["metrics.jsonl"].append([{"step": step, "time": _now(), **metrics}])
         self._send("log", step, metrics)
+        if self._trace:
+            self._trace.next_step(step)
         self._progress.add(step, metrics)
         self._view.step()
 
@@ -162,8 +171,9 @@ class Tracker:
         atexit.unregister(self.close)
         self._view.stop()
         events, self._events = self._events, None
+        trace, self._trace = self._trace, None
         boxes, self._boxes = self._boxes, []
-        for log in self._logs.values():
+        for log in (*self._logs.values(), *([trace] if trace else [])):
             log.close()
         if events:
             events.close(summary or {}, failed)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl.serve.process import WRAPPER
+from birl.serve.group import WRAPPER
 
 FORK = multiprocessing.get_context("forkserver")
 

@@ -516,7 +516,11 @@ RL_CASES = {
     "track.trackio": Case("offline", told_tracker("trackio"), "offline"),
     "track.swanlab": Case("offline", told_tracker("swanlab"), "offline"),
     "track.rollouts": Case("false", lambda s: len(s.lines("rollouts.jsonl")), 0),
+    "track.token_figures": Case(
+        "false", lambda s: [x for r in s.lines("rollouts.jsonl") for x in r["samples"] if "gaps" in x], []
+    ),
     "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
+    "track.trace": Case("false", lambda s: (s.run / "trace.jsonl").is_file(), False),
     "steps": Case("2", lambda s: len(s.metrics), 2),
     "epochs": Case("2", lambda s: len(s.metrics), 6, "steps=0"),
     "seed": Case("1", answers),

@@ -19,7 +19,7 @@ from birl.errors import BirlError
 from birl.loops import serve
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Limits
-from birl.serve import sglang, vllm
+from birl.serve import sglang_process, vllm_process
 from birl.serve.gateway import Gateway
 from birl.serve.server import OPEN, ROUTES
 from tests.launch import places
@@ -165,7 +165,7 @@ def test_the_gateway_is_on_loopback_and_behind_secrets() -> None:
 def test_engines_of_others_are_started_on_loopback() -> None:
     """Their controls are guarded by no token."""
     common = {"model": "m", "port": 1, "python": "python", "dtype": "bfloat16", "tensor_parallel": 1}
-    for words in (vllm.command(**common), sglang.command(**common, token="", cpu=True)):
+    for words in (vllm_process.command(**common), sglang_process.command(**common, token="", cpu=True)):
         assert words[words.index("--host") + 1] == "127.0.0.1"
 
 

@@ -272,8 +272,8 @@ print(peak - base)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the constants are Linux's")
-@pytest.mark.parametrize(("form", "near"), [((), 0.15), (("parallel.fsdp=2",), 0.3)])
-def test_a_run_takes_what_was_predicted(tmp_path: Path, form: tuple[str, ...], near: float) -> None:
+@pytest.mark.parametrize("form", [(), ("parallel.fsdp=2",)], ids=str)
+def test_a_run_takes_what_was_predicted(tmp_path: Path, form: tuple[str, ...]) -> None:
     """A model of 40 million parameters, so that the process is not everything."""
     model = tiny_model(hidden=768, heads=24, kv_heads=8, layers=8)
     model.save_pretrained(tmp_path / "model")
@@ -287,5 +287,5 @@ def test_a_run_takes_what_was_predicted(tmp_path: Path, form: tuple[str, ...], n
     found = plan.plan(skeleton(tmp_path / "model"), load(schema.RL, words), prompt=60)
     predicted = found["peak"] - memory.PROCESS * (1 + memory.LOST)
     print(grown, predicted)
-    assert predicted == pytest.approx(grown, rel=near)
+    assert predicted == pytest.approx(grown, rel=0.15)
     assert found["peak"] > 1.5 * memory.PROCESS

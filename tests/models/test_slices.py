@@ -30,7 +30,9 @@ CONFIGS = {
     "llama, untied": LlamaConfig(**SMALL, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3 moe": Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=24, head_dim=16, decoder_sparse_step=1),  # pyright: ignore
+    "qwen3 moe": Qwen3MoeConfig(
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16, decoder_sparse_step=1
+    ),  # pyright: ignore
 }
 
 
@@ -106,7 +108,7 @@ def test_what_load_model_refuses_is_refused(change: Any, message: str, tmp_path:
 
 
 def test_an_architecture_is_verified_without_its_weights(tmp_path: Path) -> None:
-    for name in ("llama, tied", "qwen3"):
+    for name in ("llama, tied", "qwen3", "mixtral", "qwen3 moe"):
         verify_small(folder_of(name, tmp_path), CPU)
     folder = folder_of("llama, tied", tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
+from benchmarks.traffic import Traffic, context_bytes, figures_bytes
 from birl.algorithms.segments import segment_mean, totals
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
@@ -21,7 +22,6 @@ from birl.models import attention
 from birl.models.heads import add_score_head
 from birl.parallel import context
 from birl.parallel.ranks import Grid, Ranks
-from birl.parallel.volume import Volume, context_bytes, figures_bytes
 from birl.types import Sample
 from tests.data.test_pack import groups, make
 from tests.parallel.processes import on_ranks
@@ -207,12 +207,12 @@ def sent(ranks: Ranks, samples: list[Sample], capacity: int) -> tuple[int, int, 
     learner = Learner(model, ranks=ranks, dtype=torch.float32)
     (batch,) = pack(samples, [1.0] * len(samples), capacity)
     group = ranks.groups["cp"].group_name
-    with Volume() as forward:
+    with Traffic() as forward:
         loss, _ = reinforce(*learner._outputs(batch))
-    with Volume() as backward:
+    with Traffic() as backward:
         loss.backward()
     part = context.split(padded(batch, ranks.grid.cp), ranks)
-    return forward.bytes[group], backward.bytes[group], len(part.tokens) * ranks.grid.cp, max(part.counts)
+    return forward.groups[group], backward.groups[group], len(part.tokens) * ranks.grid.cp, max(part.counts)
 
 
 @pytest.mark.parametrize("grid", [Grid(cp=2), Grid(cp=2, context="ulysses"), Grid(cp=4, context="ulysses")], ids=str)

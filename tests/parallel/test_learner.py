@@ -100,3 +100,9 @@ def seen_after_a_change(ranks: Ranks) -> torch.Tensor:
 def test_new_weights_are_used_whatever_was_computed_before() -> None:
     for found in on_ranks(Grid(fsdp=2), seen_after_a_change):
         torch.testing.assert_close(found.sort()[0], seen_after_a_change(Ranks()).sort()[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offloading_on_ranks_changes_no_bit(dtype: torch.dtype) -> None:
+    plain, offloaded = (on_ranks(Grid(fsdp=2), trained, {"dtype": dtype, "offload": o})[1] for o in (False, True))
+    same(offloaded, plain, 0.0)

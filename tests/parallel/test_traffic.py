@@ -33,7 +33,7 @@ def traffic(ranks: Ranks) -> tuple[int, dict[str, int], float]:
 
 
 @pytest.mark.parametrize(
-    ("grid", "kind"), [(Grid(ddp=2), "reduce"), (Grid(fsdp=2), "gather"), (Grid(fsdp=3), "scatter")]
+    ("grid", "kind"), [(Grid(ddp=2), "reduce"), (Grid(fsdp=2), "gather"), (Grid(fsdp=3), "receive")]
 )
 def test_a_step_sends_little_more_than_it_must(grid: Grid, kind: str) -> None:
     found = on_ranks(grid, traffic)

@@ -31,7 +31,7 @@ from birl.engine.sampler import given
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
 from birl.models.load import load_tokenizer, resolve
-from birl.serve import sglang, vllm
+from birl.serve import sglang, sglang_process, vllm, vllm_process
 from birl.types import Completion, SamplingParams, Stop, Update
 
 TEXTS = ("The capital of France is", "Once upon a time", "2 + 3 =", "<|im_start|>user\nWhat is the sea?<|im_end|>\n")
@@ -337,11 +337,11 @@ def server(kind: str, python: str, method: str, log: Path) -> Iterator[tuple[str
         port = free.getsockname()[1]
     shared = {"model": resolve("smollm2"), "port": port, "python": python, "dtype": "float32", "context": 1024}
     if kind == "vllm":
-        line = vllm.command(**shared, max_batch=32, method=method, extra=["--enforce-eager"])
-        env = vllm.environment(method=method, cpu=True)
+        line = vllm_process.command(**shared, max_batch=32, method=method, extra=["--enforce-eager"])
+        env = vllm_process.environment(method=method, cpu=True)
     else:
-        line = sglang.command(**shared, max_batch=32, cpu=True, kv_tokens=16384)
-        env = sglang.environment(cpu=True)
+        line = sglang_process.command(**shared, max_batch=32, cpu=True, kv_tokens=16384)
+        env = sglang_process.environment(cpu=True)
     with log.open("w") as out:
         process = subprocess.Popen(line, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:

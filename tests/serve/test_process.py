@@ -73,7 +73,7 @@ def test_one_that_ends_early_is_told_with_the_end_of_its_log(tmp_path) -> None:
         code = "import sys; print('loading'); sys.exit('no such model: x')"
         child = sleeper(tmp_path, code)
         with pytest.raises(
-            BirlError, match=r"ended with code 1 before it was ready(?s:.*)loading(?s:.*)no such model: x"
+            BirlError, match=r"ended with exit code 1 before it was ready(?s:.*)loading(?s:.*)no such model: x"
         ):
             await child.start()
         killed = sleeper(tmp_path, "import os; os.kill(os.getpid(), 9)")

@@ -4,7 +4,8 @@ import pytest
 from starlette.responses import JSONResponse
 
 from birl.errors import BirlError, EngineDown
-from birl.serve.sglang import SGLang, command, environment
+from birl.serve.sglang import SGLang
+from birl.serve.sglang_process import command, environment
 from tests.engine.test_update import PROMPT, params
 from tests.serve.sglang_api_types import GenerateRequest, JsonContractError
 from tests.serve.test_adapters import pair, run, update

@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digest, digests
 from birl.serve import vllm_plugin
-from birl.serve.vllm import VLLM, command, environment, write_plugin
+from birl.serve.vllm import VLLM
+from birl.serve.vllm_process import command, environment, write_plugin
 from tests.engine.test_update import PROMPT, params, weights
 from tests.serve.test_adapters import pair, run, update
 

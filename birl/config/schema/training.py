@@ -133,12 +133,17 @@ class Reports:
     """SwanLab: off | offline (into the run folder, for `swanlab sync`) | online. Needs `pip install birl[swanlab]`."""
     report: bool = True
     """Write report.html at the end."""
+    trace: bool = True
+    """Write who did what from when to when to trace.jsonl, for `birl trace` and the timeline of `birl view`."""
 
 
 @dataclass(kw_only=True)
 class Track(Reports):
     rollouts: bool = True
     """Write every episode with its tokens, log-probs and advantage to rollouts.jsonl."""
+    token_figures: bool = True
+    """Write there also, of each trained token, its entropy and how far the learner's log-prob is from the engine's:
+    6 to 14 bytes a token."""
     record: bool = False
     """Write every step with all digits to record.jsonl, for debug.replay."""
 

@@ -14,6 +14,8 @@ from birl.types import Task
 
 #: how far the seeds of validation are from those of training
 APART = 2**30
+#: packages whose own requirements exclude one another with ours: the extra has what they need, and they come alone
+ALONE = {"gem": " && pip install --no-deps gem-llm"}
 
 
 def imported(module: str, kind: str) -> Any:
@@ -24,9 +26,9 @@ def imported(module: str, kind: str) -> Any:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise  # the package is there, and something that it needs is not
-        extra = kind.replace("_", "-")
+        command = f"pip install 'birl[{kind.replace('_', '-')}]'{ALONE.get(package, '')}"
         raise BirlError(
-            f"env.kind={kind}: the package {package} is not installed. Install it with: pip install 'birl[{extra}]'"
+            f"env.kind={kind}: the package {package} is not installed. Install it with: {command}"
         ) from None
 
 

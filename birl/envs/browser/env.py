@@ -18,6 +18,7 @@ from birl.types import Feedback, Message, Task
 
 SHELL = "/usr/lib/chromium/chromium-headless-shell"  # Debian's, without the script around it
 BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+PAGES = ("tree", "list")
 DESCRIPTIONS = ("examples", "signatures", "full", "none")
 VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
 FENCE = re.compile(r"```[\w-]*\n?(.*?)```", re.DOTALL)
@@ -40,6 +41,9 @@ class Keys:
     """BrowserGym's action sets, such as miniwob_liu18. Empty: the one that fits the benchmark."""
     describe: str = "examples"
     """How the prompt lists the actions: examples (one each) | signatures | full (with descriptions) | none."""
+    page: str = "tree"
+    """How a page is shown: tree (BrowserGym's accessibility tree) | list (shorter: one line for each text and each
+    element that reacts, its number right behind its text)."""
     max_observation: int = 4000
     """Longest page in a prompt [characters]; whole lines are left out at its end."""
     history: int = 0
@@ -56,8 +60,9 @@ class Keys:
     """Wait after an action until the page is looked at [s]. BrowserGym's own is 0.5."""
     screenshots: bool = False
     """Save a picture of every page that is looked at."""
-    screenshot_folder: str = "screenshots"
-    """Where: FOLDER/EPISODE-TASK-SEED/000.png."""
+    screenshot_folder: str = ""
+    """Where: FOLDER/EPISODE-TASK-SEED/000.png. Empty: screenshots/ in the run folder, where `birl view` shows them
+    beside the episode; without a run, in the current one."""
     python: str = ""
     """Interpreter that has BrowserGym. Empty: .venv-browser, which `make setup-browser` makes."""
     browser: str = ""
@@ -71,14 +76,16 @@ class Web:
     Config: ClassVar[type] = Keys
 
     @classmethod
-    async def shared(cls, config: Any) -> Pool:
+    async def shared(cls, config: Any, folder: Path | None = None) -> Pool:
         check(config)
+        pictures = Path(config.screenshot_folder or (folder or Path()) / "screenshots").absolute()
         settings = {
             "benchmark": cls.benchmark_of(config),
             "tasks": [*config.tasks, *config.validation_tasks],
             "hosts": list(getattr(config, "hosts", ())),
             "actions": list(config.actions),
             "describe": config.describe,
+            "page": config.page,
             "browser": program(config.browser),
             "pre_observation_delay": config.pre_observation_delay,
             "max_observation": config.max_observation,
@@ -90,7 +97,7 @@ class Web:
             contexts=config.contexts,
             restart_every=config.restart_every,
             timeout=config.call_timeout,
-            pictures=str(Path(config.screenshot_folder).absolute()) if config.screenshots else "",
+            pictures=str(pictures) if config.screenshots else "",
         )
         await pool.start()
         config.tasks = config.tasks or pool.hello["tasks"]  # the worker knows what there is
@@ -117,6 +124,7 @@ class Web:
         self.said: list[Message] = []  # the conversation with every page in it
         self.shown = ""  # the page as it is now
         self.invalid = 0
+        self.pictures: list[str] = []
 
     async def start(self) -> tuple[Message, ...]:
         columns = self.task.columns
@@ -165,7 +173,10 @@ class Web:
     async def close(self) -> None:
         page, self.page = self.page, None
         if page is not None:
-            await page.close()
+            try:
+                await page.close()
+            finally:
+                self.pictures = page.saved()
 
 
 class MiniWob(Web):
@@ -212,6 +223,8 @@ def check(config: Keys) -> None:
     """Raises `BirlError` where a key has a value that cannot work."""
     if config.describe not in DESCRIPTIONS:
         raise BirlError(f"env.describe={config.describe}: must be {' | '.join(DESCRIPTIONS)}.")
+    if config.page not in PAGES:
+        raise BirlError(f"env.page={config.page}: must be {' | '.join(PAGES)}.")
     least = {"seeds": 1, "validation_seeds": 1, "max_observation": 1, "history": 0}
     for name, value in {**least, "workers": 1, "contexts": 1, "restart_every": 1}.items():
         if getattr(config, name) < value:

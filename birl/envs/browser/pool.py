@@ -61,8 +61,15 @@ class Browser:
 class Page:
     """One episode's hold on a browser. `first`: its goal, and the page as it is at the beginning."""
 
-    def __init__(self, pool: "Pool", browser: Browser, worker: Worker, number: int, first: dict[str, Any]) -> None:
+    def __init__(
+        self, pool: "Pool", browser: Browser, worker: Worker, number: int, first: dict[str, Any], pictures: str = ""
+    ) -> None:
         self.pool, self.browser, self.worker, self.number, self.first = pool, browser, worker, number, first
+        self.pictures = pictures
+
+    def saved(self) -> list[str]:
+        """The pictures of this episode, in their order."""
+        return sorted(map(str, Path(self.pictures).glob("*.png"))) if self.pictures else []
 
     async def step(self, action: str) -> dict[str, Any]:
         return await self.worker.call("step", self.number, self.pool.timeout, action=action)
@@ -92,7 +99,7 @@ class Pool:
         self.browsers = [Browser(python, settings) for _ in range(workers)]
         self.contexts, self.restart_every, self.timeout, self.pictures = contexts, restart_every, timeout, pictures
         self.waiting: deque[asyncio.Future[None]] = deque()
-        self.numbers = count()
+        self.numbers = count(_next(self.pictures))
         self.hello: dict[str, Any] = {}
         self.closed = False
 
@@ -112,14 +119,15 @@ class Pool:
             browser.opened += 1
             for _ in range(self.contexts if fresh else 0):
                 self._wake()  # a new browser has room for many
-            more = {"pictures": str(Path(self.pictures) / f"{number:06d}-{task}-{seed}")} if self.pictures else {}
+            pictures = str(Path(self.pictures) / f"{number:06d}-{task}-{seed}") if self.pictures else ""
+            more = {"pictures": pictures} if pictures else {}
             first = await worker.call("open", number, self.timeout, task=task, seed=seed, **more)
         except BaseException:
             if worker is not None:
                 worker.forget(number)  # a call that was cancelled goes on in the browser
             self.leave(browser, number)
             raise
-        return Page(self, browser, worker, number, first)
+        return Page(self, browser, worker, number, first, pictures)
 
     async def _room(self, number: int) -> Browser:
         while True:
@@ -160,3 +168,10 @@ class Pool:
         while self.waiting:
             self._wake()
         await asyncio.gather(*(browser.close() for browser in self.browsers))
+
+
+def _next(pictures: str) -> int:
+    """The number of the next episode: a run that goes on keeps the pictures that it has."""
+    if not pictures or not (folder := Path(pictures)).is_dir():
+        return 0
+    return max((int(n) + 1 for p in folder.iterdir() if (n := p.name.partition("-")[0]).isdigit()), default=0)

@@ -11,7 +11,6 @@ from birl.envs.tasks.answer import number
 from birl.errors import BirlError
 from birl.types import Message, Task
 
-SPLITS = ("train", "validation")
 Row = dict[str, Any]
 
 

@@ -94,6 +94,6 @@ def test_it_is_closed() -> None:
 
 def test_mistakes_are_told() -> None:
     assert f"Did you mean {EASY}" in mistake("gem", task="game:GuessTheNumber-v0-eazy")
-    assert "pip install 'birl[gem]'" in without("gem", "gem")
+    assert "pip install 'birl[gem]' && pip install --no-deps gem-llm" in without("gem", "gem")
     with pytest.raises(BirlError, match="column `seed` must be a whole number"):
         world("gem").open(task({"prompt": "x"}))

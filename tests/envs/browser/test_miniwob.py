@@ -67,6 +67,28 @@ def test_a_seed_is_a_page_and_pages_are_the_same_for_everybody() -> None:
     played(use)
 
 
+@needs_browser
+def test_as_a_list_the_number_is_behind_the_text() -> None:
+    async def use(world: World) -> None:
+        env = made(world, "enter-text", 3)
+        (first,) = await env.start()
+        shown = first.content.partition("Page:\n")[2]
+        box, button = re.fullmatch(r"\[(\d+)\] textbox\nSubmit \[(\d+)\] button\n\nNext action:", shown).groups()  # pyright: ignore
+        text = re.search(r'Enter "(\w+)"', first.content)[1]  # pyright: ignore
+        filled = await said(env, f"[{box}]\nfill('{box}', '{text}')")
+        assert f"[{box}] textbox value='{text}'" in filled.messages[0].content
+        assert (await said(env, f"Submit [{button}]\nclick('{button}')")).reward == 1.0
+        await env.close()
+        env = made(world, "click-link", 5)
+        (first,) = await env.start()
+        word = re.search(r'link "([^"]+)"', first.content)[1]  # pyright: ignore
+        target = re.search(rf"^{re.escape(word)}\S* \[(\d+)\]$", first.content, re.MULTILINE)[1]  # pyright: ignore
+        assert (await said(env, f"click('{target}')")).reward == 1.0
+        await env.close()
+
+    played(use, page="list", describe="none")
+
+
 NO_ACTIONS = (
     "goto('file:///etc/hostname')",
     "new_tab()",
@@ -155,6 +177,7 @@ def test_what_is_not_there_is_told(options: dict[str, str], told: str) -> None:
         ({"python": "/bin/false"}, "make setup-browser"),
         ({"python": "/nowhere/python"}, r"env\.python=/nowhere/python: there is no such program"),
         ({"browser": "/nowhere/chromium"}, r"env\.browser=/nowhere/chromium: there is no such program"),
+        ({"page": "html"}, r"env\.page=html: must be tree \| list"),
         ({"describe": "all"}, r"env\.describe=all: must be examples"),
         ({"workers": "0"}, r"env\.workers=0: must be at least 1"),
         ({"call_timeout": "0"}, r"env\.call_timeout=0 must be above 0"),

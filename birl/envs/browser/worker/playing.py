@@ -11,6 +11,7 @@ from actions import Actions
 from browsergym.core import observation
 from browsergym.utils.obs import IGNORED_AXTREE_PROPERTIES, flatten_axtree_to_str
 from chromium import Messages
+from listing import listed
 from PIL import Image
 from playwright.sync_api import Error
 
@@ -61,6 +62,7 @@ class Playing(gym_env.BrowserEnv):
         self.tabs = bool(actions.hosts)
         # Where nothing can be opened by its address, addresses hold nothing but this process's port.
         self.hidden = IGNORED_AXTREE_PROPERTIES if self.tabs else (*IGNORED_AXTREE_PROPERTIES, "url")
+        self.as_list = settings["page"] == "list"
         self.ended, self.shown = False, 0
         self.views: dict[Any, View] = {}
 
@@ -106,9 +108,12 @@ class Playing(gym_env.BrowserEnv):
             return ""  # nobody will see it
         tree, extra = self._extract()
         name_clickable(tree, extra)
-        text = flatten_axtree_to_str(
-            tree, extra_properties=extra, with_clickable=True, ignored_roles=ROLES, ignored_properties=self.hidden
-        )
+        if self.as_list:
+            text = listed(tree, extra, CLICKABLE, (*self.hidden, "url"))
+        else:
+            text = flatten_axtree_to_str(
+                tree, extra_properties=extra, with_clickable=True, ignored_roles=ROLES, ignored_properties=self.hidden
+            )
         if self.tabs:
             pages = self.page.context.pages
             text = "".join(f"Tab {i}{' (this one)' * (p == self.page)}: {p.url}\n" for i, p in enumerate(pages)) + text

@@ -27,5 +27,5 @@ def stack() -> list[Frame]:
 def install() -> None:
     quiet = {**vars(traceback), "extract_stack": traceback.StackSummary}
     for module in (_connection, _sync_base):
-        module.inspect = SimpleNamespace(stack=stack)
-        module.traceback = SimpleNamespace(**quiet)
+        module.inspect = SimpleNamespace(stack=stack)  # pyright: ignore[reportAttributeAccessIssue]
+        module.traceback = SimpleNamespace(**quiet)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,80 @@
+"""A page as short lines, one for each text and each element that can be acted on: its text, its number, its kind.
+
+    Click on the "submit" button.
+    submit [19] button
+    [15] textbox value='abc'
+
+What a model is told to act on is a text, and what follows a text is what small models copy best: so the number stands
+right behind it. Depth, and elements that neither react nor say anything, are left out.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+Node = dict[str, Any]
+SILENT = ("clickable", "generic", "LabelText")  # kinds that say nothing about what can be done
+ABOVE_TREE = ("RootWebArea", "WebArea")
+
+
+def listed(tree: Any, extra: Any, acted: Collection[str], ignored: Collection[str]) -> str:
+    """`tree`, `extra`: as BrowserGym extracts them. `acted`: roles that can be acted on. `ignored`: properties that are
+    not shown."""
+    nodes = {node["nodeId"]: node for node in tree["nodes"]}
+    lines: list[str] = []
+    said = ""  # the text of the last line: labels often stand twice
+    for node, above in _walk(tree["nodes"][0], nodes, acted):
+        text = " ".join(_value(node, "name").split())
+        number = node.get("browsergym_id")
+        if number is not None and _acts(node, extra, acted) and (text or _alone(node, nodes)):
+            kind = node["role"]["value"]
+            about = [] if kind in SILENT else [kind]
+            lines.append(" ".join([*([text] if text else []), f"[{number}]", *about, *_properties(node, ignored)]))
+        elif text and text != said and text not in above and _speaks(node, nodes):
+            lines.append(text)
+        else:
+            continue
+        said = text
+    return "\n".join(lines)
+
+
+def _walk(node: Node, nodes: dict[Any, Node], acted: Collection[str], above: str = "") -> Iterator[tuple[Node, str]]:
+    """Every node in the order of the page, with the text of what encloses it and can be acted on."""
+    yield node, above
+    if node["role"]["value"] in acted:
+        above = f"{above} {' '.join(_value(node, 'name').split())} {_value(node, 'value')}"
+    for child in node.get("childIds", ()):
+        if child in nodes and child != node["nodeId"]:
+            yield from _walk(nodes[child], nodes, acted, above)
+
+
+def _acts(node: Node, extra: Any, acted: Collection[str]) -> bool:
+    return node["role"]["value"] in acted or bool(extra.get(node["browsergym_id"], {}).get("clickable"))
+
+
+def _alone(node: Node, nodes: dict[Any, Node]) -> bool:
+    """Without a text it is shown where its kind says what it is for, or where nothing is in it that would."""
+    return node["role"]["value"] not in SILENT or not any(child in nodes for child in node.get("childIds", ()))
+
+
+def _speaks(node: Node, nodes: dict[Any, Node]) -> bool:
+    """A text, or something with a name, such as a picture, in which there is no text that will say it."""
+    if node["role"]["value"] in ABOVE_TREE:
+        return False
+    return node["role"]["value"] == "StaticText" or not any(child in nodes for child in node.get("childIds", ()))
+
+
+def _properties(node: Node, ignored: Collection[str]) -> Iterator[str]:
+    if _value(node, "value"):
+        yield f"value={_value(node, 'value')!r}"
+    for found in node.get("properties", ()):
+        name, value = found["name"], found.get("value", {}).get("value")
+        if name in ignored or value is None:
+            continue
+        if name in ("required", "focused", "atomic"):
+            yield from [name] if value else []
+        else:
+            yield f"{name}={value!r}"
+
+
+def _value(node: Node, name: str) -> str:
+    return str(node.get(name, {}).get("value", "") or "")

@@ -1,0 +1,67 @@
+"""`birl` commands as processes, one after the other: what --multirun and `birl reproduce` start."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+
+@dataclass
+class Jobs:
+    """Each process has its own session, so that Ctrl-C reaches it exactly once, from us: a job saves and exits at the
+    first signal and dies at the second; the terminal would otherwise send one too."""
+
+    running: subprocess.Popen[bytes] | None = None
+    stopped: bool = False
+    codes: list[int | None] = field(default_factory=list)
+
+    def run(self, commands: list[list[str]], names: list[str]) -> int:
+        """All of them, and a table of how they ended."""
+        with self.forwarding():
+            seconds = [self._timed(command, f"{i}/{len(commands)}") for i, command in enumerate(commands, 1)]
+        self._table(names, seconds)
+        if self.stopped:
+            return 130
+        return 0 if all(code == 0 for code in self.codes) else 1
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """Meanwhile a signal goes to the job that runs, and no other one starts."""
+        previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def start(self, command: Sequence[str], label: str = "", folder: Path | None = None) -> int | None:
+        """One `birl` command in `folder`, to its end; its exit code, None where a signal came before it began."""
+        if self.stopped:
+            return None
+        print(f"{label}birl {' '.join(command)}", flush=True)
+        self.running = subprocess.Popen([sys.executable, "-m", "birl", *command], start_new_session=True, cwd=folder)
+        if self.stopped:  # the signal came between the check above and the start
+            self.running.send_signal(signal.SIGTERM)
+        code, self.running = self.running.wait(), None
+        return code
+
+    def _timed(self, command: list[str], count: str) -> float:
+        start = time.monotonic()
+        self.codes.append(self.start(command, f"[{count}] "))
+        return 0.0 if self.codes[-1] is None else time.monotonic() - start
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        if self.running is not None and self.running.poll() is None:
+            self.running.send_signal(number)
+
+    def _table(self, names: list[str], seconds: list[float]) -> None:
+        width = max(len(name) for name in [*names, "job"])
+        print(f"\n{'job':<{width}}  {'exit':>7}  {'seconds':>8}")
+        for name, code, duration in zip(names, self.codes, seconds, strict=True):
+            print(f"{name:<{width}}  {'not run' if code is None else code:>7}  {duration:>8.1f}")

@@ -1,0 +1,253 @@
+"""What a recipe is: stages, and what they should give. Read from `NAME.expected.yaml`, beside the stages' own files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+
+COMMANDS = ("sft", "rm", "dpo", "rl", "eval")
+ENDING = ".expected.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One `birl` command. In `words` {NAME} stands for the model that the stage of that name has made.
+
+    Example: Stage(name="dpo", command="dpo", file=Path("recipes/pairs/dpo.yaml"), words=("model.path={sft}",))
+    """
+
+    name: str
+    command: str
+    file: Path | None
+    """Configuration of that command; None: `words` say everything."""
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """One figure, or the curve of one, by seed, and how far another run may be from it.
+
+    Example: Expectation(stage="rl", metric="validation/all/score", values={0: 0.96}, tolerance=0.05)
+    """
+
+    stage: str
+    metric: str
+    """Name in validation.jsonl or metrics.jsonl of the stage, or in the output of `birl eval`."""
+    tolerance: float
+    """In the metric's own unit, on both sides."""
+    step: str = "last"
+    """Of which step `values` are: last | first | best (the largest) | a number."""
+    values: Mapping[int, float]
+    """By seed; of a curve empty."""
+    curves: Mapping[int, Path]
+    """CSV files by seed, each with a column `step`; else empty."""
+    column: str = ""
+    """The column of the curves with this metric."""
+    window: int = 1
+    """So many points of a curve, one after the other, are compared by their mean."""
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({*self.values, *self.curves})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Example: Recipe(name="countdown", about="reach a number", hardware="2 CPU cores", minutes=20, stages=..., ...)"""
+
+    name: str
+    source: Path
+    about: str
+    """What is learned, in one line."""
+    hardware: str
+    minutes: float | None
+    """Of all stages for one seed on that hardware; None where nobody knows."""
+    stages: tuple[Stage, ...]
+    expected: tuple[Expectation, ...]
+    not_run: str
+    """Why it never ran here; empty where it did."""
+    published: str
+    """What its authors report, and where; empty where nobody did."""
+
+
+TOP = ("about", "hardware", "minutes", "stages", "expect", "not_run", "published")
+STAGE = ("command", "file", "name", "words")
+EXPECT = ("stage", "metric", "step", "values", "tolerance", "curve", "column", "window")
+
+
+def read(source: Path, name: str) -> Recipe:
+    """Raises one `BirlError` that lists everything that is wrong with the file."""
+    return _Reader(source, _content(source)).recipe(name)
+
+
+def _content(source: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BirlError(f"{source}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BirlError(f"{source}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise BirlError(f"{source}: expected the keys {', '.join(TOP)}; found {type(found).__name__}")
+    return found
+
+
+class _Reader:
+    """Collects what is wrong, so that it is told at once."""
+
+    def __init__(self, source: Path, content: dict[str, Any]) -> None:
+        self.source, self.content, self.wrong = source, content, list[str]()
+
+    def recipe(self, name: str) -> Recipe:
+        content = self.content
+        self.known(content, TOP, "")
+        stages = self.stages(content.get("stages"))
+        expected = self.expected(content.get("expect"), [stage.name for stage in stages])
+        not_run = self.text(content, "not_run")
+        if expected and not_run:
+            self.wrong.append("not_run: what never ran has nothing to expect; take out one of not_run and expect")
+        if not expected and not not_run:
+            self.wrong.append("expect: is missing; say what is expected, or in not_run why the recipe never ran")
+        minutes = content.get("minutes")
+        if minutes is not None and not (_is_number(minutes) and minutes > 0):
+            self.wrong.append(f"minutes: must be a number above 0, not {minutes!r}")
+        found = Recipe(
+            name=name,
+            source=self.source,
+            about=self.text(content, "about", needed=True),
+            hardware=self.text(content, "hardware", needed=True),
+            minutes=minutes,
+            stages=stages,
+            expected=expected,
+            not_run=not_run,
+            published=self.text(content, "published"),
+        )
+        if self.wrong:
+            raise BirlError("\n".join(f"{self.source}: {problem}" for problem in self.wrong))
+        return found
+
+    def stages(self, listed: Any) -> tuple[Stage, ...]:
+        """By default one: `birl rl` with the file of the same name."""
+        if listed is None:
+            listed = [{"command": "rl", "file": self.source.name.replace(ENDING, ".yaml")}]
+        if not (isinstance(listed, list) and listed and all(isinstance(entry, dict) for entry in listed)):
+            self.wrong.append("stages: must be a list of stages, each with command and file")
+            return ()
+        found: list[Stage] = []
+        for number, entry in enumerate(listed, 1):
+            found.append(self.stage(entry, f"stages, number {number}: ", [stage.name for stage in found]))
+        return tuple(found)
+
+    def stage(self, entry: dict[str, Any], where: str, before: list[str]) -> Stage:
+        self.known(entry, STAGE, where)
+        command, words = entry.get("command"), entry.get("words") or []
+        if command not in COMMANDS:
+            self.wrong.append(f"{where}command: must be {' | '.join(COMMANDS)}, not {command!r}")
+        name = str(entry.get("name") or command)
+        if name in before:
+            self.wrong.append(f"{where}two stages are called {name}; give one another name")
+        file = self.source.parent / str(entry["file"]) if entry.get("file") else None
+        if file is not None and not file.is_file():
+            self.wrong.append(f"{where}file: there is no {file}")
+        if not (isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words)):
+            self.wrong.append(f"{where}words: must be a list of key=value, not {words!r}")
+            words = []
+        for used in models_in(words):
+            if used not in before:
+                self.wrong.append(
+                    f"{where}words: {{{used}}} is no stage before this one ({', '.join(before) or 'none'})"
+                )
+        return Stage(name=name, command=str(command), file=file, words=tuple(words))
+
+    def expected(self, listed: Any, stages: list[str]) -> tuple[Expectation, ...]:
+        if listed is None:
+            return ()
+        if not (isinstance(listed, list) and all(isinstance(entry, dict) for entry in listed)):
+            self.wrong.append("expect: must be a list, each with metric, tolerance, and values or curve")
+            return ()
+        return tuple(self.expectation(entry, f"expect, number {n}: ", stages) for n, entry in enumerate(listed, 1))
+
+    def expectation(self, entry: dict[str, Any], where: str, stages: list[str]) -> Expectation:
+        self.known(entry, EXPECT, where)
+        stage = str(entry.get("stage") or (stages[-1] if stages else ""))
+        if stage not in stages:
+            self.wrong.append(f"{where}stage: there is no stage {stage}; there is {', '.join(stages)}")
+        tolerance: Any = entry.get("tolerance")
+        window: Any = entry.get("window", 1)
+        if not (_is_number(tolerance) and tolerance >= 0):
+            self.wrong.append(f"{where}tolerance: must be a number of at least 0, not {tolerance!r}")
+            tolerance = 0.0
+        if type(window) is not int or window < 1:
+            self.wrong.append(f"{where}window: must be a whole number of at least 1, not {window!r}")
+            window = 1
+        step = str(entry.get("step", "last"))
+        if step not in ("last", "first", "best") and not step.isdigit():
+            self.wrong.append(f"{where}step: must be last | first | best | a number, not {step!r}")
+        if ("values" in entry) == ("curve" in entry):
+            self.wrong.append(f"{where}needs either values, as in {{0: 0.9, 1: 0.92}}, or curve")
+        return Expectation(
+            stage=stage,
+            metric=self.text(entry, "metric", needed=True, where=where),
+            tolerance=float(tolerance),
+            step=step,
+            values=self.values(entry.get("values"), where),
+            curves=self.curves(entry.get("curve"), where),
+            column=str(entry.get("column") or entry.get("metric")),
+            window=window,
+        )
+
+    def values(self, found: Any, where: str) -> dict[int, float]:
+        if found is None:
+            return {}
+        if not (isinstance(found, dict) and found and all(type(s) is int and _is_number(v) for s, v in found.items())):
+            self.wrong.append(f"{where}values: must be numbers by seed, as in {{0: 0.9, 1: 0.92}}, not {found!r}")
+            return {}
+        return {seed: float(value) for seed, value in found.items()}
+
+    def curves(self, pattern: Any, where: str) -> dict[int, Path]:
+        """The files that there are, by the number that stands for {seed}."""
+        if pattern is None:
+            return {}
+        before, seed, behind = str(pattern).partition("{seed}")
+        if not seed:
+            self.wrong.append(f"{where}curve: must be files with {{seed}} in their name, not {pattern!r}")
+            return {}
+        folder = self.source.parent
+        files = {str(file.relative_to(folder)): file for file in folder.glob(f"{before}*{behind}")}
+        numbers = {name.removeprefix(before).removesuffix(behind): file for name, file in files.items()}
+        found = {int(number): file for number, file in numbers.items() if number.isdigit()}
+        if not found:
+            self.wrong.append(f"{where}curve: there is no file {folder / str(pattern)}")
+        return found
+
+    def text(self, entry: dict[str, Any], key: str, needed: bool = False, where: str = "") -> str:
+        found = entry.get(key)
+        if found is None and not needed:
+            return ""
+        if not isinstance(found, str) or not found.strip():
+            self.wrong.append(f"{where}{key}: must be a text{'' if found is None else f', not {found!r}'}")
+            return ""
+        return found.strip()
+
+    def known(self, entry: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+        from birl.config.words import did_you_mean
+
+        for key in entry:
+            if key not in keys:
+                hint = did_you_mean(str(key), keys)
+                self.wrong.append(f"{where}there is no key {key}; there are {', '.join(keys)}.{hint}")
+
+
+def models_in(words: list[str] | tuple[str, ...]) -> list[str]:
+    """The stages whose models are used: what stands as {NAME}."""
+    import re
+
+    return [name for word in words for name in re.findall(r"\{(\w+)\}", word)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

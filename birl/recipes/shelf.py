@@ -1,0 +1,41 @@
+"""Where recipes are: the folder `recipes` here, else that of birl's own repository."""
+
+from pathlib import Path
+
+from birl.errors import BirlError
+from birl.recipes.recipe import ENDING, Recipe, read
+
+OWN = Path(__file__).parents[2]  # the repository, where birl was not installed without it
+
+
+def root() -> Path:
+    """The folder that holds `recipes`: paths in recipes start from there. Raises `BirlError` where there is none."""
+    for folder in (Path.cwd(), OWN):
+        if next((folder / "recipes").rglob(f"*{ENDING}"), None) is not None:
+            return folder
+    raise BirlError(
+        "There are no recipes here, and birl was installed without its repository, which has them. Go to a folder "
+        f"with recipes/NAME{ENDING}, or name such a file: birl reproduce my{ENDING}"
+    )
+
+
+def names() -> dict[str, Path]:
+    """Every recipe's file by its name, such as gpu/tinyzero_countdown."""
+    shelf = root() / "recipes"
+    files = sorted(shelf.rglob(f"*{ENDING}"), key=lambda file: (len(file.parts), file))
+    return {file.relative_to(shelf).as_posix().removesuffix(ENDING): file for file in files}
+
+
+def find(name: str) -> tuple[Recipe, Path]:
+    """The recipe of a name, or in a file, and the folder that its paths start from. Raises `BirlError`."""
+    from birl.config.words import did_you_mean
+
+    if name.endswith((".yaml", ".yml")):
+        file = Path(name) if name.endswith(ENDING) else Path(name).with_suffix(ENDING)
+        if not file.is_file():
+            raise BirlError(f"{name}: there is no {file}, which says what a run of it should give.")
+        return read(file.absolute(), file.name.removesuffix(ENDING)), Path.cwd()
+    found = names()
+    if name not in found:
+        raise BirlError(f"There is no recipe {name}.{did_you_mean(name, found)} `birl reproduce` lists them.")
+    return read(found[name], name), root()

@@ -1,0 +1,219 @@
+"""A run's trace, read as columns, and read on while the run goes on writing.
+
+timeline = Timeline(run); timeline.read()
+timeline.start[timeline.of("learner", "loop")]          starts of what the loop did [s since 1970]
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from birl.errors import BirlError
+from birl.track.trace import FILE
+
+TAIL = 64  # bytes before the place up to which a file was read: where they differ, it is another file by now
+COLUMNS: dict[str, tuple[type, Any]] = {
+    "start": (np.float64, 0.0),
+    "seconds": (np.float64, 0.0),
+    "step": (np.int64, 0),
+    "version": (np.int64, -1),
+    "tokens": (np.int64, -1),
+    "group": (np.int64, -1),
+    "busy": (np.float64, np.nan),
+    "paused": (np.float64, np.nan),
+}
+
+
+@dataclass(slots=True)
+class _Read:
+    """One file, and up to where it was read [bytes]."""
+
+    path: Path
+    offset: int = 0
+    tail: bytes = b""
+    line: int = 0
+
+
+class Timeline:
+    """All spans of a run, in the order in which they were written, rank after rank. `places` are (process, lane),
+    `names` what spans are called; `place` and `name` are indices into them, and a `version`, `tokens` or `group` of -1
+    is not known. `broken` says which lines were passed over."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = Path(run)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.places: list[tuple[str, str]] = []
+        self.names: list[str] = []
+        self.broken: list[str] = []
+        self._files: dict[Path, _Read] = {}
+        self._places: dict[tuple[str, str], int] = {}
+        self._names: dict[str, int] = {}
+        self.place = self.name = np.zeros(0, np.int32)
+        for column, (kind, _) in COLUMNS.items():
+            setattr(self, column, np.zeros(0, kind))
+
+    start: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    step: NDArray[np.int64]
+    version: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    group: NDArray[np.int64]
+    busy: NDArray[np.float64]
+    paused: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def end(self) -> NDArray[np.float64]:
+        return self.start + self.seconds
+
+    def read(self) -> bool:
+        """Read what is new; says whether there was anything. A last line without its end waits. Raises `BirlError`
+        where the run has no trace."""
+        files = [self.run / FILE, *sorted(self.run.glob("trace-rank-*.jsonl"))]
+        if not files[0].is_file():
+            raise BirlError(
+                f"{self.run} has no {FILE}: it is no folder of a run, or the run was started with track.trace=false."
+            )
+        if any(not _goes_on(self._files[path]) for path in files if path in self._files):
+            self._forget()  # a resume has cut it back
+        rows: list[dict[str, Any]] = []
+        for path in files:
+            rows += self._new(self._files.setdefault(path, _Read(path)))
+        if rows:
+            self._append(rows)
+        return bool(rows)
+
+    def _new(self, file: _Read) -> list[dict[str, Any]]:
+        with file.path.open("rb") as opened:
+            opened.seek(file.offset)
+            data = opened.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        rows = []
+        for line in whole.split(b"\n")[:-1]:
+            file.line += 1
+            if (row := parsed(line)) is not None:
+                rows.append(row)
+            else:
+                self.broken.append(f"{file.path.name}, line {file.line}")
+        file.offset += len(whole)
+        file.tail = (file.tail + whole)[-TAIL:]
+        return rows
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        for column, (kind, default) in COLUMNS.items():
+            new = np.array([row.get(column, default) for row in rows], kind)
+            setattr(self, column, np.concatenate([getattr(self, column), new]))
+        places = [self._index(self._places, self.places, (row["process"], row["lane"])) for row in rows]
+        names = [self._index(self._names, self.names, row["name"]) for row in rows]
+        self.place = np.concatenate([self.place, np.array(places, np.int32)])
+        self.name = np.concatenate([self.name, np.array(names, np.int32)])
+
+    @staticmethod
+    def _index(known: dict[Any, int], listed: list[Any], value: Any) -> int:
+        found = known.get(value)
+        if found is None:
+            found = known[value] = len(listed)
+            listed.append(value)
+        return found
+
+    def of(self, process: str, lane: str = "", name: str = "") -> NDArray[np.bool_]:
+        """Which spans are of a process, or of one of its lanes, or have a name besides."""
+        fitting = [i for i, (p, its) in enumerate(self.places) if p == process and lane in ("", its)]
+        found = np.isin(self.place, fitting)
+        if name:
+            found &= self.name == self._names.get(name, -1)
+        return found
+
+    def processes(self) -> list[str]:
+        """Learners first, then engines, then the rollout."""
+        order = {"learner": 0, "engine": 1, "rollout": 2}
+        found = dict.fromkeys(process for process, _ in self.places)
+        return sorted(found, key=lambda process: (order.get(process.split(" ")[0], 3), len(process), process))
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A span as it was written; None where the line is none."""
+    try:
+        found = json.loads(line)
+        texts = (found["process"], found["lane"], found["name"])
+        numbers = [found["start"], found["seconds"], *(found[name] for name in COLUMNS if name in found)]
+    except (ValueError, KeyError, TypeError):
+        return None
+    good = all(type(text) is str for text in texts) and all(type(n) in (int, float) and n == n for n in numbers)
+    return found if good and found["seconds"] >= 0 and max(map(abs, numbers)) < 2**53 else None
+
+
+def _goes_on(file: _Read) -> bool:
+    """Whether what was read is still there."""
+    try:
+        if file.path.stat().st_size < file.offset:
+            return False
+        with file.path.open("rb") as opened:
+            opened.seek(file.offset - len(file.tail))
+            return opened.read(len(file.tail)) == file.tail
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One line of metrics.jsonl as the trace has it: `begin` to `end` [s since 1970], and what the learner's loop did
+    in it [s], by name; waits inside of something else are counted as waits alone. `life`: which process of the run."""
+
+    number: int
+    begin: float
+    end: float
+    life: int
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def total(self) -> float:
+        return self.end - self.begin
+
+
+def steps_of(timeline: Timeline) -> list[Step]:
+    """In the order of time. The last one may still go on: then it has no `train` yet."""
+    found: list[dict[str, Any]] = []
+    life = 0
+    for name, start, end, number, own in exclusive(timeline, "learner", "loop"):
+        if name == "started":
+            life += 1
+        elif number == 0:
+            continue
+        if not found or found[-1]["number"] != number or found[-1]["life"] != life:
+            if found and found[-1]["life"] == life:
+                found[-1]["end"] = start
+            found.append({"number": number, "begin": start, "end": end, "life": life, "seconds": {}})
+        step = found[-1]
+        step["end"] = max(step["end"], end)
+        if name != "started":
+            step["seconds"][name] = step["seconds"].get(name, 0.0) + own
+    return [Step(**step) for step in found]
+
+
+def exclusive(timeline: Timeline, process: str, lane: str) -> list[tuple[str, float, float, int, float]]:
+    """(name, start, end, step, seconds that are its own) of each span of a lane whose spans lie beside or inside each
+    other, in the order of their starts."""
+    chosen = np.flatnonzero(timeline.of(process, lane))
+    start, end = timeline.start[chosen], timeline.end[chosen]
+    order = np.lexsort((-end, end > start, start))  # a mark before what begins with it
+    found: list[list[Any]] = []
+    stack: list[int] = []
+    for i in order.tolist():
+        span = chosen[i]
+        while stack and found[stack[-1]][2] <= start[i] + 1e-6:
+            stack.pop()
+        if stack:
+            found[stack[-1]][4] -= min(end[i], found[stack[-1]][2]) - start[i]
+        stack.append(len(found))
+        name, step = timeline.names[timeline.name[span]], int(timeline.step[span])
+        found.append([name, float(start[i]), float(end[i]), step, float(end[i] - start[i])])
+    return [(name, a, b, step, max(own, 0.0)) for name, a, b, step, own in found]

@@ -1,0 +1,83 @@
+"""`birl trace RUN`: where a run's time went, in the terminal, and its trace for Chrome or Perfetto."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import wrap
+
+from birl.errors import BirlError
+from birl.track.chrome import events, write
+from birl.track.limit import configuration, limit, said
+from birl.track.shares import Shares, shares_of
+from birl.track.timeline import Timeline, steps_of
+from birl.track.units import count, duration
+from birl.track.visible import visible
+
+USAGE = (
+    "Usage: birl trace RUN [--output FILE.json]\n\n"
+    "Where the time of a run went: the share of each wait in every process, and which side limits it. RUN may go on\n"
+    "meanwhile. --output writes the trace for chrome://tracing or ui.perfetto.dev, too."
+)
+SMALL = 0.005  # shares below are not shown
+
+
+def run(words: list[str]) -> int:
+    folder, output = _words(words)
+    if not folder.is_dir():
+        raise BirlError(f"birl trace: there is no folder {folder}. Name a run, as in `birl trace runs/demo`.")
+    timeline = Timeline(folder)
+    timeline.read()
+    for line in describe(timeline):
+        print(line)
+    if output is not None:
+        written = write(output, events(timeline))
+        print(f"\n{count(written)} events in {output}: open it in chrome://tracing or https://ui.perfetto.dev.")
+    return 0
+
+
+def _words(words: list[str]) -> tuple[Path, Path | None]:
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--output=") else [word])]
+    output = None
+    if "--output" in words:
+        place = words.index("--output")
+        name = "".join(words[place + 1 : place + 2])
+        if not name or name.startswith("-"):
+            raise BirlError("--output takes a file, as in `birl trace runs/demo --output trace.json`")
+        output, words = Path(name), words[:place] + words[place + 2 :]
+    if len(words) != 1 or words[0].startswith("-"):
+        raise BirlError("birl trace takes one run and --output FILE, as in `birl trace runs/demo`")
+    return Path(words[0]), output
+
+
+def describe(timeline: Timeline) -> Iterator[str]:
+    """The text summary, line by line."""
+    for place in timeline.broken[:3]:
+        yield f"warning: {place} is no span and was passed over"
+    shares = shares_of(timeline, steps_of(timeline))
+    found = limit(shares, configuration(timeline.run))
+    if shares is not None:
+        first, last = shares.steps
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        yield f"{visible(timeline.run.name)}: {which}, {duration(shares.seconds)} in all"
+        yield ""
+        yield from table(shares)
+        yield ""
+    yield from wrap(found.sentence, 100)
+
+
+def table(shares: Shares) -> Iterator[str]:
+    """Shares of the time, by process."""
+    blocks = {"learner": shares.learner, **shares.processes}
+    if shares.episodes:
+        blocks["episodes (of their own time)"] = {
+            name if name == "engine" else f"wait:{name}": share for name, share in shares.episodes.items()
+        }
+    for process, its in blocks.items():
+        rows = [(name, share) for name, share in its.items() if share >= SMALL]
+        for i, (name, share) in enumerate(rows):
+            yield f"{visible(process) if i == 0 else '':<32}{share:>6.1%}  {bar(share)}  {visible(said(name))}".rstrip()
+
+
+def bar(share: float, width: int = 20) -> str:
+    """Plain characters, for any terminal. Example: bar(0.5, 4) == "##.." """
+    filled = round(min(max(share, 0.0), 1.0) * width)
+    return "#" * filled + "." * (width - filled)

@@ -1,0 +1,196 @@
+"""The numbers of a file of JSON lines as columns, read on from where reading stopped."""
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BLOCK = 1 << 23  # bytes read at a time
+BATCH = 500  # lines that are parsed at a time; other threads wait for as long as that takes
+END = 1 << 14  # bytes at the end of a file that a glimpse takes whole: a few lines
+REMEMBERED = 256  # bytes before the place where reading stopped, to notice another file in its place
+STAMP = "time"  # the one column that is text in the file; here seconds since 1970, where no step was timed
+TIMED = "time/step"
+
+
+class Columns:
+    """metrics.jsonl or validation.jsonl. `read` takes what has been added; a half-written last line waits for its rest.
+    A file that became shorter, or has other bytes before the place where reading stopped (a resume cut it back, and it
+    grew again), is read again from its start. Not for several threads at once.
+
+    Example: table = Columns(Path("runs/demo/metrics.jsonl")); table.read(); table["reward/mean"]
+    """
+
+    def __init__(self, path: Path, keep: Callable[[str], bool] = lambda name: True) -> None:
+        """`keep`: which names become columns."""
+        self.path, self.keep = path, keep
+        self.generation = 0  # how often reading began anew
+        self._clear()
+
+    @property
+    def unread(self) -> int:
+        """Bytes that are there and were not taken yet."""
+        try:
+            return max(0, self.path.stat().st_size - self._offset)
+        except OSError:
+            return 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes that were."""
+        return self._offset
+
+    def glimpse(self, lines: int) -> "Columns":
+        """Another table with so many rows from all over the file and its last one, read in a moment. Nothing is
+        remembered here."""
+        found, chosen, last = Columns(self.path, self.keep), [], -1
+        with suppress(OSError), self.path.open("rb") as file:
+            end = max(0, file.seek(0, 2) - END)
+            for place in range(0, end, max(1, end // lines)):
+                file.seek(place)
+                if place:
+                    file.readline()  # the middle of a line
+                if last < file.tell() < end:
+                    last = file.tell()
+                    chosen.append(file.readline())
+            file.seek(end)
+            if end:
+                file.readline()
+            chosen += [line for line in file.readlines() if line.endswith(b"\n")]
+        found._take(chosen)
+        return found
+
+    def _clear(self) -> None:
+        self.rows, self.broken = 0, 0  # broken: lines that are no JSON object with a step, left out
+        self._offset, self._before = 0, b""
+        self._columns: dict[str, np.ndarray] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """In the order of the file, without step and time."""
+        return [name for name in self._columns if name not in ("step", STAMP)]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A value for each row, NaN where there is none; all NaN for a name that the file does not have."""
+        column = self._columns.get(name)
+        return np.full(self.rows, np.nan) if column is None else column[: self.rows]
+
+    def read(self) -> bool:
+        """Take what is new. Whether anything changed; a file that is not there reads as an empty one."""
+        state = (self.generation, self.rows, self.broken)
+        try:
+            with self.path.open("rb") as file:
+                self._read(file)
+        except FileNotFoundError:
+            if self._offset:
+                self._anew()
+        return state != (self.generation, self.rows, self.broken)
+
+    def _anew(self) -> None:
+        self.generation += 1
+        self._clear()
+
+    def _read(self, file: Any) -> None:
+        if self._offset:
+            file.seek(self._offset - len(self._before))
+            if file.read(len(self._before)) != self._before:
+                self._anew()
+        file.seek(self._offset)
+        rest = b""
+        while block := file.read(BLOCK):
+            whole, newline, tail = (rest + block).rpartition(b"\n")
+            rest = tail
+            if newline:
+                self._offset += len(whole) + 1
+                self._before = (whole[-REMEMBERED:] + b"\n")[-REMEMBERED:]
+                self._take(whole.split(b"\n"))
+
+    def _take(self, lines: list[bytes]) -> None:
+        for start in range(0, len(lines), BATCH):
+            batch = lines[start : start + BATCH]
+            records = [record for record in parse(batch) if _has_step(record)]
+            self.broken += len(batch) - len(records)
+            if records:
+                self._add(records)
+
+    def _add(self, records: list[dict[str, Any]]) -> None:
+        first, end = self.rows, self.rows + len(records)
+        for name, values in _transposed(records):
+            if name == STAMP:
+                found = None if TIMED in records[0] else _stamps(values)
+            else:
+                found = _floats(values) if name == "step" or self.keep(name) else None
+            if found is not None:
+                self._room(name, end)[first:end] = found
+        self.rows = end
+
+    def _room(self, name: str, rows: int) -> np.ndarray:
+        """The column with place for so many rows; what is not set is NaN."""
+        column = self._columns.get(name)
+        if column is None or len(column) < rows:
+            larger = np.full(max(1024, 2 * rows if column is not None else rows), np.nan)
+            if column is not None:
+                larger[: len(column)] = column
+            self._columns[name] = column = larger
+        return column
+
+
+def parse(lines: Sequence[bytes]) -> list[Any]:
+    """The value of each line; a line that is no JSON is left out. Two broken lines must not heal each other."""
+    if all(line[:1] == b"{" and line.rstrip()[-1:] == b"}" for line in lines):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(b"[" + b",".join(lines) + b"]")  # one call: the names are made into text once
+            if len(found) == len(lines):
+                return found
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return found
+
+
+def _has_step(record: Any) -> bool:
+    return isinstance(record, dict) and type(record.get("step")) in (int, float)
+
+
+def _transposed(records: list[dict[str, Any]]) -> Iterable[tuple[str, Sequence[Any]]]:
+    names = tuple(records[0])
+    if all(tuple(record) == names for record in records):
+        return zip(names, zip(*(record.values() for record in records), strict=True), strict=True)
+    every = dict.fromkeys(name for record in records for name in record)
+    return ((name, [record.get(name) for record in records]) for name in every)
+
+
+def _floats(values: Sequence[Any]) -> np.ndarray | None:
+    """None for a column without a number: text, lists, nothing but null."""
+    if type(values[0]) in (int, float):
+        with suppress(TypeError, OverflowError):
+            return np.frombuffer(array("d", values))  # by far the fastest way; it takes numbers alone
+    kinds = set(map(type, values))
+    if not kinds & {int, float}:
+        return None
+    if kinds <= {int, float, type(None)}:
+        with suppress(OverflowError):
+            return np.array(values, dtype=np.float64)
+    return np.array([_float(value) for value in values])
+
+
+def _float(value: Any) -> float:
+    with suppress(OverflowError):
+        return float(value) if type(value) in (int, float) else np.nan
+    return np.nan
+
+
+def _stamps(values: Sequence[Any]) -> np.ndarray:
+    return np.array([_stamp(value) for value in values])
+
+
+def _stamp(value: Any) -> float:
+    with suppress(ValueError, OverflowError, OSError):
+        return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else np.nan
+    return np.nan

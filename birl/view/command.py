@@ -1,0 +1,110 @@
+"""`birl view`: start the server, say where it is, open a browser, wait for Ctrl-C."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from birl.errors import BirlError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from birl.view.folders import Runs
+
+PORT = 8311
+NEXT = 20  # further ports that are tried where the first is taken
+USAGE = (
+    "Usage: birl view [RUN ...] [--port N] [--no-browser]\n\n"
+    "A live page of runs on this machine: curves, comparison, rollouts, timeline. RUN is the folder of a run, or a\n"
+    "folder of runs (default: runs). It is for this machine only (127.0.0.1), reads and never writes, and shows runs\n"
+    f"that are going on. --port: {PORT} or the next one that is free. Ctrl-C ends it; runs are not touched."
+)
+
+
+def run(words: list[str]) -> int:
+    roots, port, opens = _words(words)
+    from birl.view.folders import Runs
+
+    if not roots and not Path("runs").is_dir():
+        raise BirlError("There is no folder runs here. Name a run or a folder of runs: `birl view FOLDER`.")
+    runs = Runs([Path(root) for root in roots or ["runs"]])
+    listener = listen(port)
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/" + _start(runs, named=bool(roots))
+    print(f"birl view: {url}\n{_counted(len(runs))}. Ctrl-C ends it.", flush=True)
+    if opens and _has_screen():
+        threading.Timer(0.3, webbrowser.open, (url,)).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        server(runs, listener).run([listener])
+    return 0
+
+
+def server(runs: "Runs", listener: socket.socket) -> "uvicorn.Server":
+    """The server of the page, not started: `.run([listener])` blocks until a signal."""
+    import uvicorn
+
+    from birl.view.server import app
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app(runs, listener.getsockname()[1]), http="h11", ws="none", lifespan="off", log_level="warning",
+            access_log=False, server_header=False, timeout_graceful_shutdown=1,
+        )
+    )  # fmt: skip
+
+
+def listen(port: int | None) -> socket.socket:
+    """A socket on the loopback. `port` None: 8311 or the next that is free; 0: any."""
+    wanted = [port] if port is not None else range(PORT, PORT + NEXT)
+    for number in wanted:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", number))
+            listener.listen(128)
+            return listener
+        except OSError as problem:
+            listener.close()
+            reason = problem.strerror or str(problem)
+    if port is not None:
+        raise BirlError(f"--port {port} cannot be used ({reason}). Choose another, or leave --port out.")
+    raise BirlError(f"The ports {PORT} to {PORT + NEXT - 1} are all taken. Name a free one with --port N.")
+
+
+def _words(words: list[str]) -> tuple[list[str], int | None, bool]:
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--port=") else [word])]
+    port = None
+    if "--port" in words:
+        place = words.index("--port")
+        number = "".join(words[place + 1 : place + 2])
+        if not number.isascii() or not number.isdigit() or int(number) > 65535:
+            raise BirlError("--port takes a number up to 65535, as in `birl view --port 8311`")
+        port, words = int(number), words[:place] + words[place + 2 :]
+    opens, roots = "--no-browser" not in words, [word for word in words if word != "--no-browser"]
+    for word in roots:
+        if word.startswith("-"):
+            raise BirlError(f"{word}: `birl view` has --port N and --no-browser")
+        if "=" in word and not Path(word).exists():
+            raise BirlError(f"{word}: `birl view` takes folders, as in `birl view runs/demo`")
+    return roots, port, opens
+
+
+def _start(runs: "Runs", named: bool) -> str:
+    """The view to begin with: the curves of runs that were named, else the list."""
+    found = list(runs)
+    if named and 0 < len(found) <= 8:
+        return "#/curves?" + "&".join(f"run={run.id}" for run in found)
+    return ""
+
+
+def _counted(number: int) -> str:
+    return "No runs yet: the page will show them" if not number else f"{number} run{'s' * (number != 1)}"
+
+
+def _has_screen() -> bool:
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,335 @@
+"""The index of rollouts.jsonl: where each episode is in the file, and what it is filtered and sorted by.
+
+The file is read once, on from where the last look ended: numbers go into one numpy array (about 100 bytes an episode),
+texts and tokens stay in the file. A half-written last line waits. A broken line is counted and passed over. Where the
+file became shorter, because a resumed run cut it back, the rows behind its end go.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from math import inf, nan
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from birl.errors import BirlError
+from birl.types import Outcome
+from birl.view import flags, kept
+
+ROW = np.dtype(
+    [
+        ("at", "<i8"),  # where its line begins [bytes]
+        ("size", "<i8"),  # of the line, with its end
+        ("head", "<i4"),  # up to the tokens
+        ("step", "<i4"),
+        ("group", "<i4"),
+        ("episode", "<i4"),
+        ("turns", "<i4"),
+        ("tokens", "<i4"),  # that the model said
+        ("prompt", "<i4"),  # tokens before the first of them
+        ("reward", "<f8"),
+        ("score", "<f8"),
+        ("advantage", "<f8"),
+        ("outcome", "u1"),  # place in OUTCOMES
+        ("flags", "u1"),  # bits, in the order of flags.NAMES
+        ("source", "<i4"),  # place in `sources`
+        ("task", "<i4"),  # place in `tasks`
+        ("key", "<i8"),  # equal where the answers are the same
+    ]
+)
+OUTCOMES = (*map(str, Outcome), "unknown")
+BLOCK = 1 << 22  # bytes read at once
+WINDOW = 1024  # earlier answers that a length is compared with
+NAMED = 20  # broken lines that are named
+TOKENS = b',"samples":['  # the writer puts tokens last; inside a text the quotes would be escaped
+BITS = {name: 1 << place for place, name in enumerate(flags.NAMES)}
+BROKEN = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # what reading a line raises
+SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that an answer has by itself
+
+
+class Episodes:
+    """Everything that is known of a run's episodes without reading the file again. `rows` [N] of type ROW.
+
+    `begun` counts how often rows were taken back: whoever remembers row numbers begins anew when it changes.
+    `broken`: what was wrong with the first broken lines, by line number; `skipped`: how many there are.
+
+    Example: episodes = Episodes(Path("runs/demo/rollouts.jsonl")); episodes.read_on(); episodes.rows["reward"].mean()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock, self.begun = Path(path), threading.RLock(), 0
+        self._empty()
+        self._kept = -1  # rows of the index in the cache; -1: not looked yet
+
+    def _empty(self) -> None:
+        self._rows, self.count = np.zeros(1024, ROW), 0
+        self.tasks: list[str] = []
+        self.sources: list[str] = []
+        self._task_places: dict[str, int] = {}
+        self._source_places: dict[str, int] = {}
+        self.read, self.lines, self.size = 0, 0, 0  # bytes and lines that are indexed, bytes that there are
+        self.skipped, self.broken = 0, dict[int, str]()
+        self._mark = b""  # of the last row
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self._rows[: self.count]
+
+    def read_on(self, seconds: float = inf) -> bool:
+        """Index what is new, for about so many seconds; False where more is left. Raises `BirlError` where there is no
+        such file."""
+        until = time.monotonic() + seconds
+        with self.lock, self._open() as file:
+            self.size = file.seek(0, 2)
+            if self._kept < 0:
+                self._recall(file)
+            self._take_back(file)
+            while self._block(file):
+                if time.monotonic() > until:
+                    return False
+            if self.count - self._kept >= kept.WORTH:
+                kept.save(self)
+                self._kept = self.count
+            return True
+
+    def _recall(self, file: BinaryIO) -> None:
+        """Go on from the index in the cache, where it is of this very file."""
+        self._kept = 0
+        if not kept.load(self, ROW):
+            return
+        if self.read <= self.size and all(self._as_it_was(file, row) for row in (0, self.count // 2, self.count - 1)):
+            self._kept, self._mark = self.count, self._head(file, self.count - 1)
+        else:
+            self._empty()
+
+    def take(self, rows: np.ndarray, about: Mapping[str, Any]) -> None:
+        """An index that was made before: its rows, and the other things that `kept.NAMES` names."""
+        self._rows, self.count = rows, len(rows)
+        for name, value in about.items():
+            if name in kept.NAMES:
+                setattr(self, name, value)
+        self._task_places = {name: n for n, name in enumerate(self.tasks)}
+        self._source_places = {name: n for n, name in enumerate(self.sources)}
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise BirlError(
+                f"{self.path}: {error.strerror or error}. `birl rl` writes it unless track.rollouts=false; the other "
+                "commands have no rollouts."
+            ) from error
+
+    def _take_back(self, file: BinaryIO) -> None:
+        """Rows that are not in the file any more. What was cut back and has grown again is seen by its last row."""
+        if self.size < self.read:
+            ends = self.rows["at"] + self.rows["size"]
+            kept = int(np.searchsorted(ends, self.size, side="right"))
+            if kept and not self._as_it_was(file, kept - 1):
+                kept = 0  # not cut back but written anew
+            if not kept:
+                self._empty()
+            else:
+                self.read, self._mark = int(ends[kept - 1]), self._head(file, kept - 1)
+                self.lines -= self.count - kept  # broken lines behind the cut stay counted
+            self.count, self.begun = kept, self.begun + 1
+            self.size = file.seek(0, 2)
+        elif self._mark and self._head(file, self.count - 1) != self._mark:
+            self._empty()
+            self.size, self.begun = file.seek(0, 2), self.begun + 1
+
+    def _as_it_was(self, file: BinaryIO, row: int) -> bool:
+        """Does the file still say there what the index says?"""
+        at, size = int(self._rows[row]["at"]), int(self._rows[row]["size"])
+        file.seek(at)
+        line, old = file.read(size), self._rows[row].copy()
+        try:
+            new = np.array([self._row(line[:-1], at)], ROW)[0]
+        except BROKEN:
+            return False
+        old["flags"] = new["flags"]  # some need other rows
+        return line.endswith(b"\n") and old.tobytes() == new.tobytes()
+
+    def _head(self, file: BinaryIO, row: int) -> bytes:
+        file.seek(int(self._rows[row]["at"]))
+        return file.read(int(self._rows[row]["head"]))
+
+    def _block(self, file: BinaryIO) -> bool:
+        """Index some whole lines; False where there are none."""
+        file.seek(self.read)
+        data = file.read(BLOCK)
+        while (end := data.rfind(b"\n") + 1) == 0:
+            if not (more := file.read(BLOCK)):
+                return False
+            data += more
+        first, found, at = self.count, list[tuple[Any, ...]](), self.read
+        for line in data[:end].split(b"\n")[:-1]:
+            self.lines += 1
+            try:
+                found.append(self._row(line, at))
+            except BROKEN as error:
+                self.skipped += 1
+                if len(self.broken) < NAMED:
+                    self.broken[self.lines] = f"{type(error).__name__}: {error}"[:200]
+            at += len(line) + 1
+        self.read = at
+        self._append(found)
+        if self.count > first:
+            self._compare(first)
+            self._mark = self._head(file, self.count - 1)
+        return True
+
+    def _row(self, line: bytes, at: int) -> tuple[Any, ...]:
+        cut = line.find(TOKENS) if line.endswith((b"}]}", b"[]}")) else -1
+        head = len(line) if cut < 0 else cut
+        record = json.loads(line) if cut < 0 else json.loads(line[:cut] + b"}")
+        tokens, prompt = _lengths(record, line, cut)
+        score = number(record.get("score"))
+        text = flags.plain(str(record.get("text") or ""))
+        answer = record.get("answer")
+        bits = sum(BITS[name] for name, _ in alone(text, answer, score))
+        outcome = record.get("outcome")
+        return (
+            *(at, len(line) + 1, head, _whole(record["step"]), _whole(record.get("group", -1))),
+            *(_whole(record.get("episode", -1)), max(len(record.get("turns") or ()), 1), tokens, prompt),
+            *(number(record.get("reward")), score, number(record.get("advantage"))),
+            *(OUTCOMES.index(outcome) if outcome in OUTCOMES else len(OUTCOMES) - 1, bits),
+            _place(str(record.get("source") or ""), self.sources, self._source_places),
+            _place(str(record.get("task") or ""), self.tasks, self._task_places),
+            flags.key(text),
+        )
+
+    def _append(self, found: list[tuple[Any, ...]]) -> None:
+        new = self.count + len(found)
+        if new > len(self._rows):
+            rows = np.zeros(max(new, 2 * len(self._rows)), ROW)
+            rows[: self.count] = self.rows
+            self._rows = rows
+        self._rows[self.count : new] = np.array(found, ROW)
+        self.count = new
+
+    def _compare(self, first: int) -> None:
+        """The flags that need other episodes, for the rows from `first` on."""
+        rows = self.rows
+        for start, end in _runs(rows["step"][first:], first):
+            limit = flags.BLOWUP * self.usual(start)
+            new = rows[start:end]
+            long = (new["tokens"] > limit) & (new["tokens"] >= flags.BLOWUP_FROM)
+            new["flags"][long] |= BITS["length"]
+        while first > 0 and rows[first - 1]["group"] == rows[first]["group"]:
+            first -= 1  # a group that was read in two pieces
+        new = rows[first:]
+        remarkable = np.flatnonzero(new["key"])
+        triples = np.stack([new[n][remarkable] for n in ("step", "group", "key")], axis=1)
+        _, place, counts = np.unique(triples, axis=0, return_inverse=True, return_counts=True)
+        new["flags"][remarkable[counts[place.reshape(-1)] > 1]] |= BITS["duplicate"]
+
+    def usual(self, row: int) -> float:
+        """Tokens that 95 of 100 of the answers before this row's step needed at most; NaN where there are too few."""
+        steps = self.rows["step"]
+        first = max(row - 8 * WINDOW, 0)
+        others = np.flatnonzero(steps[first:row] != steps[row])
+        start = first + int(others[-1]) + 1 if len(others) else first
+        past = self.rows["tokens"][max(start - WINDOW, 0) : start]
+        return float(np.quantile(past, 0.95)) if len(past) >= flags.PAST else nan
+
+    def line(self, row: int) -> bytes:
+        """The row's line as it is in the file, with its end. Raises `BirlError`."""
+        return self._bytes(row, "size")
+
+    def record(self, row: int) -> dict[str, Any]:
+        """All of it, tokens included. Raises `BirlError`."""
+        return self._parsed(row, self.line(row))
+
+    def head(self, row: int) -> dict[str, Any]:
+        """The row without tokens, which are most of it. Raises `BirlError`."""
+        data = self._bytes(row, "head")
+        alone = self._rows[row]["head"] + 1 >= self._rows[row]["size"]  # the line has no tokens
+        return self._parsed(row, data if alone else data + b"}")
+
+    def _bytes(self, row: int, what: str) -> bytes:
+        if not 0 <= row < self.count:
+            raise BirlError(f"{self.path}: there is no row {row}; there are {self.count}, counted from 0.")
+        with self._open() as file:
+            file.seek(int(self._rows[row]["at"]))
+            return file.read(int(self._rows[row][what]))
+
+    def _parsed(self, row: int, data: bytes) -> dict[str, Any]:
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise BirlError(f"{self.path}: row {row} is not what it was ({error}). Load the page again.") from error
+
+    def group(self, row: int) -> list[int]:
+        """All rows of this row's group."""
+        rows, own = self.rows, self._rows[row]
+        return [int(n) for n in np.flatnonzero((rows["step"] == own["step"]) & (rows["group"] == own["group"]))]
+
+    def reasons(self, row: int, head: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Name and reason of each flag of a row."""
+        own = self._rows[row]
+        text = flags.plain(str(head.get("text") or ""))
+        found = alone(text, head.get("answer"), number(head.get("score")))
+        if own["flags"] & BITS["length"]:
+            found.append(("length", flags.length_blowup(int(own["tokens"]), self.usual(row))))
+        if own["flags"] & BITS["duplicate"]:
+            group = self.group(row)
+            found.append(("duplicate", flags.duplicates(self.rows["key"][group].tolist())[group.index(row)]))
+        return sorted(found, key=lambda flag: flags.NAMES.index(flag[0]))
+
+
+def alone(text: str, answer: Any, score: float) -> list[tuple[str, str]]:
+    """Flags that an answer has by itself; `text` without the tokens that end it."""
+    reasons = (
+        flags.repetition(text),
+        flags.format_gaming(text),
+        flags.unbacked(text, answer if isinstance(answer, str) else None, score),
+        flags.script_switch(text),
+    )
+    return [(name, reason) for name, reason in zip(SAID_ALONE, reasons, strict=True) if reason]
+
+
+def number(value: Any) -> float:
+    """NaN for what is none: a failed episode has no reward."""
+    return float(value) if isinstance(value, int | float) else nan
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or not -(2**31) <= value < 2**31:
+        raise ValueError(f"{value!r:.40} is no whole number")
+    return value
+
+
+def _place(name: str, names: list[str], places: dict[str, int]) -> int:
+    if name not in places:
+        places[name] = len(names)
+        names.append(name)
+    return places[name]
+
+
+def _lengths(record: Mapping[str, Any], line: bytes, cut: int) -> tuple[int, int]:
+    """Tokens that the model said, and tokens before the first of them; counted in the bytes where that is possible."""
+    total, prompt, place = 0, -1, cut
+    while cut >= 0 and (place := line.find(b'"mask":[', place)) >= 0:
+        start, place = place + 8, line.find(b"]", place)
+        mask = line[start:place]
+        if mask.translate(None, b"01,"):
+            return _counted(json.loads(line).get("samples") or ())
+        total += mask.count(b"1")
+        prompt = mask.find(b"1") // 2 if prompt < 0 else prompt
+    return (total, max(prompt, 0)) if cut >= 0 else _counted(record.get("samples") or ())
+
+
+def _counted(samples: Any) -> tuple[int, int]:
+    masks = [list(map(bool, s["mask"])) for s in samples]
+    prompt = masks[0].index(True) if masks and True in masks[0] else 0
+    return sum(map(sum, masks)), prompt
+
+
+def _runs(values: np.ndarray, first: int) -> list[tuple[int, int]]:
+    """Where equal neighbours begin and end, counted from `first`."""
+    cuts = (np.flatnonzero(values[1:] != values[:-1]) + 1 + first).tolist()
+    return list(zip([first, *cuts], [*cuts, first + len(values)], strict=True))

@@ -1,0 +1,65 @@
+"""Rows of a search as JSONL (the very lines of rollouts.jsonl) or as CSV for a spreadsheet, piece by piece."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from math import isnan
+
+from birl.errors import BirlError
+from birl.track.visible import visible
+from birl.view.episodes import OUTCOMES, Episodes
+
+FORMATS = ("jsonl", "csv")
+COLUMNS = (
+    *("row", "step", "group", "episode", "task", "source", "answer", "outcome", "detail", "reward", "score"),
+    *("advantage", "prompt_tokens", "tokens", "turns", "flags", "parts", "text"),
+)
+#: a spreadsheet computes cells that begin so; the last four are the wide forms of = + - @
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+
+
+def lines(episodes: Episodes, rows: Iterable[int], form: str) -> Iterator[bytes]:
+    """The file, line by line. Raises `BirlError` for another format than those of FORMATS."""
+    if form not in FORMATS:
+        raise BirlError(f"export to {form or 'nothing'}: the formats are {' and '.join(FORMATS)}.")
+    return _jsonl(episodes, rows) if form == "jsonl" else _csv(episodes, rows)
+
+
+def _jsonl(episodes: Episodes, rows: Iterable[int]) -> Iterator[bytes]:
+    for row in rows:
+        yield episodes.line(row)
+
+
+def _csv(episodes: Episodes, rows: Iterable[int]) -> Iterator[bytes]:
+    yield _written(COLUMNS)
+    for row in rows:
+        yield _written(cells(episodes, row))
+
+
+def cells(episodes: Episodes, row: int) -> list[object]:
+    """One row as COLUMNS names it; numbers as numbers, text such that no spreadsheet computes with it."""
+    head, known = episodes.head(row), episodes.rows[row]
+    parts = json.dumps(head.get("parts") or {}, ensure_ascii=False)
+    named = [name for name, _ in episodes.reasons(row, head)]
+    figures = ["" if isnan(known[name]) else repr(float(known[name])) for name in ("reward", "score", "advantage")]
+    texts = [_safe(str(head.get(name) or "")) for name in ("task", "source", "answer")]
+    return [
+        *(row, int(known["step"]), int(known["group"]), int(known["episode"]), *texts, OUTCOMES[known["outcome"]]),
+        *(_safe(str(head.get("detail") or "")), *figures),
+        *(int(known["prompt"]), int(known["tokens"]), int(known["turns"]), " ".join(named), _safe(parts)),
+        _safe(str(head.get("text") or "")),
+    ]
+
+
+def _safe(text: str) -> str:
+    """Control characters are spelled out, and an apostrophe stands before what would be a formula."""
+    text = visible(text)
+    return f"'{text}" if text.lstrip(" ").startswith(FORMULA) else text
+
+
+def _written(values: Iterable[object]) -> bytes:
+    """Every cell in quotes: a program that separates cells elsewhere finds no formula behind a semicolon."""
+    line = io.StringIO()
+    csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="\r\n").writerow(values)
+    return line.getvalue().encode("utf-8", "replace")

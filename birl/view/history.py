@@ -1,0 +1,181 @@
+"""What runs have measured, in memory: the steps and the validations of each, read on while it goes on."""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import QueryParams
+
+from birl.errors import BirlError
+from birl.track.progress import headline, validation_name
+from birl.view.columns import STAMP, Columns
+from birl.view.curve import sampled, span
+from birl.view.folders import Run, Runs
+from birl.view.identity import family
+
+AXES = ("step", "time", "tokens")
+LARGE = 1 << 23  # bytes; what is longer is read in the background, and shown by a glimpse until then
+GLIMPSE = 1000  # rows of it
+LATER = 0.5  # s; the page gets its first curves before reading takes the processor
+_READER = threading.Lock()  # one long file after the other
+
+
+class History:
+    """What a run has measured so far, in memory; `update` reads on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.lock = run, threading.RLock()
+        self._whole = Columns(run.folder / "metrics.jsonl")
+        self._glimpse: Columns | None = None
+        self._begun = 0  # bytes that were there when reading in the background began
+        self.validations = Columns(run.folder / "validation.jsonl", keep=lambda name: name.startswith("validation/"))
+        self._axes: dict[str, np.ndarray] = {}
+
+    @property
+    def steps(self) -> Columns:
+        """The rows of metrics.jsonl; while a long file is being read, some from all over it."""
+        return self._glimpse or self._whole
+
+    @property
+    def read(self) -> float:
+        """Which share of metrics.jsonl has been read; 1 but for a long file at first."""
+        return 1.0 if self._glimpse is None else min(0.99, self._whole.taken / self._begun)
+
+    def update(self) -> None:
+        with self.lock:
+            changed = self.validations.read()
+            if self._glimpse is None:
+                if (unread := self._whole.unread) > LARGE:
+                    self._begin(unread)
+                changed |= self._whole.read() if self._glimpse is None else True
+            if changed:
+                self._axes = {}
+
+    def _begin(self, unread: int) -> None:
+        self._begun, self._glimpse = self._whole.taken + unread, self._whole.glimpse(GLIMPSE)
+        threading.Thread(target=self._read_all, daemon=True).start()
+
+    def _read_all(self) -> None:
+        time.sleep(LATER)
+        try:
+            with _READER:
+                self._whole.read()
+        finally:
+            with self.lock:
+                self._glimpse, self._axes = None, {}
+
+    @property
+    def version(self) -> str:
+        """Another text when anything was added or read again."""
+        tables = "-".join(f"{t.generation}.{t.rows}.{t.broken}" for t in (self.steps, self.validations))
+        return tables if self._glimpse is None else f"{tables}~{self.read:.2f}"
+
+    @property
+    def names(self) -> list[str]:
+        own = self.steps.names
+        return [*own, *(name for name in self.validations.names if name not in set(own))]
+
+    def table(self, name: str) -> Columns:
+        return self.validations if name in self.validations.names else self.steps
+
+    def axis(self, table: Columns, kind: str) -> np.ndarray:
+        """Where each row of a table is on the x-axis: its step; seconds of training since the run began; tokens
+        sampled, or trained on where nothing is sampled, since then."""
+        if kind == "step":
+            return table["step"]
+        if kind not in self._axes:
+            self._axes[kind] = self._seconds() if kind == "time" else self._tokens()
+        if table is self.steps:
+            return self._axes[kind]
+        return _at_steps(table["step"], self.steps["step"], self._axes[kind])
+
+    def _seconds(self) -> np.ndarray:
+        taken = self.steps["time/step"]
+        if np.isfinite(taken).any():
+            return self._summed(taken)
+        stamps = self.steps[STAMP]
+        known = stamps[np.isfinite(stamps)]
+        return stamps - known[0] if len(known) else stamps
+
+    def _tokens(self) -> np.ndarray:
+        for name in ("tokens/generated", "tokens/trained"):
+            if name in self.steps.names:
+                return self._summed(self.steps[name])
+        return np.full(self.steps.rows, np.nan)
+
+    def _summed(self, values: np.ndarray) -> np.ndarray:
+        """The sum so far; a row stands for the steps before it that are not there, too."""
+        steps = self.steps["step"]
+        return np.cumsum(np.nan_to_num(values) * np.maximum(np.diff(steps, prepend=steps[:1] - 1), 0))
+
+    def span(self, kind: str) -> tuple[float, float] | None:
+        """Where the x-axis begins and ends; None where nothing is on it."""
+        found = [r for table in (self.steps, self.validations) if (r := span(self.axis(table, kind)))]
+        return (min(low for low, _ in found), max(high for _, high in found)) if found else None
+
+    def about(self) -> dict[str, Any]:
+        config, names = self.run.config, self.names
+        return {
+            "id": self.run.id,
+            "name": self.run.name,
+            "running": self.run.running,
+            "state": self.run.state,
+            "problem": self.run.problem,
+            "seed": config.get("seed"),
+            "family": family(self.run.id, config),
+            "read": self.read,
+            "rows": self.steps.rows,
+            "broken": self.steps.broken + self.validations.broken,
+            "names": names,
+            "headline": headline(names) if names else "",
+            "validation": validation_name(dict.fromkeys(self.validations.names, 0.0)),
+            "span": {kind: self.span(kind) for kind in AXES},
+        }
+
+    def curve(self, name: str, kind: str, low: float, high: float, width: int) -> dict[str, np.ndarray]:
+        table = self.table(name)
+        return sampled(self.axis(table, kind), table[name], low=low, high=high, width=width)
+
+    def values(self, kind: str, at: float) -> dict[str, Any]:
+        """All figures, with all digits, of the row nearest to `at`, and of the nearest validation."""
+        found: dict[str, Any] = {"step": None, "x": None, "values": {}, "validation_step": None}
+        for table, step in ((self.validations, "validation_step"), (self.steps, "step")):
+            x = self.axis(table, kind)
+            if not np.isfinite(x).any():
+                continue
+            row = int(np.nanargmin(np.abs(x - at)))
+            found[step] = table["step"][row]
+            found["values"] |= {name: table[name][row] for name in table.names}
+            if table is self.steps:
+                found["x"] = x[row]
+        return found
+
+
+class Index:
+    """The histories of all runs that were asked for."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs, self._lock = runs, threading.Lock()
+        self._histories: dict[str, History] = {}
+
+    def asked(self, query: QueryParams) -> list[History]:
+        """Those of `run=...&run=...`, up to date. Raises `BirlError`."""
+        wanted = list(dict.fromkeys(query.getlist("run")))
+        if not wanted:
+            raise BirlError("No run was chosen. Choose one or more from the list of runs.")
+        return [self.of(self.runs[one]) for one in wanted]
+
+    def of(self, run: Run) -> History:
+        with self._lock:
+            history = self._histories.setdefault(run.id, History(run))
+        history.update()
+        return history
+
+
+def _at_steps(steps: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The value that the table had reached at each step; 0 before its first row."""
+    if not len(known):
+        return np.where(steps == 0, 0.0, np.nan)
+    place = np.searchsorted(known, steps, "right") - 1
+    return np.where(place < 0, 0.0, values[np.maximum(place, 0)])

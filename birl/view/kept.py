@@ -1,0 +1,63 @@
+"""The index of a large rollouts.jsonl, kept in the user's cache (never in the run folder), so that the second opening
+reads only what is new. Whatever is wrong with a kept index, it is only not used."""
+
+import hashlib
+import json
+import os
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from birl.cache import cache_folder
+
+if TYPE_CHECKING:
+    from birl.view.episodes import Episodes
+
+MADE_BY = 1  # another number where rows mean something else: a column, a detector or its limits has changed
+WORTH = 20_000  # rows that take about a second to read
+FILES = 16  # the newest of them stay
+NAMES = ("tasks", "sources", "broken", "lines", "skipped", "read")
+
+
+def place(path: Path) -> Path:
+    return cache_folder("rollouts") / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]}.npz"
+
+
+def save(episodes: "Episodes") -> None:
+    """Old content or new content; a cache that cannot be written is none."""
+    target = place(episodes.path)
+    about = {name: getattr(episodes, name) for name in NAMES} | {"made_by": MADE_BY}
+    part = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+            np.savez(file, rows=episodes.rows, about=text, dtype=_shape(episodes.rows.dtype))
+        os.replace(part, target)
+        old = sorted(target.parent.glob("*.npz"), key=lambda file: file.stat().st_mtime)[:-FILES]
+        for file in old:
+            file.unlink()
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+
+
+def load(episodes: "Episodes", dtype: np.dtype) -> bool:
+    """Take the kept index over, if there is one that fits; the caller compares it with the file."""
+    try:
+        with np.load(place(episodes.path), allow_pickle=False) as found:
+            about = json.loads(found["about"].tobytes())
+            if about["made_by"] != MADE_BY or found["dtype"].tobytes() != _shape(dtype).tobytes():
+                return False
+            rows = found["rows"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return False
+    episodes.take(rows, {**about, "broken": {int(line): why for line, why in about["broken"].items()}})
+    return True
+
+
+def _shape(dtype: np.dtype) -> np.ndarray:
+    return np.frombuffer(repr(dtype.descr).encode(), np.uint8)

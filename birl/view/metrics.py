@@ -1,0 +1,86 @@
+"""What the page asks about the figures of runs: which there are, their curves, exact values, and runs side by side."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from birl.errors import BirlError
+from birl.view.answer import Answer
+from birl.view.comparison import differences, figures
+from birl.view.folders import Runs
+from birl.view.history import AXES, History, Index
+
+WIDTH = (10, 4000)  # columns of pixels in a chart
+
+
+def routes(runs: Runs) -> list[Route]:
+    index = Index(runs)
+
+    def metrics(request: Request) -> Response:
+        return Answer({"runs": [_locked(h, History.about) for h in index.asked(request.query_params)]})
+
+    def curves(request: Request) -> Response:
+        return Answer(_curves(index.asked(request.query_params), request.query_params))
+
+    def values(request: Request) -> Response:
+        at, axis = _number(request.query_params, "at"), _axis(request.query_params)
+        asked = index.asked(request.query_params)
+        return Answer({"runs": {h.run.id: _locked(h, History.values, axis, at) for h in asked}})
+
+    def compare(request: Request) -> Response:
+        asked = index.asked(request.query_params)
+        own = [{"id": h.run.id, "name": h.run.name, "state": h.run.state, "problem": h.run.problem} for h in asked]
+        return Answer({"runs": own, "keys": differences([h.run for h in asked]), "figures": figures(asked)})
+
+    served = {"metrics": metrics, "curves": curves, "values": values, "compare": compare}
+    return [Route(f"/api/{name}", answer, methods=["GET"]) for name, answer in served.items()]
+
+
+def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
+    """The asked metrics of the asked runs, unless nothing is newer than what the page knows."""
+    version = " ".join(history.version for history in histories)
+    answer = {
+        "version": version,
+        "running": {history.run.id: history.run.running for history in histories},
+        "read": min(history.read for history in histories),
+    }
+    if query.get("known") == version:
+        return {**answer, "unchanged": True}
+    kind, wanted = _axis(query), query.getlist("metric")
+    width = int(min(max(_number(query, "width", 600), WIDTH[0]), WIDTH[1]))
+    spans = [found for history in histories if (found := _locked(history, History.span, kind))]
+    whole = (min(r[0] for r in spans), max(r[1] for r in spans)) if spans else (0.0, 1.0)
+    low, high = _number(query, "from", whole[0]), _number(query, "to", whole[1])
+    found = {}
+    for history in histories:
+        names = set(history.names)
+        with history.lock:
+            found[history.run.id] = {n: history.curve(n, kind, low, high, width) for n in wanted if n in names}
+    return {**answer, "span": whole, "curves": found}
+
+
+def _locked(history: History, act: Callable[..., Any], *words: Any) -> Any:
+    """Requests come in several threads, and another one may be reading on."""
+    with history.lock:
+        return act(history, *words)
+
+
+def _axis(query: QueryParams) -> str:
+    kind = query.get("x", "step")
+    if kind not in AXES:
+        raise BirlError(f"x={kind}: the axis is one of {', '.join(AXES)}.")
+    return kind
+
+
+def _number(query: Mapping[str, str], key: str, default: float = 0.0) -> float:
+    with suppress(ValueError):
+        value = float(query.get(key) or default)
+        if np.isfinite(value):
+            return value
+    raise BirlError(f"{key}={query.get(key)}: a number is needed.")

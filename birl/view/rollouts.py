@@ -1,0 +1,190 @@
+"""What the page asks about rollouts: the list of a search, one episode, its group, its pictures, an export.
+
+An index that is not there yet, and a search through text, go on a little with every question: the answer says how far
+they are, and the page asks again until they are done.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from birl.errors import BirlError
+from birl.track.visible import visible
+from birl.view import flags
+from birl.view.answer import Answer
+from birl.view.episodes import BITS, Episodes
+from birl.view.export import FORMATS, lines
+from birl.view.folders import Run, Runs
+from birl.view.search import Query, Search
+from birl.view.tokens import Vocabulary
+from birl.view.trajectory import group, picture, summary, trajectory
+
+PATIENCE = 0.4  # seconds that one question works on the index, and on the search
+PAGE = 200  # most rows of one answer
+BINS = 120  # most bars of the chart of flags
+SEARCHES = 8  # searches that are remembered
+BEGINNING = 240  # characters of an answer in the list
+NONE = "This run has no rollouts.jsonl: `birl rl` writes it unless track.rollouts=false, the other commands have none."
+TYPES = {"jsonl": "application/x-ndjson", "csv": "text/csv; charset=utf-8"}
+
+
+class Inspector:
+    """What is remembered of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.episodes = Episodes(run.folder / "rollouts.jsonl")
+        self.vocabulary = Vocabulary(run.folder / "model")
+        self.searches: OrderedDict[str, Search] = OrderedDict()
+
+    def search(self, text: str, patience: float) -> tuple[Search, bool]:
+        """The search as far as it is, and whether that is all. Raises `BirlError`."""
+        query = Query.parse(text)
+        whole = self.episodes.read_on(patience)
+        found = self.searches.pop(str(query), None) or Search(episodes=self.episodes, query=query)
+        self.searches[str(query)] = found
+        while len(self.searches) > SEARCHES:
+            self.searches.popitem(last=False)
+        return found, found.go_on(patience) and whole
+
+
+def routes(runs: Runs) -> list[Route]:
+    known: dict[str, Inspector] = {}
+    lock = threading.Lock()
+
+    def inspector(request: Request) -> Inspector:
+        run = runs[_asked(request, "run")]
+        with lock:
+            if run.id not in known or known[run.id].run.folder != run.folder:
+                known[run.id] = Inspector(run)
+            return known[run.id]
+
+    def route(path: str, answer: Callable[[Inspector, Request], Response]) -> Route:
+        def endpoint(request: Request) -> Response:  # not async: starlette calls it in a thread
+            of = inspector(request)
+            with of.episodes.lock:
+                return answer(of, request)
+
+        return Route(f"/api/rollouts{path}", endpoint, methods=["GET"])
+
+    return [
+        route("", _list),
+        route("/one", _one),
+        route("/group", _group),
+        route("/picture", _picture),
+        route("/export", _export),
+    ]
+
+
+def _list(of: Inspector, request: Request) -> Response:
+    if not of.episodes.path.exists():
+        return Answer({"run": of.run.name, "missing": NONE, "running": of.run.running})
+    search, done = of.search(request.query_params.get("q", ""), PATIENCE)
+    rows = search.rows
+    offset = min(_number(request, "offset", 0), len(rows))
+    page = rows[offset : offset + min(_number(request, "limit", PAGE), PAGE)]
+    episodes = of.episodes
+    return Answer(
+        {
+            "run": of.run.name,
+            "query": str(search.query),
+            "total": len(rows),
+            "rows": [listed(episodes, int(row)) for row in page],
+            "offset": offset,
+            "done": done,
+            "indexed": episodes.count,
+            "indexed_share": episodes.read / episodes.size if episodes.size else 1.0,
+            "looked_share": search.looked / episodes.count if episodes.count else 1.0,
+            "slow": search.slow,
+            "skipped": episodes.skipped,
+            "broken": [{"line": line, "problem": visible(why)} for line, why in episodes.broken.items()],
+            "running": of.run.running,
+            "chart": chart(episodes.rows["step"][rows], episodes.rows["flags"][rows])
+            if request.query_params.get("chart")
+            else None,
+        }
+    )
+
+
+def listed(episodes: Episodes, row: int) -> dict[str, Any]:
+    head = episodes.head(row)
+    text = flags.plain(str(head.get("text") or ""))
+    return {**summary(episodes, row, head), "text": visible(text[:BEGINNING])}
+
+
+def chart(steps: np.ndarray, bits: np.ndarray) -> dict[str, Any]:
+    """How many rows there are, and how many have each flag, by step; neighbouring steps together where there are more
+    than 120. `steps`, `bits` [N]: the step of each row, and its flags."""
+    if not len(steps):
+        return {"from": [], "to": [], "rows": [], "flags": {}, "any": []}
+    first, last = int(steps.min()), int(steps.max())
+    width = -(-(last - first + 1) // BINS)
+    count = (last - first) // width + 1
+    place = (steps - first) // width
+    starts = first + width * np.arange(count)
+
+    def counted(which: np.ndarray) -> np.ndarray:
+        return np.bincount(place[which], minlength=count)
+
+    by_flag = {name: counted((bits & bit) != 0) for name, bit in BITS.items()}
+    return {
+        "from": starts,
+        "to": np.minimum(starts + width - 1, last),
+        "rows": np.bincount(place, minlength=count),
+        "flags": {name: counts for name, counts in by_flag.items() if counts.any()},
+        "any": counted(bits != 0),
+    }
+
+
+def _one(of: Inspector, request: Request) -> Response:
+    of.episodes.read_on(PATIENCE)
+    return Answer(trajectory(of.episodes, of.vocabulary, _number(request, "row", 0)))
+
+
+def _group(of: Inspector, request: Request) -> Response:
+    of.episodes.read_on(PATIENCE)
+    row = _number(request, "row", 0)
+    of.episodes.head(row)  # says what is wrong where there is no such row
+    return Answer(group(of.episodes, row))
+
+
+def _picture(of: Inspector, request: Request) -> Response:
+    of.episodes.read_on(PATIENCE)
+    head = of.episodes.head(_number(request, "row", 0))
+    return FileResponse(picture(of.run.folder, head, _number(request, "number", 0)), media_type="image/png")
+
+
+def _export(of: Inspector, request: Request) -> Response:
+    form = request.query_params.get("format", "jsonl")
+    if form not in FORMATS:
+        raise BirlError(f"format={form}: the formats are {' and '.join(FORMATS)}.")
+    search, _ = of.search(request.query_params.get("q", ""), patience=float("inf"))
+    name = f"{Path(of.run.folder).name}.{form}".encode("ascii", "replace").decode().replace('"', "")
+    return StreamingResponse(
+        lines(of.episodes, search.rows.tolist(), form),
+        media_type=TYPES[form],
+        headers={"content-disposition": f'attachment; filename="{name}"'},
+    )
+
+
+def _asked(request: Request, name: str) -> str:
+    found = request.query_params.get(name, "")
+    if not found:
+        raise BirlError(f"{request.url.path} needs {name}=...")
+    return found
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise BirlError(f"{name}={text:.20}: must be a whole number from 0 on.")
+    return int(text)

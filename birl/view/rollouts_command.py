@@ -1,0 +1,121 @@
+"""`birl rollouts RUN "query"`: the search of the page, in the terminal."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from birl.errors import BirlError
+from birl.track.log import writing
+from birl.track.visible import visible
+
+USAGE = (
+    'Usage: birl rollouts RUN ["query"] [--limit N] [--export FILE.jsonl or FILE.csv]\n\n'
+    "Lists the episodes of a run that fit a query, the same as on the page of `birl view`:\n\n"
+    "  birl rollouts runs/demo 'reward>=1 -/\\d/'              full reward, and no digit in the answer\n"
+    "  birl rollouts runs/demo 'flag:any step:10..20'         repetition, length, format, duplicate, unbacked, script\n"
+    "  birl rollouts runs/demo 'outcome:truncated sort:-tokens' --limit 5\n"
+    "  birl rollouts runs/demo 'task:train.jsonl:17 \"two words\"' --export found.csv\n\n"
+    "--limit: how many to show (default 20; with --export all are written). docs/rollouts.md has all of the language."
+)
+LIMIT = 20
+SHAPE = "{row:>7} {step:>6} {outcome:<9.9} {reward:>8} {tokens:>6}  {flags:<12.12} {text}"
+
+
+def run(words: list[str]) -> int:
+    folder, query, limit, target = _words(words)
+    path = folder / "rollouts.jsonl"
+    if not folder.is_dir():
+        raise BirlError(f"There is no folder {folder}. Name a run, as in `birl rollouts runs/demo`.")
+    from birl.view.episodes import Episodes
+    from birl.view.search import Query, Search
+
+    search = Search(episodes=Episodes(path), query=Query.parse(query))
+    search.episodes.read_on()
+    search.go_on()
+    if search.episodes.skipped:
+        line, why = next(iter(search.episodes.broken.items()), (0, ""))
+        print(f"birl: {search.episodes.skipped} broken lines passed over, such as line {line}: {why}", file=sys.stderr)
+    if search.slow:
+        print(f"birl: {search.slow} answers not looked at: the expression took too long", file=sys.stderr)
+    if target is not None:
+        return _export(search, target, limit)
+    _print(search, LIMIT if limit is None else limit)
+    return 0
+
+
+def _print(search, limit: int) -> None:
+    from birl.view import flags
+
+    rows, episodes = search.rows, search.episodes
+    width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 10_000
+    names = ("row", "step", "outcome", "reward", "tokens", "flags", "text")
+    print(SHAPE.format(**{name: name for name in names})[:width].rstrip())
+    for row in rows[:limit].tolist():
+        head, known = episodes.head(row), episodes.rows[row]
+        text = " ".join(visible(flags.plain(str(head.get("text") or ""))).split())
+        line = SHAPE.format(
+            row=row,
+            step=int(known["step"]),
+            outcome=visible(str(head.get("outcome"))),
+            reward="-" if known["reward"] != known["reward"] else f"{known['reward']:.4g}",
+            tokens=int(known["tokens"]),
+            flags=",".join(name for name, _ in episodes.reasons(row, head)),
+            text=text[:400],
+        )
+        print(_printable(line[:width].rstrip()))
+    more = f", {limit} shown (--limit N shows more)" if len(rows) > limit else ""
+    print(f"{len(rows):,} of {episodes.count:,} episodes{more}")
+
+
+def _printable(text: str) -> str:
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def _export(search, target: Path, limit: int | None) -> int:
+    from birl.view.export import lines
+
+    rows = search.rows[:limit].tolist()
+    found = lines(search.episodes, rows, target.suffix.removeprefix("."))
+    if target.exists() and target.samefile(search.episodes.path):
+        raise BirlError(f"{target} is the run's own file. Choose another name.")
+    part = target.with_name(target.name + ".part")
+    with writing(target):
+        with part.open("wb") as file:
+            _write(file, found)
+        os.replace(part, target)
+    print(f"{len(rows):,} episodes in {target}")
+    return 0
+
+
+def _write(file: BinaryIO, found: Iterator[bytes]) -> None:
+    for line in found:
+        file.write(line)
+
+
+def _words(words: list[str]) -> tuple[Path, str, int | None, Path | None]:
+    named, limit, target, rest = list[str](), None, None, list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in ("--limit", "--export"):
+            if not equals:
+                value = rest.pop(0) if rest else ""
+            if flag == "--limit":
+                if not (value.isascii() and value.isdigit()):
+                    raise BirlError("--limit takes a whole number, as in `birl rollouts RUN --limit 50`")
+                limit = int(value)
+            else:
+                target = Path(value)
+                if target.suffix not in (".jsonl", ".csv"):
+                    raise BirlError(f"--export {value}: takes a file that ends in .jsonl or .csv")
+        elif word.startswith("--"):
+            raise BirlError(f"{word}: `birl rollouts` has --limit N and --export FILE")
+        else:
+            named.append(word)
+    if not named:
+        raise BirlError("birl rollouts: name a run folder, as in `birl rollouts runs/NAME`")
+    return Path(named[0]), " ".join(named[1:]), limit, target

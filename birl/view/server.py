@@ -1,0 +1,109 @@
+"""The server of the page: files of static/ and the answers of each part, to this machine only."""
+
+import importlib
+import importlib.util
+import mimetypes
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from birl.errors import BirlError
+from birl.view.answer import error
+from birl.view.folders import Runs
+
+mimetypes.add_type("text/javascript", ".js")  # Windows may know it as text/plain, which no browser runs
+STATIC = Path(__file__).parent / "static"
+PARTS = ("listing", "metrics", "rollouts", "timeline")  # modules with routes(runs)
+POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {
+    # Whatever a model has written: no script but ours runs, and nothing is loaded from anywhere else.
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def app(runs: Runs, port: int) -> "Guard":
+    """The page for these runs, for a server that listens on 127.0.0.1:`port`."""
+    routes = [Route("/", _index), Mount("/static", StaticFiles(directory=STATIC)), *_parts(runs)]
+    handlers: dict[Any, Any] = {BirlError: _mistake, HTTPException: _refused, Exception: _broken}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), port)
+
+
+def _parts(runs: Runs) -> list[Route]:
+    names = [f"birl.view.{part}" for part in PARTS]
+    modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
+    return [route for module in modules for route in module.routes(runs)]
+
+
+async def _index(request: Request) -> Response:
+    return FileResponse(STATIC / "index.html")
+
+
+async def _mistake(request: Request, problem: Exception) -> Response:
+    return error(str(problem))
+
+
+async def _refused(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    if problem.status_code == 404:
+        return error(f"There is nothing at {request.url.path}; the page is at /.", 404)
+    return error(str(problem.detail), problem.status_code)
+
+
+async def _broken(request: Request, problem: Exception) -> Response:
+    what = f"{type(problem).__name__}: {problem}"
+    return error(f"birl view failed ({what}). Its terminal shows where; please report it.", 500)
+
+
+class Guard:
+    """Refuses what does not come from this machine's own page, and adds `HEADERS` to every answer.
+
+    A page of the internet can make its own name point to 127.0.0.1 (DNS rebinding) and would then read the answers: the
+    name that the browser was told stands in the Host header.
+    """
+
+    def __init__(self, inner: Starlette, port: int) -> None:
+        self.inner, self.port = inner, port
+        self.hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost")}
+        if port == 80:
+            self.hosts |= {"127.0.0.1", "localhost"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def guarded(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                kept = [pair for pair in message.get("headers", []) if pair[0].lower().decode() not in HEADERS]
+                message = {**message, "headers": [*kept, *own]}
+            await send(message)
+
+        refusal = self._refusal(scope)
+        await (refusal or self.inner)(scope, receive, guarded)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 or hosts[0] not in self.hosts:
+            return error(
+                f"This page is for http://127.0.0.1:{self.port} alone. Through SSH, forward the same port: "
+                f"ssh -L {self.port}:127.0.0.1:{self.port} HOST",
+                403,
+            )
+        if scope["method"] != "GET":
+            return error("This page only reads: GET is the one method.", 405)
+        return None

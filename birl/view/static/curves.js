@@ -1,0 +1,268 @@
+// Curves of one or more runs, drawn again as they go on.
+import { chart, look, palette } from "./chart.js";
+import { bar, choose, place, recolor } from "./chosen.js";
+import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
+import { figure } from "./figures.js";
+import { first } from "./order.js";
+import { band, nearest, smoothed } from "./smooth.js";
+import { AXES } from "./ticks.js";
+
+// Seconds between questions to the server: while a run goes on, when none does, and while files are read.
+const WATCHED = 2, ENDED = 15, READING = 0.5;
+
+export async function show(root, params, api) {
+  const runs = await choose(params, api);
+  if (!runs.length) return fill(root, el("h1", {}, "Curves"), el("p", {}, "There are no runs yet. ",
+    el("a", { href: "#/" }, "The list"), " shows them as soon as they begin.")) && null;
+  const number = (key) => (params.get(key) && Number.isFinite(Number(params.get(key))) ? Number(params.get(key)) : null);
+  const zoomed = number("from") !== null && number("from") < number("to");
+  const view = { // what the address keeps; a word that makes no sense there is as if it was not there
+    axis: Object.hasOwn(AXES, params.get("x")) ? params.get("x") : "step", smooth: Math.min(0.999, Math.max(0, number("smooth"))),
+    log: params.get("log") === "1", band: params.get("band") !== "0", find: params.get("find") || "",
+    low: zoomed ? number("from") : null, high: zoomed ? number("to") : null, hidden: new Set(params.getAll("hide")),
+  };
+  const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
+    span: [0, 1], at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
+  it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
+  fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
+  it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
+  await learn(it);
+
+  const redraw = () => { it.colors = palette(); drawAll(it); };
+  let wide = root.clientWidth;
+  const size = new ResizeObserver(() => {
+    if (Math.abs(root.clientWidth - wide) < 2) return;
+    wide = root.clientWidth;
+    stale(it);
+    drawAll(it);
+  });
+  size.observe(root);
+  addEventListener("themechange", redraw);
+  const stop = repeat(async () => {
+    await gather(it, true);
+    if (it.about.some((run) => run.read < 1)) return READING;
+    return it.about.some((run) => run.running) ? WATCHED : ENDED;
+  }, WATCHED);
+  return () => {
+    it.over = true;
+    stop();
+    size.disconnect();
+    it.watch.disconnect();
+    removeEventListener("themechange", redraw);
+  };
+}
+
+/** What the runs have measured: names, state. Builds anew what shows something else. */
+async function learn(it) {
+  const { runs } = await it.api("metrics", { run: it.runs });
+  const differs = (key) => JSON.stringify(runs.map((run) => run[key])) !== JSON.stringify(it.about.map((run) => run[key]));
+  const [state, names] = [differs("running"), differs("names")];
+  it.about = runs;
+  if (state) controls(it);
+  if (names) sections(it);
+  told(it);
+}
+
+function told(it) {
+  const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
+  const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
+  const read = it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length;
+  const long = `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown`;
+  const words = [read < 1 ? long : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
+  fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
+}
+
+// ---- controls
+
+function controls(it) {
+  bar(it.place.bar, it, { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
+    found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) });
+}
+
+function remember(it) {
+  const { view } = it, query = new URLSearchParams(it.runs.map((id) => ["run", id]));
+  if (view.axis !== "step") query.set("x", view.axis);
+  if (view.smooth) query.set("smooth", view.smooth);
+  if (view.log) query.set("log", "1");
+  if (!view.band) query.set("band", "0");
+  if (view.find) query.set("find", view.find);
+  if (view.low !== null) query.set("from", view.low);
+  if (view.high !== null) query.set("to", view.high);
+  view.hidden.forEach((id) => query.append("hide", id));
+  keep(query);
+}
+
+/** The charts, grouped by the part of their name before "/"; what matters most comes first. */
+function sections(it) {
+  it.watch.disconnect();
+  it.seen.clear();
+  const names = [...new Set(it.about.flatMap((run) => run.names))];
+  const wanted = names.filter((name) => name.toLowerCase().includes(it.view.find.toLowerCase()));
+  const top = first(wanted);
+  const groups = new Map([["overview", top]]);
+  for (const name of wanted.filter((one) => !top.includes(one))) {
+    const group = name.includes("/") ? name.split("/")[0] : "other";
+    groups.set(group, [...(groups.get(group) || []), name]);
+  }
+  fill(it.place.charts, [...groups].filter(([, members]) => members.length).map(([group, members]) => el("details",
+    { class: "group", open: !it.closed.has(group), on: { toggle: (e) => it.closed[e.target.open ? "delete" : "add"](group) } }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
+    el("div", { class: "charts" }, members.map((name) => one(it, name))))),
+  names.length && !wanted.length ? el("p", { class: "note" }, `No figure is called like “${visible(it.view.find)}”.`) : null);
+}
+
+function one(it, name) {
+  if (!it.charts.has(name)) {
+    it.charts.set(name, chart(name, { mark: (x) => mark(it, x), zoom: (low, high) => zoom(it, low, high), reset: () => zoom(it, null, null) }));
+  }
+  const { element } = it.charts.get(name);
+  element.dataset.metric = name;
+  it.watch.observe(element);
+  return element;
+}
+
+function zoom(it, low, high) {
+  Object.assign(it.view, { low, high });
+  say(low === null ? "The whole range" : `From ${figure(low)} to ${figure(high)}`);
+  remember(it);
+  stale(it);
+  it.place.bar.querySelector(".reset").hidden = low === null;
+  drawAll(it);
+  ask(it);
+}
+
+// ---- data
+
+function noticed(it, entries) {
+  for (const entry of entries) {
+    const name = entry.target.dataset.metric;
+    if (entry.isIntersecting) it.seen.add(name); else it.seen.delete(name);
+  }
+  ask(it);
+}
+
+/** The server is asked again for everything that is seen; what is drawn stays until the answer comes. */
+function stale(it) {
+  it.fresh.clear();
+  it.question += 1;
+}
+
+/** Fetch what is seen and is not there yet. */
+const ask = (it) => gather(it).catch((problem) => trouble(problem.message));
+
+/** The same; `poll`: also ask whether anything is newer. */
+async function gather(it, poll = false) {
+  if (it.asking) { it.again = true; return; }
+  it.asking = true;
+  try {
+    do {
+      it.again = false;
+      await once(it, poll);
+      poll = false;
+    } while (it.again && !it.over);
+  } finally {
+    it.asking = false;
+  }
+}
+
+async function once(it, poll) {
+  const missing = [...it.seen].filter((name) => !it.fresh.has(name));
+  if (!missing.length && !poll) return;
+  const metrics = missing.length ? missing : [...it.seen], { view, question } = it;
+  const answer = await it.api("curves", {
+    run: it.runs, metric: metrics, x: view.axis, from: view.low ?? undefined, to: view.high ?? undefined, width: width(it),
+    known: missing.length || !it.version ? undefined : it.version,
+  });
+  if (it.over) return;
+  if (question !== it.question) { it.again = true; return; } // the view has changed meanwhile
+  if (answer.unchanged) {
+    if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
+    return;
+  }
+  const newer = it.version !== answer.version && (it.version || answer.read < 1);
+  if (newer) it.fresh.clear();
+  it.version = answer.version;
+  it.span = answer.span;
+  for (const name of metrics) {
+    it.data.set(name, answer.curves);
+    it.fresh.add(name);
+    draw(it, name);
+  }
+  if (newer) await learn(it);
+  if (newer && missing.length) it.again = true;
+}
+
+function width(it) {
+  const [first] = it.seen;
+  const wide = first ? it.charts.get(first).element.clientWidth - 54 : 500;
+  return Math.max(100, Math.round(wide / 50) * 50);
+}
+
+// ---- drawing
+
+/** The curves of a metric: of each run that is not hidden, or of each family of seeds. */
+function series(it, name) {
+  const curves = it.data.get(name);
+  const shown = it.about.map((run, i) => ({ run, ...look(place(it, i)), points: own(curves?.[run.id], name) }))
+    .filter(({ run, points }) => points && points.x.length && !it.view.hidden.has(run.id));
+  const weight = name.startsWith("validation/") ? 0 : it.view.smooth; // few points, each of them a mean already
+  const single = (one) => ({ ...one, label: one.run.name, raw: weight ? one.points.y : null, line: smoothed(one.points, weight) });
+  if (!it.view.band) return shown.map(single);
+  const families = Map.groupBy ? Map.groupBy(shown, ({ run }) => run.family) : grouped(shown);
+  return [...families.values()].map((members) => {
+    if (members.length < 2) return single(members[0]);
+    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, weight) })));
+    return { ...members[0], points, line: points.y, raw: null, label: `mean of ${members.length} seeds of ${members[0].run.name}`, members };
+  });
+}
+
+const own = (object, name) => (object && Object.hasOwn(object, name) ? object[name] : undefined); // a figure may be called __proto__
+
+function grouped(shown) {
+  const families = new Map();
+  for (const one of shown) families.set(one.run.family, [...(families.get(one.run.family) || []), one]);
+  return families;
+}
+
+function draw(it, name) {
+  const { view } = it, low = view.low ?? it.span[0], end = view.high ?? it.span[1], high = end > low ? end : low + 1;
+  it.charts.get(name).draw({ series: series(it, name), low, high, log: view.log, axis: view.axis, colors: it.colors });
+  values(it, name);
+}
+
+function drawAll(it) {
+  for (const name of it.seen) if (it.data.has(name)) draw(it, name);
+}
+
+// ---- values at an x, in all charts at once
+
+function mark(it, x) {
+  it.at = x;
+  it.exact = null;
+  cancelAnimationFrame(it.frame);
+  it.frame = requestAnimationFrame(() => it.seen.forEach((name) => values(it, name)));
+  clearTimeout(it.wait);
+  const thinned = [...it.seen].some((name) => it.charts.get(name).state?.series.some((one) => one.points.n));
+  if (x !== null && thinned) it.wait = setTimeout(() => figures(it, x), 60);
+}
+
+/** A point of a long curve stands for many steps: the server knows each. */
+async function figures(it, x) {
+  const found = await it.api("values", { run: it.runs, x: it.view.axis, at: x }).catch(() => null);
+  if (!found || it.over || it.at !== x) return;
+  it.exact = found.runs;
+  it.seen.forEach((name) => values(it, name));
+}
+
+function values(it, name) {
+  const { state, mark: tell } = it.charts.get(name), x = it.at;
+  if (!state) return;
+  const found = state.series.map((one) => {
+    const i = x === null ? one.points.x.length - 1 : nearest(one.points.x, x);
+    const known = it.exact?.[one.run.id]?.values;
+    return { ...one, value: known && !one.members ? own(known, name) : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
+  });
+  if (x === null) return tell(null, found, "");
+  const one = found[0], exactly = one && it.exact?.[one.run.id];
+  const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : one?.x;
+  tell(x, found, one ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
+}

@@ -1,0 +1,40 @@
+// Figures as people read them, as birl/track/units.py does.
+
+/** 0.5 -> "0.500", 0.00012 -> "0.00012", 12345.6 -> "12,345.6"; null -> "–" */
+export function figure(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e7) return grouped(value, 0);
+  if (size >= 0.01 && size < 10) return value.toFixed(3);
+  if (size >= 10 && size < 1e7) return grouped(value, 1);
+  return Number(value.toPrecision(3)).toString();
+}
+
+/** All digits that were written. */
+export function exact(value) {
+  if (value === null || value === undefined) return "–";
+  return Number.isInteger(value) ? grouped(value, 0) : String(Number(value.toPrecision(6)));
+}
+
+/** Seconds -> "2m10s" */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
+  const whole = Math.max(0, Math.round(seconds)), two = (n) => String(n).padStart(2, "0");
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}m${two(whole % 60)}s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)}h${two(Math.floor((whole % 3600) / 60))}m`;
+  return `${Math.floor(whole / 86400)}d${two(Math.floor((whole % 86400) / 3600))}h`;
+}
+
+/** 12345678 -> "12.3M" */
+export function count(value) {
+  if (value === null || value === undefined) return "–";
+  for (const [bound, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (Math.abs(value) >= bound) return `${Number((value / (unit === "k" ? 1e3 : bound)).toPrecision(3))}${unit}`;
+  }
+  return grouped(value, 0);
+}
+
+function grouped(value, digits) {
+  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}

@@ -1,0 +1,54 @@
+// What is done to curves before they are drawn.
+
+/** Exponential smoothing with weight `w` (0: none) of the value before, for each point that stands for n steps; the
+ *  start is not pulled to zero. x and n as they are. */
+export function smoothed(points, w) {
+  if (!w) return points.y;
+  let value = 0, weight = 0;
+  return points.y.map((y, i) => {
+    const keep = w ** (points.n ? points.n[i] : 1);
+    value = keep * value + (1 - keep) * y;
+    weight = keep * weight + (1 - keep);
+    return value / weight;
+  });
+}
+
+/** Several curves as one: their mean, lowest and highest at every x that one of them has, between points in a straight
+ *  line, within the range of each. curves: [{x, y}] */
+export function band(curves) {
+  const known = curves.filter((curve) => curve.x.length);
+  const x = [...new Set(known.flatMap((curve) => curve.x))].sort((a, b) => a - b);
+  const columns = known.map((curve) => between(curve, x));
+  const found = { x: [], y: [], min: [], max: [] };
+  x.forEach((at, i) => {
+    const values = columns.map((column) => column[i]).filter((value) => value !== null);
+    if (!values.length) return;
+    found.x.push(at);
+    found.y.push(values.reduce((a, b) => a + b) / values.length);
+    found.min.push(Math.min(...values));
+    found.max.push(Math.max(...values));
+  });
+  return found;
+}
+
+function between(curve, at) {
+  let i = 0;
+  return at.map((x) => {
+    while (i < curve.x.length - 1 && curve.x[i + 1] <= x) i++;
+    if (x < curve.x[0] || x > curve.x[curve.x.length - 1]) return null;
+    if (curve.x[i] === x || i === curve.x.length - 1) return curve.y[i];
+    const share = (x - curve.x[i]) / (curve.x[i + 1] - curve.x[i]);
+    return curve.y[i] + share * (curve.y[i + 1] - curve.y[i]);
+  });
+}
+
+/** Index of the x that is nearest to `at`; x rises. -1: there is none. */
+export function nearest(x, at) {
+  if (!x.length) return -1;
+  let low = 0, high = x.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (x[middle] < at) low = middle; else high = middle;
+  }
+  return Math.abs(x[low] - at) <= Math.abs(x[high] - at) ? low : high;
+}

@@ -1,0 +1,154 @@
+"""Token ids -> what a reader sees of each, by the run's own tokenizer (`model/` in the run folder).
+
+A token need not be whole characters: an emoji is often two or three tokens. What is only a part of a character is shown
+as bytes, and the character that it belongs to is named; never as a wrong character.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.track.visible import visible
+
+#: text of a token; or, where it holds parts of characters, its pieces: text, or (bytes in hex, the whole character)
+Shown = str | list[Any]
+BYTE = len("<0x00>")
+
+
+def _byte_of() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: those that are printable stay what they are."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+BYTE_OF = _byte_of()
+
+
+class Vocabulary:
+    """The tokenizer of a run. Without one, or with one that is no `tokenizer.json`, a token is shown as its number.
+
+    Example: Vocabulary(Path("runs/demo/model")).shown([45, 2]) == ["7", "<|im_end|>"]
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = Path(folder) / "tokenizer.json"
+
+    @cached_property
+    def _read(self) -> tuple[Any, dict[int, str], set[str]]:
+        """The tokenizer, the tokens that stand for themselves, and the kinds of its decoder. Raises `BirlError`."""
+        from tokenizers import Tokenizer
+
+        if not self.path.is_file():
+            return None, {}, set()
+        try:
+            text = self.path.read_text("utf-8")
+            written = json.loads(text)
+            added = {int(token["id"]): str(token["content"]) for token in written.get("added_tokens") or ()}
+            return Tokenizer.from_str(text), added, set(_kinds(written.get("decoder")))
+        except Exception as error:  # the tokenizers library has no error type of its own
+            raise BirlError(
+                f"{self.path} cannot be read ({error}). Rename it to see the tokens as numbers, or copy the model's "
+                "tokenizer.json there."
+            ) from error
+
+    @property
+    def known(self) -> bool:
+        return self._read[0] is not None
+
+    def special(self, token: int) -> bool:
+        """Does it stand for itself, such as <|im_end|>, whatever its letters say?"""
+        return token in self._read[1]
+
+    def bytes_of(self, token: int) -> bytes:
+        tokenizer, added, kinds = self._read
+        if token in added:
+            return added[token].encode("utf-8", "replace")
+        piece = None if tokenizer is None or not 0 <= token < 2**31 else tokenizer.id_to_token(token)
+        if piece is None:
+            return f"#{token}".encode()
+        if "ByteLevel" in kinds:
+            return b"".join(bytes([BYTE_OF[c]]) if c in BYTE_OF else c.encode() for c in piece)
+        if "ByteFallback" in kinds and len(piece) == BYTE and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        if "WordPiece" in kinds:
+            return piece[2:].encode() if piece.startswith("##") else f" {piece}".encode()
+        return piece.replace("▁", " ").encode("utf-8", "replace")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of all of them; bytes that make no character become U+FFFD."""
+        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+    def shown(self, tokens: Sequence[int]) -> list[Shown]:
+        """For each token what to show. Control characters are spelled out."""
+        data = [self.bytes_of(token) for token in tokens]
+        found: list[Shown] = []
+        for n, whole in enumerate(_alone(data)):
+            found.append(visible(data[n].decode()) if whole else [])
+        _split(data, found)
+        return found
+
+
+def _kinds(decoder: Any) -> Iterator[str]:
+    if isinstance(decoder, dict):
+        yield str(decoder.get("type"))
+        for inner in decoder.get("decoders") or ():
+            yield from _kinds(inner)
+
+
+def _alone(data: Sequence[bytes]) -> Iterator[bool]:
+    """Is it whole characters?"""
+    for piece in data:
+        try:
+            piece.decode()
+            yield True
+        except UnicodeDecodeError:
+            yield False
+
+
+def _split(data: Sequence[bytes], found: list[Shown]) -> None:
+    """Fill in the tokens with parts of characters, run by run."""
+    n = 0
+    while n < len(data):
+        if found[n] != []:
+            n += 1
+            continue
+        end = n
+        while end < len(data) and found[end] == []:
+            end += 1
+        starts = [0]
+        for piece in data[n:end]:
+            starts.append(starts[-1] + len(piece))
+        for first, last, char in characters(b"".join(data[n:end])):
+            for i in range(n, end):
+                own = range(max(first, starts[i - n]), min(last, starts[i - n + 1]))
+                if len(own) == 0:
+                    continue
+                pieces = found[i]
+                assert isinstance(pieces, list)
+                if char and len(own) == last - first:
+                    pieces.append(visible(char))
+                else:
+                    part = b"".join(data[n:end])[own.start : own.stop]
+                    pieces.append([part.hex(" ").upper(), visible(char)])
+        n = end
+
+
+def characters(data: bytes) -> Iterator[tuple[int, int, str]]:
+    """Where each character begins and ends, and which it is; "" for a byte that belongs to none.
+
+    Example: list(characters(b"a\\xc3\\xa9\\xff")) == [(0, 1, "a"), (1, 3, "é"), (3, 4, "")]
+    """
+    at = 0
+    while at < len(data):
+        lead = data[at]
+        size = 1 if lead < 0x80 else 2 if 0xC2 <= lead < 0xE0 else 3 if 0xE0 <= lead < 0xF0 else 4
+        try:
+            char = data[at : at + size].decode()
+        except UnicodeDecodeError:
+            size, char = 1, ""
+        yield at, at + size, char
+        at += size

@@ -1,0 +1,238 @@
+"""One episode as the page shows it: its tokens with all their figures, in the order of its turns; and its group."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.text import calls
+from birl.track.visible import visible
+from birl.types import ToolCall
+from birl.view import flags
+from birl.view.episodes import Episodes
+from birl.view.tokens import Vocabulary
+
+# How chat templates begin a message; the first group is who speaks.
+HEADERS = re.compile(
+    r"<\|im_start\|>([A-Za-z_]{1,20})\n?"
+    r"|<\|start_header_id\|>([A-Za-z_]{1,20})<\|end_header_id\|>\n*"
+    r"|<start_of_turn>([A-Za-z_]{1,20})\n?"
+    r"|<\|start\|>([A-Za-z_]{1,20})[^<]{0,80}(?:<\|channel\|>[^<]{0,40})?<\|message\|>"
+    r"|<\|(system|user|assistant|tool|observation)\|>\n?"
+    r"|(\[INST\])|(\[TOOL_RESULTS\])|(<｜User｜>)|(<｜Assistant｜>)|(<｜tool▁outputs▁begin｜>)"
+)
+ROLES = {
+    **{"[INST]": "user", "[TOOL_RESULTS]": "tool", "<｜User｜>": "user", "<｜Assistant｜>": "assistant"},
+    **{"<｜tool▁outputs▁begin｜>": "tool", "model": "assistant", "ipython": "tool", "function": "tool"},
+    **{"observation": "tool", "developer": "system"},
+}
+TOOL_ANSWER = ("<tool_response>", "<function_results>")
+READERS = (
+    *(("<｜tool▁calls▁begin｜>", calls.deepseek), ("[TOOL_CALLS]", calls.mistral), ("<|python_tag|>", calls.llama)),
+    *(("<start_function_call>", calls.function_gemma), ("<function=", calls.qwen_coder), ("<tool_call>", calls.hermes)),
+)
+PER_TOKEN = ("logprobs", "versions")  # of every token
+PER_TRAINED = ("advantages", "gaps", "entropies")  # of those that the model said
+ALIKE = 0.5  # below, two texts have words in common and nothing else
+WORDS = 800  # longest answer whose differences are looked for
+
+
+def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str, Any]:
+    """All of a row. Raises `BirlError` where it is not there, or its lists do not fit together."""
+    record = episodes.record(row)
+    try:
+        samples = [sample(s, vocabulary, row) for s in record.get("samples") or ()]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BirlError(f"Row {row}: its samples cannot be shown ({type(error).__name__}: {error}).") from error
+    return {
+        **summary(episodes, row, record),
+        "detail": visible(str(record.get("detail") or "")),
+        "rewards": record.get("rewards") or {},
+        "turns": [
+            {"agent": visible(str(t.get("agent") or "")), "reward": t.get("reward")}
+            for t in record.get("turns") or ()
+            if isinstance(t, Mapping)
+        ],
+        "samples": samples,
+        "known": vocabulary.known,
+        "text": "" if samples else visible(str(record.get("text") or "")),
+        "pictures": len(record.get("pictures") or ()),
+    }
+
+
+def summary(episodes: Episodes, row: int, head: Mapping[str, Any]) -> dict[str, Any]:
+    """What the list, the group and the page of one episode say about a row."""
+    known = episodes.rows[row]
+    names = ("step", "group", "episode", "turns", "tokens", "prompt", "reward", "score", "advantage")
+    return {
+        "row": row,
+        **{name: known[name].item() for name in names},
+        "task": visible(str(head.get("task") or "")),
+        "source": visible(str(head.get("source") or "")),
+        "answer": None if head.get("answer") is None else visible(str(head.get("answer"))),
+        "outcome": visible(str(head.get("outcome") or "unknown")),
+        "parts": head.get("parts") if isinstance(head.get("parts"), Mapping) else {},
+        "flags": [{"name": name, "reason": visible(reason)} for name, reason in episodes.reasons(row, head)],
+    }
+
+
+def sample(record: Mapping[str, Any], vocabulary: Vocabulary, row: int) -> dict[str, Any]:
+    """One list of tokens with what is known of each, null where nothing is, and the blocks that it falls into."""
+    tokens, mask = list(record["tokens"]), [bool(m) for m in record["mask"]]
+    _fits("mask", mask, len(tokens), row)
+    found: dict[str, Any] = {"ids": tokens, "mask": [int(m) for m in mask]}
+    found["shown"] = vocabulary.shown(tokens)
+    found["special"] = [n for n, token in enumerate(tokens) if vocabulary.special(token)]
+    for name in PER_TOKEN:
+        values = list(record.get(name) or ())
+        if values:
+            _fits(name, values, len(tokens), row)
+            found[name] = [value if m else None for value, m in zip(values, mask, strict=True)]
+    for name in PER_TRAINED:
+        values = record.get(name)
+        if values is None:
+            continue
+        each = list(values) if isinstance(values, list) else [values] * sum(mask)
+        _fits(name, each, sum(mask), row)
+        given = iter(each)
+        found[name] = [next(given) if m else None for m in mask]
+    found["blocks"] = list(blocks(tokens, mask, vocabulary))
+    return found
+
+
+def _fits(name: str, values: Sequence[Any], wanted: int, row: int) -> None:
+    if len(values) != wanted:
+        raise BirlError(f"Row {row}: {name} has {len(values)} values for {wanted} tokens, so it cannot be shown.")
+
+
+def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) -> Iterator[dict[str, Any]]:
+    """Who said what: where each message begins and ends [tokens], its role, where its own words begin behind the
+    header, and the calls in it. A header counts only where the model did not say it itself."""
+    data = [vocabulary.bytes_of(token).decode("utf-8", "replace") for token in tokens]
+    starts = dict[int, tuple[str, int]]()  # first token of a block -> role, first token behind the header
+    edges = [n for n in range(len(mask)) if n == 0 or mask[n] != mask[n - 1]]
+    for start, end in zip(edges, [*edges[1:], len(mask)], strict=True):
+        if mask[start]:
+            if start - 1 not in _behind(starts):
+                starts[start] = ("assistant", start)
+            continue
+        own = _headers(data, start, end)
+        if not own and start == 0:
+            own = {0: ("prompt", 0)}
+        elif not own and not "".join(data[start:end]).strip():
+            continue  # what a template puts behind an answer, such as a line break
+        elif not own:
+            own = {start: ("environment", start)}
+        elif start == 0:
+            own.setdefault(0, ("prompt", 0))
+        starts |= own
+    order = sorted(starts)
+    for n, start in enumerate(order):
+        end = order[n + 1] if n + 1 < len(order) else len(tokens)
+        role, body = starts[start]
+        said = "".join(data[body:end])
+        if role == "user" and any(mark in said[:80] for mark in TOOL_ANSWER):
+            role = "tool"
+        model = any(mask[start:end])
+        made = called(said) if role == "assistant" else ()
+        yield {
+            "role": role,
+            "model": model,
+            "start": start,
+            "body": min(body, end),
+            "end": end,
+            "calls": [{"name": visible(c.name), "arguments": visible(c.arguments)} for c in made],
+        }
+
+
+def _behind(starts: Mapping[int, tuple[str, int]]) -> set[int]:
+    """Last tokens of an assistant's header: what the model says behind it belongs to the same block."""
+    return {body - 1 for role, body in starts.values() if role == "assistant"}
+
+
+def _headers(data: Sequence[str], start: int, end: int) -> dict[int, tuple[str, int]]:
+    """Blocks that begin between two tokens."""
+    text, places = "", list[int]()  # of each character its token
+    for n in range(start, end):
+        text += data[n]
+        places += [n] * len(data[n])
+    found = {}
+    for header in HEADERS.finditer(text):
+        name = next(filter(None, header.groups()))
+        body = places[header.end()] if header.end() < len(places) else end
+        found[places[header.start()]] = (ROLES.get(name, name.lower()), max(body, places[header.end() - 1] + 1))
+    return found
+
+
+def called(text: str) -> tuple[ToolCall, ...]:
+    """Tool calls in a text, in the first of the known formats that it has."""
+    said = flags.plain(text)
+    for mark, read in READERS:
+        if mark in said:
+            return read(said, ())[1]
+    return ()
+
+
+def group(episodes: Episodes, row: int) -> dict[str, Any]:
+    """All episodes of the row's group, the best reward first, each with what differs from the first of them."""
+    members = episodes.group(row)
+    heads = {n: episodes.head(n) for n in members}
+    order = sorted(members, key=lambda n: -_ranked(episodes.rows[n]["reward"]))
+    texts = {n: visible(flags.plain(str(heads[n].get("text") or ""))) for n in members}
+    best = texts[order[0]] if order else ""
+    return {
+        "row": row,
+        "episodes": [
+            {
+                **summary(episodes, n, heads[n]),
+                "detail": visible(str(heads[n].get("detail") or "")),
+                "text": [[True, best]] if n == order[0] else differences(best, texts[n]),
+            }
+            for n in order
+        ],
+    }
+
+
+def _ranked(reward: float) -> float:
+    return -math.inf if math.isnan(reward) else float(reward)
+
+
+def differences(best: str, text: str) -> list[list[Any]]:
+    """The text in pieces, each with whether `best` has it there too. A text of more than 800 words is compared at its
+    beginning and end alone."""
+    a, b = (re.findall(r"\s+|\w+|[^\w\s]", t) for t in (best, text))
+    front = _same(a, b)
+    back = min(_same(a[::-1], b[::-1]), len(a) - front, len(b) - front)
+    middle = b[front : len(b) - back]
+    found = [[True, "".join(b[:front])]]
+    if len(a) > WORDS or len(b) > WORDS:
+        found.append([False, "".join(middle)])
+    else:
+        matcher = difflib.SequenceMatcher(None, a[front : len(a) - back], middle, autojunk=False)
+        alike = matcher.ratio() >= ALIKE
+        pieces = matcher.get_opcodes() if alike else [("replace", 0, 0, 0, len(middle))]
+        found += [[kind == "equal", "".join(middle[start:end])] for kind, _, _, start, end in pieces]
+    found.append([True, "".join(b[len(b) - back :])])
+    return [piece for piece in found if piece[1]]
+
+
+def _same(a: Sequence[str], b: Sequence[str]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def picture(folder: Path, record: Mapping[str, Any], number: int) -> Path:
+    """The file of a screenshot. Raises `BirlError` where there is none, or where it is not inside the run folder:
+    rollouts.jsonl may come from anywhere, and must not be able to show another file of this machine."""
+    named = record.get("pictures") or ()
+    if not isinstance(named, list) or not 0 <= number < len(named):
+        raise BirlError(f"There is no picture {number}; there are {len(named)}, counted from 0.")
+    root = folder.resolve()
+    path = (root / str(named[number])).resolve()
+    if not path.is_relative_to(root) or path.suffix != ".png":
+        raise BirlError(f"{named[number]} is no .png inside the run folder, so it is not shown.")
+    if not path.is_file():
+        raise BirlError(f"{path.relative_to(root)} is gone; it was a picture of this episode.")
+    return path

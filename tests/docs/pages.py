@@ -1,0 +1,53 @@
+"""The pages of the documentation, as the tests read them: fenced blocks, tables and what stands in backticks."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+#: pages for those who come from elsewhere, and what their tables' first column is called
+PEERS = {"from_trl.md": "TRL", "from_verl.md": "verl", "from_rl2.md": "RL2"}
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """(language, text) of each fenced block."""
+    return ((found[1], found[2]) for found in FENCE.finditer(page.read_text(encoding="utf-8")))
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command of a shell block."""
+    lines = (shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines())
+    return [words for words in lines if words]
+
+
+def jsonl(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """The rows of each table, by its first header cell."""
+    found: dict[str, list[list[str]]] = {}
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
+        found[head[0]] = rows
+    return found
+
+
+def names(rows: list[list[str]]) -> set[str]:
+    """What the first column has in backticks."""
+    return {name for row in rows for name in CODE.findall(row[0])}
+
+
+def spans(page: Path) -> list[str]:
+    """Everything in single backticks."""
+    return CODE.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def preset_rows(page: Path) -> list[list[str]]:
+    return tables(page.read_text(encoding="utf-8").partition("## Presets")[2]).get("preset", [])

@@ -1,0 +1,126 @@
+"""The tables of the pages are what the code does: metrics, presets, rows, functions."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from birl.config import schema
+from birl.config.help import presets, written
+from birl.config.load import load
+from birl.config.schema import RL
+from tests.docs.commands import ABOUT, AHEAD, Figures
+from tests.docs.pages import CODE, DOCS, ROOT, blocks, names, preset_rows, spans, tables
+
+
+def test_the_table_of_metrics_is_what_a_run_writes(demo: Path) -> None:
+    page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8").partition("## Metrics")[2].partition("\n## ")[0]
+    named = {s for line in page.splitlines() if line.startswith("|") for s in CODE.findall(line.split("|")[1])}
+    written: set[str] = set()
+    for log in ("metrics.jsonl", "validation.jsonl"):
+        record = json.loads((demo / log).read_text().splitlines()[-1])
+        written |= {k for k in record if k not in (*ABOUT, "samples")}
+    pattern = {name: re.sub(r"<\w+>", r"[^/]+", name) for name in named}
+    assert not {w for w in written if not any(re.fullmatch(p, w) for p in pattern.values())}
+    assert not {n for n, p in pattern.items() if not any(re.fullmatch(p, w) for w in written)}
+
+
+def test_the_tables_of_figures_are_what_the_stages_write(figures: Figures) -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").partition("## Metrics")[2].partition("\n## ")[0]
+    told = {head.replace("`", "").removeprefix("birl "): names(rows) for head, rows in tables(page).items()}
+    common = told.pop("all of them, in metrics.jsonl")
+    assert set(told) == {line for line in figures if not line.startswith("rl")}
+    for line, own in told.items():
+        metrics, validation = figures[line]
+        assert metrics == own | common, line
+        assert validation == {f"validation/{name}" for name in own}, line
+
+
+def test_the_table_of_figures_is_what_algorithms_add(figures: Figures, demo: Path) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("## Figures")[2]
+    plain = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
+    (metrics,) = (metrics for line, (metrics, _) in figures.items() if line.startswith("rl algorithm=ppo"))
+    assert names(tables(page)["name"]) == metrics - plain
+
+
+def test_the_table_of_figures_is_what_asynchronous_runs_add(figures: Figures, demo: Path) -> None:
+    page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8").partition("## The bound")[2]
+    plain = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
+    told = names(tables(page)["metric"])
+    assert figures[AHEAD][0] - plain - {"factor"} <= told <= figures[AHEAD][0] | plain
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_metrics_that_are_mentioned_exist(page: Path, demo: Path, figures: Figures) -> None:
+    written = set().union(*(names for pair in figures.values() for names in pair))
+    written |= {"reward/endpoint", "reward/model"}  # tests/rewards
+    for log in ("metrics", "validation"):
+        written |= set(json.loads((demo / f"{log}.jsonl").read_text().splitlines()[-1]))
+    families = {name.split("/")[0] for name in written if "/" in name}
+    for span in spans(page):
+        if span.split("/")[0] in families and re.fullmatch(r"[a-z_]+(/[\w@<>]+)+", span):
+            assert any(re.fullmatch(re.sub(r"<\w+>", r"[^/]+", span), name) for name in written), span
+
+
+def test_the_table_of_presets_is_what_they_set() -> None:
+    words = ["data.train=x", "algorithm.teacher=x"]
+    loaded = {name: load(RL, [*words, f"algorithm={name}"]).algorithm for name in presets(RL)["algorithm"]}
+    page = ROOT / "docs" / "algorithms.md"
+    rows = {row[0].strip("`"): dict(key.split("=", 1) for key in CODE.findall(row[2])) for row in preset_rows(page)}
+    assert set(rows) == set(loaded)
+    default = vars(loaded["dr_grpo"])
+    for name, told in rows.items():
+        assert told == {k: written(v) for k, v in vars(loaded[name]).items() if v != default[k]}, name
+    three = tables(page.read_text(encoding="utf-8").partition("OpenAI's recipe")[2])["key"]
+    columns = ("ppo", "grpo", "dr_grpo")
+    differ = {k for k in default if len({str(getattr(loaded[name], k)) for name in columns}) > 1}
+    assert {row[0].strip("`").removeprefix("algorithm.") for row in three} == differ
+    for key, *values in three:
+        for name, value in zip(columns, values, strict=True):
+            found = written(getattr(loaded[name], key.strip("`").removeprefix("algorithm.")))
+            assert "not read" in value or value == found, (name, key)
+
+
+def test_the_rows_of_the_page_are_read(tiny: Path) -> None:
+    from birl.data.examples import load_pairs, load_texts
+    from birl.models.load import load_tokenizer
+    from birl.text.chat import Chat
+
+    chat = Chat(load_tokenizer(tiny))
+    texts, pairs, single = (text for language, text in blocks(ROOT / "docs" / "training.md") if language == "jsonl")
+    rows = [[json.loads(line) for line in text.splitlines()] for text in (texts, pairs, single)]
+    for row in rows[0]:
+        assert len(load_texts(schema.Texts(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 1
+    for row in rows[1]:
+        assert len(load_pairs(schema.Pairs(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 2
+    labelled = schema.LabelledPairs(train=["given"], chosen_column="answer", label_column="good")
+    assert [e.good for e in load_pairs(labelled, "train", chat, 512, given=rows[2])[0]] == [True, False]
+
+
+def test_what_a_function_may_ask_for_is_listed() -> None:
+    from birl.loops import credit, objective
+
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("## Your own loss")[2]
+    surrogate, advantage = tables(page)[""]
+    assert tuple(CODE.findall(surrogate[2])) == objective.TENSORS
+    assert set(CODE.findall(advantage[2])) == set(credit.TENSORS)
+
+
+def test_the_table_of_math_is_what_it_judges() -> None:
+    from birl.rewards.math import math
+
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (`.+?`) \| (`.+?`) \|$", page.partition("## What `math`")[2], re.MULTILINE)
+    assert len(rows) == 3
+    for gold, *sides in rows:
+        for expected, side in zip((1.0, 0.0), sides, strict=True):
+            for answer in CODE.findall(side):
+                assert math([answer], gold=[gold.strip("`")]) == [expected], (gold, answer)
+
+
+def test_the_keys_that_may_change_are_listed() -> None:
+    from birl.loops.run_folder import FREE
+
+    told = set(spans(ROOT / "docs" / "runs.md"))
+    assert not {key for key in FREE if key not in told} - {"run", "resume"}

@@ -1,0 +1,72 @@
+"""The data that recipes bring along: what writes it, and that it is what was written."""
+
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DATA = Path(__file__).parents[2] / "recipes" / "data"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DATA / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_right_calls_are_what_the_script_writes(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script("make_calculator").main(40)
+    assert capsys.readouterr().out == (DATA / "calculator" / "calls.jsonl").read_text()
+
+
+PAGE = """Some words
+Submit [13] button
+Two words [14]
+[15] textbox focused
+cat, dog [16] checkbox checked='false'
+Tab #2 [17] tab
+Close [18] button
+Password
+[19] textbox value='a [7] b'"""
+
+
+@pytest.mark.parametrize(
+    ("task", "goal", "replies"),
+    [
+        ("click-test", "Click the button.", ["Submit [13]\nclick('13')"]),
+        ("click-link", 'Click on the link "two words".', ["Two words [14]\nclick('14')"]),
+        ("click-dialog-2", 'Click the button in the dialog box labeled "x".', ["Close [18]\nclick('18')"]),
+        ("click-tab", "Click on Tab #2.", ["Tab #2 [17]\nclick('17')"]),
+        ("focus-text-2", "Focus into the 2nd input textbox.", ["[19]\nclick('19')"]),
+        ("click-checkboxes", "Select nothing and click Submit.", ["Submit [13]\nclick('13')"]),
+        ("enter-text", 'Enter "Ann" into the text field and press Submit.', ["[15]\nfill('15', 'Ann')", None]),
+        ("click-widget", 'Click on a "checkbox" widget.', ["cat, dog [16]\nclick('16')"]),
+    ],
+)
+def test_a_script_says_the_element_and_the_action(task: str, goal: str, replies: list[str | None]) -> None:
+    module = script("make_miniwob")
+    said = list(module.SCRIPTS[task](goal, module.Page(PAGE)))
+    assert [told for told, wanted in zip(said, replies, strict=True) if wanted] == [r for r in replies if r]
+
+
+def test_a_page_without_the_element_is_told() -> None:
+    module = script("make_miniwob")
+    with pytest.raises(LookupError, match="no 'Nowhere' in"):
+        list(module.SCRIPTS["click-button"]('Click on the "Nowhere" button.', module.Page(PAGE)))
+
+
+def test_the_episodes_act_on_what_they_see() -> None:
+    episodes = [json.loads(line)["messages"] for line in (DATA / "miniwob" / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == 6 * len(script("make_miniwob").SCRIPTS)
+    for messages in episodes:
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        for seen, said in zip(messages[::2], messages[1::2], strict=True):
+            element, action = said["content"].split("\n")
+            assert f"\n{element} " in seen["content"] or f"\n{element}\n" in seen["content"]
+            assert action.split("'")[1] == element.rpartition("[")[2].rstrip("]")
+    assert Counter(messages[0]["content"].startswith("Goal: ") for messages in episodes) == {True: len(episodes)}

@@ -1,0 +1,215 @@
+"""What a notebook sees: progress in place, a run's files as tables, curves; and the example notebook, executed."""
+
+import asyncio
+import builtins
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl import BirlError, Trainer
+from birl.loops import signals
+from birl.track.console import NoView, PlainView, Terminal, open_view
+from birl.track.notebook import LINES, NotebookView
+from birl.track.plots import plot
+from birl.track.progress import Progress
+from birl.track.records import Records
+from tests.track import runs
+from tests.track.runs import HOSTILE
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+
+
+class Display:
+    """IPython's `display`, and the handle that it gives."""
+
+    def __init__(self) -> None:
+        self.shown: list[dict[str, str]] = []
+
+    def __call__(self, content: dict[str, str], raw: bool, display_id: bool) -> "Display":
+        assert raw and display_id
+        self.shown.append(content)
+        return self
+
+    def update(self, content: dict[str, str], raw: bool) -> None:
+        assert raw
+        self.shown.append(content)
+
+
+def test_a_notebook_gets_one_output_that_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("birl.track.notebook.SECONDS", 0.01)
+    progress, display = Progress(title="smollm2", total=1000), Display()
+    view = NotebookView(progress, display)
+    view.start()
+    for step in range(1, 1001):
+        progress.add(step, runs.metrics(step))
+        view.step()
+        if step % 100 == 0:
+            view.validation(step, runs.validation(step))
+    view.message(HOSTILE)
+    view.stop()
+    view.stop()
+    assert not view._thread.is_alive()  # type: ignore[union-attr]
+    last = display.shown[-1]
+    assert last["text/plain"].startswith("birl: step 1000/1000") and len(display.shown) < 1000
+    assert last["text/plain"].count("\n") == LINES and "step 1000/1000  validation" in last["text/plain"]
+    page = last["text/html"]
+    assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page and "\x1b" not in page
+    assert "\u202e" not in page and "⟪U+202E⟫" in page
+    assert "1000" in page and page.startswith("<pre ") and page.endswith("</pre>")
+
+
+def test_which_view_a_notebook_gets() -> None:
+    progress = Progress(title="x")
+    console = Terminal(force_jupyter=True)
+    assert isinstance(open_view("auto", progress, console), NotebookView)
+    assert isinstance(open_view("live", progress, console), NotebookView)
+    assert isinstance(open_view("plain", progress, console), PlainView)
+    assert isinstance(open_view("off", progress, console), NoView)
+
+
+def finished(run: Path) -> Path:
+    with runs.tracker(run) as tracker:
+        tracker.rewind(None, 0)
+        runs.train(tracker, 1, 6)
+    return run
+
+
+def test_files_are_sequences_and_tables(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    metrics, rollouts = Records(run / "metrics.jsonl"), Records(run / "rollouts.jsonl")
+    assert len(metrics) == 6 and metrics[0]["step"] == 1 and metrics[-1]["step"] == 6
+    assert [m["step"] for m in metrics[1:3]] == [2, 3] and metrics.column("length/max") == [32.0] * 6
+    assert metrics.column("grad_norm")[2] is None
+    table = rollouts.to_pandas()
+    assert len(table) == 18 and list(table.columns) == ["step", "tokens", "logprobs", "text"]
+    assert repr(rollouts) == f"<18 records of {run / 'rollouts.jsonl'}>"
+    with pytest.raises(IndexError):
+        metrics[6]
+    with pytest.raises(BirlError, match=r"has no 'reward/men'.*reward/mean"):
+        metrics.column("reward/men")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step":7,"rew')
+    assert len(metrics) == 6
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(BirlError, match=r"metrics\.jsonl, line 7: not JSON"):
+        list(metrics)
+    missing = Records(run / "nothing.jsonl")
+    assert len(missing) == 0 and repr(missing)
+    with pytest.raises(BirlError, match=r"call train\(\) first"):
+        missing.to_pandas()
+
+
+def test_curves(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    figure = plot(run)
+    titles = [ax.get_title(loc="left") for ax in figure.axes if ax.get_title(loc="left")]
+    assert titles[:2] == ["reward/mean", "length/mean"] and len(titles) == 5
+    (ax,) = plot(run, ["validation/all/pass@1"]).axes
+    assert list(ax.lines[0].get_xdata()) == [0, 5]
+    assert list(plot(run, ["grad_norm"]).axes[0].lines[0].get_xdata()) == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(BirlError, match=r"no metric 'klx'.*kl"):
+        plot(run, ["klx"])
+    (tmp_path / "new").mkdir()
+    with pytest.raises(BirlError, match=r"call train\(\) first"):
+        plot(tmp_path / "new")
+
+
+@pytest.mark.parametrize("package", ["pandas", "matplotlib"])
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    run, real = finished(tmp_path), builtins.__import__
+
+    def without(name: str, *words: Any, **more: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *words, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(BirlError, match=r'pip install "birl\[notebook\]"'):
+        plot(run) if package == "matplotlib" else Records(run / "metrics.jsonl").to_pandas()
+
+
+def test_an_interrupted_cell_saves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: an event loop runs, and Ctrl-C comes to the thread that waits for the run."""
+    small = {"engine.kv_cache_gb": 0.01, "threads": 1, "track.console": "off", "track.tensorboard": False}
+    trainer = Trainer(
+        str(tiny),
+        lambda completions, **_: [float(len(c)) for c in completions],
+        [{"prompt": f"What is {i}?"} for i in range(8)],
+        num_generations=2, batch_size=2, max_tokens=8, max_steps=2000, output_dir=str(tmp_path / "run"),
+        overrides=small,
+    )  # fmt: skip
+
+    def press() -> None:
+        while not signals.IN_THREADS or len(trainer.metrics) < 2:
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    async def cell() -> dict[str, Any]:
+        threading.Thread(target=press, daemon=True).start()
+        return trainer.train()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    coroutine = cell()
+    try:
+        asyncio._set_running_loop(asyncio.new_event_loop())  # asyncio.run would take the signal itself
+        with pytest.raises(StopIteration) as ended:
+            coroutine.send(None)
+    finally:
+        asyncio._set_running_loop(None)
+        signal.signal(signal.SIGINT, before)
+    summary = ended.value.value
+    assert not summary["finished"] and 2 <= summary["step"] < 2000
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*")) and not signals.IN_THREADS
+
+
+def shape(cell: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """Kinds of its outputs, in order; text that is printed in pieces is one."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for output in cell["outputs"]:
+        kind = output["output_type"], tuple(sorted(output.get("data", {output.get("name", ""): ""})))
+        if not found or found[-1] != kind or kind[0] != "stream":
+            found.append(kind)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_the_example_notebook_is_what_it_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is executed as it stands; the outputs in the repository have the shape of those that come out."""
+    nbformat, nbclient = _package("nbformat"), _package("nbclient")
+    _package("ipykernel")
+    committed = json.loads(EXAMPLE.read_text())
+    notebook = nbformat.read(EXAMPLE, 4)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE.parents[1]), *sys.path]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute(cwd=str(tmp_path))
+    pairs = [
+        (old, new) for old, new in zip(committed["cells"], notebook.cells, strict=True) if old["cell_type"] == "code"
+    ]
+    for old, new in pairs:
+        assert shape(old) == shape(new), "".join(old["source"])
+        assert old["execution_count"] == new["execution_count"]
+    progress = [o for old, _ in pairs for o in old["outputs"] if "text/html" in o.get("data", {})]
+    assert "step   16/16" in "".join(progress[0]["data"]["text/plain"])
+    assert (
+        "/root" not in EXAMPLE.read_text() and "/tmp" not in EXAMPLE.read_text() and "/home" not in EXAMPLE.read_text()
+    )
+    said = "".join("".join(o.get("text", "")) for _, new in pairs for o in new["outputs"])
+    ((before, after),) = re.findall(r"rose from ([\d.]+) to ([\d.]+)", said)  # it does learn
+    assert float(after) > float(before) + 0.3
+    assert "learner" in said and (tmp_path / "runs" / "notebook" / "run" / "trace.jsonl").is_file()
+
+
+def _package(name: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {name}: make setup")
