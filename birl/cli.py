@@ -7,10 +7,13 @@ interrupted.
 
 import os
 import shutil
+import signal
 import sys
+import threading
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from birl import __version__
@@ -220,8 +223,7 @@ def _plain(command: str, words: list[str]) -> int:
 
         return getattr(launching, command)(words)
     if command == "chat":
-        from birl.loops import chat
-
+        chat = _load("birl.loops.chat")
         target = words[0] if words and "=" not in words[0] else ""
         chat.run(target or "smollm2", words[1:] if target else words)
         return 0
@@ -327,19 +329,13 @@ def _configured(command: str, words: list[str]) -> int:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
     elif "--validate" in flags:
-        from birl.loops import validate
-
-        return validate.run(config)
+        return _load("birl.loops.validate").run(config)
     elif command == "eval":
-        from birl.loops import evaluation
-
-        evaluation.run(config)
+        _load("birl.loops.evaluation").run(config)
     elif command == "serve":
-        from birl.loops import serve
-
-        serve.run(config)
+        _load("birl.loops.serve").run(config)
     else:
-        loop = import_module(f"birl.loops.{command}")
+        loop = _load(f"birl.loops.{command}")
         config, choices = _over_ranks(schema, overrides, config, choices)
         if _ranks().leads():
             loop.train(config, choices, dry_run="--dry-run" in flags)
@@ -370,6 +366,30 @@ def _over_ranks(
 
 def _ranks() -> Any:
     return import_module("birl.loops.ranks")
+
+
+def _load(name: str) -> Any:
+    """A module that takes seconds to import. Ctrl-C meanwhile is one, whatever a library that is being imported makes
+    of it: transformers turns it into a ModuleNotFoundError."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours = ours and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, press)
+    try:
+        return import_module(name)
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if ours:  # asyncio looks for this very handler
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:

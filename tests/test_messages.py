@@ -1,6 +1,7 @@
 """What a newcomer's slips are answered with: the place, and what to type instead."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def test_a_slip_is_answered_with_the_fix(
     assert all(text in error for text in said), error
     if "steps" in words:
         assert len(error.splitlines()) == 1
+
+
+def test_ctrl_c_while_a_library_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers makes a ModuleNotFoundError of it."""
+
+    def importing(name: str) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError(f"could not import {name}") from error
+
+    monkeypatch.setattr("birl.cli.import_module", importing)
+    assert main(["chat"]) == 130
+    assert capsys.readouterr().err == "birl: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_help_of_a_command_either_way(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,17 +57,18 @@ def find(root: Path) -> Iterator[Path]:
     if is_run(root):
         yield root
         return
-    level = [root]
+    level, seen = [root], {root.resolve()}
     for _ in range(DEPTH):
-        inside = [folder for parent in level for folder in _folders(parent)]
+        inside = [folder for parent in level for folder in folders(parent) if folder.resolve() not in seen]
+        seen |= {folder.resolve() for folder in inside}  # links are followed once: they may lead round in a circle
         yield from (folder for folder in inside if is_run(folder))
         level = [folder for folder in inside if not is_run(folder)]
 
 
-def _folders(parent: Path) -> list[Path]:
-    """Without links, which may lead round in a circle."""
+def folders(parent: Path) -> list[Path]:
+    """Those directly in `parent`, none where it cannot be read."""
     with suppress(OSError), os.scandir(parent) as entries:
-        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+        return sorted(Path(entry.path) for entry in entries if entry.is_dir())
     return []
 
 
@@ -128,7 +129,7 @@ def state(run: Path) -> str:
         return "running"
     last, told = last_record(run / "metrics.jsonl"), summary(run)
     step = last.get("step", 0)
-    if told and told.get("step", told.get("steps", 0)) >= step:
+    if told and told.get("step", told.get("steps", step)) >= step:
         return "done" if told.get("finished", True) else "stopped"
     return "failed"
 

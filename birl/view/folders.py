@@ -1,22 +1,20 @@
 """Which run folders there are, and what each says about itself."""
 
 import hashlib
-import json
 import os
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.track import runs
 
-MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run
-DEPTH = 5  # how far below a folder runs are looked for: --multirun puts them one level deeper
+STATES = {"done": "finished", "failed": "broken off"}  # what the page calls them
 RESCAN = 2.0  # s; new runs are found that late
 
 
@@ -34,44 +32,28 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The run's configuration, keys dotted ("optimizer.lr"); empty where config.json cannot be read."""
-        return self._config()[0]
+        return runs.config(self.folder)
 
     @property
     def problem(self) -> str:
         """What is wrong with the folder, as a sentence; empty where nothing is."""
-        return self._config()[1]
-
-    def _config(self) -> tuple[dict[str, Any], str]:
-        path = self.folder / "config.json"
-        found, why = _mapping(path)
-        if why:
-            return {}, f"{path} cannot be read ({why}): the configuration is not shown, everything else is."
-        return dict(_dotted(found)), ""
+        return runs.problem(self.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
         """summary.json, which a run writes when it ends; empty while there is none."""
-        return _mapping(self.folder / "summary.json")[0]
+        return runs.summary(self.folder)
 
     @property
     def running(self) -> bool:
-        """Whether a process of this machine has the folder. The lock itself is not tried: a run that starts in that
-        moment would be refused its folder."""
-        try:
-            pid = int((self.folder / ".lock").read_text("ascii"))
-        except (OSError, ValueError):
-            return False
-        return _alive(pid)
+        """Whether a process of this machine has the folder."""
+        return runs.running(self.folder)
 
     @property
     def state(self) -> str:
         """running; finished; stopped (it saved and can go on); broken off (it ended without saying so)."""
-        if self.running:
-            return "running"
-        summary = self.summary
-        if summary:
-            return "finished" if summary.get("finished") else "stopped"
-        return "broken off"
+        known = runs.state(self.folder)
+        return STATES.get(known, known)
 
 
 class Runs:
@@ -108,8 +90,8 @@ class Runs:
     def _scan(self, again: bool = False) -> dict[str, Run]:
         with self._lock:
             if again or time.monotonic() - self._scanned > RESCAN:
-                runs = [Run(id=_id(folder), folder=folder, name=name) for folder, name in _named(self.roots)]
-                self._found = {run.id: run for run in runs}
+                named = [Run(id=_id(folder), folder=folder, name=name) for folder, name in _named(self.roots)]
+                self._found = {run.id: run for run in named}
                 self._scanned = time.monotonic()
             return self._found
 
@@ -125,28 +107,9 @@ def _named(roots: Sequence[Path]) -> list[tuple[Path, str]]:
 
 
 def _below(root: Path) -> Iterator[tuple[Path, str]]:
-    """Run folders at or below `root`, each with its name there; links are followed once."""
-    if is_run(root):
-        yield root, root.resolve().name
-        return
-    level, seen = [root], {root.resolve()}
-    for _ in range(DEPTH):
-        inside = [folder for parent in level for folder in _folders(parent) if folder.resolve() not in seen]
-        seen |= {folder.resolve() for folder in inside}
-        yield from ((folder, str(folder.relative_to(root))) for folder in inside if is_run(folder))
-        level = [folder for folder in inside if not is_run(folder)]
-
-
-def _folders(parent: Path) -> list[Path]:
-    try:
-        with os.scandir(parent) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir()]
-    except OSError:
-        return []
-
-
-def is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in MARKS)
+    """Run folders at or below `root`, each with its name there."""
+    for folder in runs.find(root):
+        yield folder, root.resolve().name if folder == root else str(folder.relative_to(root))
 
 
 def _id(folder: Path) -> str:
@@ -161,34 +124,5 @@ def _missing(root: Path) -> str:
 
     if root.exists():
         return f"{root} is a file; `birl view` takes the folder of a run, or a folder of runs."
-    near = did_you_mean(str(root), [str(folder) for folder in _folders(root.parent)] if root.parent.is_dir() else [])
+    near = did_you_mean(str(root), [str(folder) for folder in runs.folders(root.parent)])
     return f"There is no folder {root}. Name a run or a folder of runs, as in `birl view runs/demo`.{near}"
-
-
-def _mapping(path: Path) -> tuple[dict[str, Any], str]:
-    """A JSON object, and why there is none."""
-    try:
-        found = json.loads(path.read_text("utf-8", "replace"))
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, getattr(error, "strerror", None) or str(error)
-    return (found, "") if isinstance(found, dict) else ({}, "it is no JSON object")
-
-
-def _dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _alive(pid: int) -> bool:
-    if pid <= 0:
-        return False
-    with suppress(ProcessLookupError, OverflowError):
-        try:
-            os.kill(pid, 0)
-        except PermissionError:
-            return True  # another user's
-        return True
-    return False

@@ -1,5 +1,6 @@
 """Run folders for the tests of the page, of any length, as `birl rl` would leave them."""
 
+import fcntl
 import json
 import math
 import os
@@ -95,11 +96,14 @@ def append(folder: Path, first: int, last: int, of: int = 30) -> None:
 def going_on(folder: Path) -> Iterator[None]:
     """As if this process was the run."""
     lock = folder / ".lock"
-    lock.write_text(f"{os.getpid()}\n")
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def long(folder: Path, *, steps: int, figures: int, seed: int = 0, **keys: Any) -> Path:

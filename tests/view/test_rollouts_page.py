@@ -10,6 +10,7 @@ import pytest
 
 from tests.view.browser import NARROW, chromium, opened, serving, until  # noqa: F401  chromium is a fixture
 from tests.view.made import QUESTION, record, run_folder, spoken, write
+from tests.view.runs import going_on
 from tests.view.test_axe import source, violations  # noqa: F401  source is a fixture
 
 pytestmark = pytest.mark.timeout(240)
@@ -252,8 +253,11 @@ def test_strong_colours_leave_text_readable(chromium: Any, source: str, url: str
 
 def test_a_running_run_grows_on_the_page(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
     folder = run_folder(tmp_path / "demo", lines()[:10])
-    (folder / ".lock").write_text(str(__import__("os").getpid()))
-    with serving(folder) as address, opened(chromium, f"{address}#/rollouts?run={_id(folder)}") as page:
+    with (
+        going_on(folder),
+        serving(folder) as address,
+        opened(chromium, f"{address}#/rollouts?run={_id(folder)}") as page,
+    ):
         loaded(page, "10 of 10")
         with (folder / "rollouts.jsonl").open("ab") as file:
             file.write(b"{broken\n")
