@@ -1,7 +1,6 @@
 """The Python of the pages runs as it stands there, with what the page supposes: files, a small model, servers."""
 
 import asyncio
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -45,16 +44,17 @@ def small_trainer(tiny: Path) -> Callable[..., Any]:
     """`Trainer` with a tiny model, one step and two prompts. What it would start elsewhere is not started."""
     from birl.loops.trainer import Trainer
 
-    short = dict(word.split("=") for word in SMALL) | {"track.report": False, "track.tensorboard": False}
+    short: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in SMALL}
+    short |= {"track.report": False, "track.tensorboard": False}
+    same = {"model": str(tiny), "max_steps": 1, "max_tokens": 6}
+
+    class Small(Trainer):
+        def train(self) -> dict[str, Any]:
+            return {} if self._launcher else super().train()
 
     def make(*arguments: Any, overrides: dict[str, Any] | None = None, **given: Any) -> Trainer:
-        trainer = Trainer(*arguments, overrides={**short, **(overrides or {})}, **{**given, **same})
-        if trainer._launcher:
-            monkey = functools.partial(dict, submitted=True)
-            trainer.train = monkey  # type: ignore[method-assign]
-        return trainer
+        return Small(*arguments, overrides={**short, **(overrides or {})}, **{**given, **same})
 
-    same = {"model": str(tiny), "max_steps": 1, "max_tokens": 6}
     return make
 
 

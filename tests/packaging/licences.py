@@ -104,11 +104,11 @@ def needed(wanted: Iterable[Requirement]) -> dict[str, Licence]:
 def walk(wanted: Iterable[Requirement]) -> Iterator[tuple[str, tuple[str, ...], list[Requirement]]]:
     """(package, the extras that somebody asks of it, what it asks for with them) of all that is installed."""
     seen: set[tuple[str, tuple[str, ...]]] = set()
-    queue = list(wanted)
+    queue = [r for r in wanted if applies(r, ())]
     while queue:
         one = queue.pop()
         name, extras = canonicalize_name(one.name), tuple(sorted(map(canonicalize_name, one.extras)))
-        if (name, extras) in seen or not applies(one, ()):
+        if (name, extras) in seen:
             continue
         seen.add((name, extras))
         try:
