@@ -70,3 +70,25 @@ def test_the_episodes_act_on_what_they_see() -> None:
             assert f"\n{element} " in seen["content"] or f"\n{element}\n" in seen["content"]
             assert action.split("'")[1] == element.rpartition("[")[2].rstrip("]")
     assert Counter(messages[0]["content"].startswith("Goal: ") for messages in episodes) == {True: len(episodes)}
+
+
+def test_a_curve_has_what_the_run_wrote(tmp_path: Path) -> None:
+    measured = {"reward/mean": 0.5, "length/mean": 3.0, "entropy": None, "grad_norm": 1.0, "tokens/generated": 7}
+    lines = [json.dumps({"step": step, "time/step": 1.5, **measured}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    one = {"step": 0, "validation/all/score": 0.25, "validation/math/score": 0.25}
+    (tmp_path / "validation.jsonl").write_text(json.dumps(one) + "\n")
+    spec = importlib.util.spec_from_file_location("curve", DATA.parent / "curve.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before, first, second = module.curve(tmp_path)
+    assert before == {"step": 0, "held_out": 0.25} and "held_out" not in first
+    assert (second["seconds"], second["reward"], second["entropy"]) == (3.0, 0.5, "")
+    two = {**one, "step": 2, "validation/code/score": 0.75}
+    (tmp_path / "validation.jsonl").write_text(json.dumps(one) + "\n" + json.dumps(two) + "\n")
+    found = module.curve(tmp_path)[2]
+    assert (found["held_out"], found["held_out/math"], found["held_out/code"]) == (0.25, 0.25, 0.75)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step": 2, "loss": 0.5, "grad_norm": 1}) + "\n")
+    (tmp_path / "validation.jsonl").write_text(json.dumps({"step": 1, "validation/accuracy": 0.9}) + "\n")
+    assert module.curve(tmp_path)[1] == {"step": 1, "seconds": 2.0, "loss": 0.5, "grad_norm": 1, "held_out": 0.9}

@@ -15,6 +15,7 @@ from birl.cli import main
 from birl.recipes import shelf
 from birl.recipes.attempt import Attempt
 from birl.recipes.command import reproduce
+from birl.track.log import read_jsonl
 
 ROWS = "".join(
     json.dumps({"prompt": f"What is {i} + 2?", "answer": str(i + 2), "response": f"It is {i + 2}."}) + "\n"
@@ -59,7 +60,7 @@ def place(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def attempt(place: Path) -> Attempt:
     recipe, _ = shelf.find("small")
-    return Attempt(recipe=recipe, seed=0, folder=place / "runs" / "reproduce" / "small" / "seed-0")
+    return Attempt(recipe=recipe, seed=0, folder=place / "runs" / "reproduce" / "small" / "seed-0", below=place)
 
 
 def test_stages_run_one_after_the_other_and_only_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +75,10 @@ def test_stages_run_one_after_the_other_and_only_once(place: Path, capsys: pytes
     assert started == ["sft", "checkpoints", "rl", "eval"]
     said = capsys.readouterr().out
     assert "small, seed 0: within the band" in said and "OUTSIDE" not in said
-    assert json.loads((one.folder / "rl" / "config.json").read_text())["model.path"] == str(one.folder / "sft-model")
+    assert (
+        json.loads((one.folder / "rl" / "config.json").read_text())["model.path"]
+        == "runs/reproduce/small/seed-0/sft-model"
+    )
     assert reproduce(one, start) == 0 and len(started) == 4
 
     file = place / "recipes" / "small.expected.yaml"  # a figure that did not come, and one that is not there
@@ -101,8 +105,9 @@ def test_a_stage_that_fails_ends_it(place: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_stopped_in_the_middle_it_goes_on(place: Path) -> None:
-    """Real processes: Ctrl-C while the second stage trains, then the same command again."""
+    """A real process: Ctrl-C while the second stage trains, then the same command again."""
     (place / "recipes" / "rl.yaml").write_text(RL.replace("steps: 2", "steps: 400"))
+    assert reproduce(attempt(place), lambda command: None if command[0] == "rl" else main(list(command))) == 130
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "birl", "reproduce", "small"]
@@ -127,7 +132,7 @@ def test_stopped_in_the_middle_it_goes_on(place: Path) -> None:
 
 
 def steps(run: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["step"] for record in read_jsonl(run / "metrics.jsonl")]  # its last line may be half-written
 
 
 def test_a_dry_run_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
