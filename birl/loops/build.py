@@ -97,7 +97,7 @@ async def training(
         rollout = partial(Rollout, chat=policy.chat, open_env=world.open, score=scorer(rewards), gateway=gateway)
         ready = partial(
             assembled, config, policy, context, rewards, rollout, train, validation, run, resume_from, dry_run, asked,
-            servers, crew, choices,
+            servers, crew,
         )  # fmt: skip
         parts = await loop.run_in_executor(compute, ready)
         if servers is None:
@@ -122,7 +122,6 @@ def assembled(
     asked: list[tuple[int, int]],
     servers: Servers | None,
     crew: Crew,
-    choices: dict[str, str],
 ) -> Parts:
     """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
     parts = learning(config, policy, crew)
@@ -134,7 +133,7 @@ def assembled(
     limits = Limits(timeout=config.env.timeout, turns=config.env.max_turns, tokens=context)
     total = total_steps(config, train)
     if not dry_run:
-        claim(run, config, policy, choices)
+        claim(run, config, policy)
         if isinstance(engine, EmbeddedEngine) and crew.ranks.shares > 1:
             engine = spread(parts, engine, context, longest)
     tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))

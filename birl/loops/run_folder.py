@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -130,12 +130,9 @@ def read_config(run: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def claim(
-    run: Path, config: schema.RL | schema.Stage, policy: Policy, choices: Mapping[str, str] | None = None
-) -> None:
+def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
     """Write the resolved configuration and the model's files but its weights into the run folder: all of a file or
-    nothing, as an earlier try may have left good ones. `choices`: the presets, which config.yaml names first."""
-    named = "# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()) + "\n" if choices else ""
+    nothing, as an earlier try may have left good ones."""
     part, model = run / "model.part", run / "model"
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -143,7 +140,7 @@ def claim(
         save_hf_config(policy.model, policy.tokenizer, part)
         shutil.rmtree(model, ignore_errors=True)
         part.rename(model)
-        write_whole(run / "config.yaml", (named + to_yaml(config)).encode())
+        write_whole(run / "config.yaml", to_yaml(config).encode())
         write_whole(run / "config.json", json.dumps(_plain(config), indent=1).encode())
     except BirlError:
         raise

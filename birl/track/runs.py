@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from birl.track.algorithm import algorithm
 from birl.track.log import read_jsonl
 from birl.track.progress import headline, is_share, validation_name
 
@@ -27,8 +28,8 @@ STATES = ("running", "done", "stopped", "failed")
 class About:
     """One run in figures. `state`: running | done | stopped (by a signal, and saved) | failed (it ended without saying
     so: an error, a kill, a power cut). `total`: steps, None where epochs decide. `reward`: of the last step, of
-    `headline` (reward/mean, or loss). `best`: of `validation`, the name of a figure. `seconds`: of all its processes.
-    `updated`: seconds since 1970."""
+    `headline` (reward/mean, or loss). `best`: of `validation`, the name of a figure, at `best_step`. `seconds`: of all
+    its processes. `updated`: seconds since 1970."""
 
     path: Path
     command: str
@@ -41,6 +42,7 @@ class About:
     reward: float | None = None
     validation: str = ""
     best: float | None = None
+    best_step: int = 0
     seconds: float | None = None
     updated: float = 0.0
 
@@ -156,50 +158,42 @@ def about(run: Path) -> About:
     """Everything that a table of runs shows."""
     keys, told, last = config(run), summary(run), last_record(run / "metrics.jsonl")
     known, name = state(run), headline(last)
-    validation, best = best_validation(run)
+    validation, best, best_step = best_validation(run)
     return About(
         path=run,
         command=_command(keys),
         state=known,
         model=_short(str(keys.get("model.path", "?"))),
-        algorithm=_algorithm(run, keys),
+        algorithm=algorithm(keys),
         step=int(last.get("step", 0)),
         total=int(keys.get("steps") or 0) or None,
         headline=name,
         reward=_number(last.get(name)),
         validation=validation.removeprefix("validation/"),
         best=best,
+        best_step=best_step,
         seconds=_number(told.get("seconds")) if known in ("done", "stopped") else _between(run, last),
         updated=max((_changed(run / file) for file in ("metrics.jsonl", "summary.json", "config.json")), default=0.0),
     )
 
 
-def best_validation(run: Path) -> tuple[str, float | None]:
-    """The name of a run's one figure of validation, and its best value. A bad line is passed over."""
+def best_validation(run: Path) -> tuple[str, float | None, int]:
+    """The name of a run's one figure of validation, its best value and the step of that. A bad line is passed over."""
     records: list[dict[str, Any]] = []
     with suppress(OSError), (run / "validation.jsonl").open("rb") as file:
         for line in file:
             with suppress(ValueError):
                 records.append(json.loads(line))
     name = validation_name(records[-1]) if records else ""
-    values = [value for record in records if (value := _number(record.get(name))) is not None]
-    return name, (max if is_share(name) else min)(values) if values else None
+    values = [(value, int(r.get("step", 0))) for r in records if (value := _number(r.get(name))) is not None]
+    value, step = (max if is_share(name) else min)(values, key=lambda pair: pair[0]) if values else (None, 0)
+    return name, value, step
 
 
 def _command(keys: Mapping[str, Any]) -> str:
     """rl, rm, dpo or sft, by the keys that only it has."""
     marks = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}
     return next((command for command, key in marks.items() if key in keys), "sft")
-
-
-def _algorithm(run: Path, keys: Mapping[str, Any]) -> str:
-    """The preset that the run was started with, where its config.yaml names it in the first line."""
-    if "preference.loss" in keys:
-        return str(keys["preference.loss"])
-    with suppress(OSError, UnicodeDecodeError), (run / "config.yaml").open(encoding="utf-8") as file:
-        words = file.readline().removeprefix("# presets:").split()
-        return dict(word.split("=", 1) for word in words if "=" in word).get("algorithm") or _command(keys)
-    return _command(keys)
 
 
 def _short(model: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 from birl.errors import BirlError
 from birl.track import runs
 
-STATES = {"done": "finished", "failed": "broken off"}  # what the page calls them
 RESCAN = 2.0  # s; new runs are found that late
 
 
@@ -40,20 +39,14 @@ class Run:
         return runs.problem(self.folder)
 
     @property
-    def summary(self) -> dict[str, Any]:
-        """summary.json, which a run writes when it ends; empty while there is none."""
-        return runs.summary(self.folder)
-
-    @property
     def running(self) -> bool:
         """Whether a process of this machine has the folder."""
         return runs.running(self.folder)
 
     @property
     def state(self) -> str:
-        """running; finished; stopped (it saved and can go on); broken off (it ended without saying so)."""
-        known = runs.state(self.folder)
-        return STATES.get(known, known)
+        """One of `birl.track.runs.STATES`."""
+        return runs.state(self.folder)
 
 
 class Runs:

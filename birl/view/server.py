@@ -1,7 +1,5 @@
 """The server of the page: files of static/ and the answers of each part, to this machine only."""
 
-import importlib
-import importlib.util
 import mimetypes
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
@@ -15,12 +13,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from birl.errors import BirlError
+from birl.view import listing, metrics, rollouts, timeline
 from birl.view.answer import error
 from birl.view.folders import Runs
 
 mimetypes.add_type("text/javascript", ".js")  # Windows may know it as text/plain, which no browser runs
 STATIC = Path(__file__).parent / "static"
-PARTS = ("listing", "metrics", "rollouts", "timeline")  # modules with routes(runs)
 POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
     # Whatever a model has written: no script but ours runs, and nothing is loaded from anywhere else.
@@ -38,15 +36,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 def app(runs: Runs, port: int) -> "Guard":
     """The page for these runs, for a server that listens on 127.0.0.1:`port`."""
-    routes = [Route("/", _index), Mount("/static", StaticFiles(directory=STATIC)), *_parts(runs)]
+    routes: list[Any] = [Route("/", _index), Mount("/static", StaticFiles(directory=STATIC))]
+    routes += [route for part in (listing, metrics, rollouts, timeline) for route in part.routes(runs)]
     handlers: dict[Any, Any] = {BirlError: _mistake, HTTPException: _refused, Exception: _broken}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), port)
-
-
-def _parts(runs: Runs) -> list[Route]:
-    names = [f"birl.view.{part}" for part in PARTS]
-    modules = [importlib.import_module(name) for name in names if importlib.util.find_spec(name)]
-    return [route for module in modules for route in module.routes(runs)]
 
 
 async def _index(request: Request) -> Response:

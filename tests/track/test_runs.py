@@ -21,7 +21,7 @@ def made(folder: Path, steps: int = 10, finish: bool = True, **keys: Any) -> Pat
     """A run folder as `birl rl` leaves it."""
     folder.mkdir(parents=True)
     written = {**flatten(schema.RL()), "steps": 10, **keys}
-    (folder / "config.yaml").write_text("# presets: algorithm=grpo model=smollm2\nseed: 0\n")
+    (folder / "config.yaml").write_text("seed: 0\n")
     (folder / "config.json").write_text(json.dumps(written))
     with runs.tracker(folder) as tracker:
         tracker.rewind(None, 0)
@@ -33,7 +33,7 @@ def made(folder: Path, steps: int = 10, finish: bool = True, **keys: Any) -> Pat
 
 def test_what_a_finished_run_says(tmp_path: Path) -> None:
     found = about(made(tmp_path / "a"))
-    assert (found.command, found.state, found.model, found.algorithm) == ("rl", "done", "smollm2", "grpo")
+    assert (found.command, found.state, found.model, found.algorithm) == ("rl", "done", "smollm2", "dr_grpo")
     assert (found.step, found.total, found.seconds) == (10, 10, 90.0)
     assert found.reward == pytest.approx(0.4) and found.best == pytest.approx(0.4)
     assert found.validation == "all/pass@1" and json.loads(json.dumps(found.as_json()))["path"] == str(tmp_path / "a")

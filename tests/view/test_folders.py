@@ -63,7 +63,7 @@ def test_a_broken_configuration_is_said_and_harms_nothing(tmp_path: Path, text: 
     make(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(text)
     (run,) = Runs([tmp_path])
-    assert run.config == {} and "config.json cannot be read" in run.problem and run.state == "finished"
+    assert run.config == {} and "config.json cannot be read" in run.problem and run.state == "done"
 
 
 def test_nested_keys_are_dotted(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_nested_keys_are_dotted(tmp_path: Path) -> None:
 def test_states(tmp_path: Path) -> None:
     make(tmp_path / "run", ended=False)
     (run,) = Runs([tmp_path])
-    assert run.state == "broken off" and not run.running
+    assert run.state == "failed" and not run.running
     with going_on(run.folder):
         assert run.running and run.state == "running"
     (run.folder / "summary.json").write_text('{"finished": false}')

@@ -9,10 +9,11 @@ import pytest
 
 from birl.config.load import flatten, load
 from birl.config.schema import DPO, RL, RM, SFT
+from birl.track.algorithm import algorithm
 from birl.view.comparison import better, differences, figures
 from birl.view.folders import Runs
 from birl.view.history import History, Index
-from birl.view.identity import algorithm, family
+from birl.view.identity import family
 from birl.view.listing import row
 from tests.view.runs import append, config, line, make
 
@@ -121,7 +122,7 @@ def test_the_list_says_what_a_run_came_to(tmp_path: Path) -> None:
     make(tmp_path / "run", steps=30, algorithm__clip_high=9.0)
     (run,) = Runs([tmp_path])
     found = row(run)
-    assert (found["step"], found["total"], found["model"], found["algorithm"]) == (30, 30, "tiny", "dr_grpo*")
+    assert (found["step"], found["total"], found["model"], found["algorithm"]) == (30, 30, "models/tiny", "dr_grpo*")
     assert found["validation"] == {"value": pytest.approx(0.9), "step": 30, "name": "validation/all/pass@1"}
     assert found["seconds"] == 135 and found["last"] == history(run.folder).steps["reward/mean"][-1]
 

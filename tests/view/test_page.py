@@ -94,7 +94,7 @@ def test_the_list_of_runs_can_be_sorted_and_filtered(chromium: Any, url: str) ->
         page.fill("#find", "other")
         assert rows() == ["fast"]
         text = page.inner_text("tbody tr")
-        assert all(word in text for word in ("finished", "30", "0.900", "other", "dr_grpo*", "2m15s"))
+        assert all(word in text for word in ("done", "30", "0.900", "other", "dr_grpo*", "2m15s"))
         page.fill("#find", "no such run")
         assert "No run fits" in page.inner_text("#content")
 

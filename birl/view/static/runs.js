@@ -82,7 +82,7 @@ function row(it, run) {
     el("th", { scope: "row" }, el("a", { href: `#/curves?${query}`, data: { key: `run-${run.id}` } }, name(run.name)),
       el("div", { class: "more small" }, el("a", { href: `#/rollouts?${query}` }, "rollouts"), " ", el("a", { href: `#/timeline?${query}` }, "timeline")),
       run.problem ? el("div", { class: "small bad" }, "config.json cannot be read") : null),
-    el("td", {}, el("span", { class: `state ${run.state.split(" ")[0]}` }, run.state)),
+    el("td", {}, el("span", { class: `state ${run.state}` }, run.state)),
     el("td", { class: "n" }, count(run.step), run.total ? el("span", { class: "muted" }, ` / ${count(run.total)}`) : null),
     el("td", { class: "n" }, figure(run.last), run.headline === "loss" && run.last !== null ? el("span", { class: "muted" }, " loss") : null),
     el("td", { class: "n" }, best ? [figure(best.value), el("span", { class: "muted" }, ` at ${count(best.step)}`)] : "–"),

@@ -1,0 +1,53 @@
+"""What an algorithm's settings are called."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+TEACHER = "algorithm.teacher"  # a model, which no preset can name
+
+
+def algorithm(config: Mapping[str, Any]) -> str:
+    """What a run trains by, in a word: the preset whose keys it has (with "*" where others are changed), the preference
+    loss, else its command. `config` by dotted key; empty where it is not known."""
+    if not config:
+        return ""
+    own = {
+        key.removeprefix("algorithm."): value
+        for key, value in config.items()
+        if key.startswith("algorithm.") and key != TEACHER
+    }
+    if not own:
+        return str(config.get("preference.loss") or ("rm" if "ranking.centering" in config else "sft"))
+
+    def changed(name: str) -> list[str]:
+        preset = {**_defaults(), **_presets()[name]}
+        return [key for key, value in own.items() if key in preset and not _same(preset[key], value)]
+
+    best = min(_presets(), key=lambda name: (len(changed(name)), name), default="")
+    return best + "*" * bool(best and changed(best))
+
+
+def _same(wanted: Any, value: Any) -> bool:
+    """A preset's value may follow from another key, as `${rollout.max_tokens}`."""
+    return wanted == value or (isinstance(wanted, str) and "${" in wanted)
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    import yaml
+
+    folder = resources.files("birl.config") / "presets" / "algorithm"
+    found = {f.name.removesuffix(".yaml"): yaml.safe_load(f.read_text("utf-8")) or {} for f in folder.iterdir()}
+    return {name: {k.removeprefix("algorithm."): v for k, v in keys.items()} for name, keys in found.items()}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from birl.config.schema import RL
+
+    return json.loads(json.dumps(asdict(RL().algorithm)))
