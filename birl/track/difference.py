@@ -43,13 +43,13 @@ def run(words: Sequence[str]) -> int:
         return 0
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((100, 24)).columns if tty else 10_000
-    names = [visible(str(folder)) for folder in folders]
+    first, second = (visible(str(folder)) for folder in folders)
     head = "configuration" if keys else "configuration: equal"
-    shown = [(key, *(_value(value) for value in values)) for key, *values in keys]
-    told = [(name, *(_number(name, value) for value in values)) for name, *values in figures]
+    shown = [(key, _value(a), _value(b)) for key, a, b in keys]
+    told = [(name, _number(name, a), _number(name, b)) for name, a, b in figures]
     bold = tty and "NO_COLOR" not in os.environ
-    print("\n".join(side_by_side((head, *names), shown, width, bold)), end="\n\n")
-    print("\n".join(side_by_side(("came out", *names), told, width, bold)))
+    print("\n".join(side_by_side((head, first, second), shown, width, bold)), end="\n\n")
+    print("\n".join(side_by_side(("came out", first, second), told, width, bold)))
     return 0
 
 
