@@ -18,17 +18,20 @@ const PAGE = 100; // rows of one question
 const TALLEST = 8e6; // px; browsers cannot make a box as high as a million rows
 
 export async function show(root, params, api) {
-  sheet();
+  await sheet();
   const run = params.get("run");
   if (!run) return choose(root, api);
   return params.has("row") ? showEpisode(root, params, api) : list(root, params, api);
 }
 
-/** The sheet of these views, once. */
+let styled = null;
+
+/** The sheet of these views, once; done when it is there, as the list measures its rows. */
 function sheet() {
-  if (!document.querySelector('link[href="/static/rollouts.css"]')) {
-    document.head.append(el("link", { rel: "stylesheet", href: "/static/rollouts.css" }));
-  }
+  styled ||= new Promise((done) => {
+    document.head.append(el("link", { rel: "stylesheet", href: "/static/rollouts.css", on: { load: done, error: done } }));
+  });
+  return styled;
 }
 
 async function choose(root, api) {
