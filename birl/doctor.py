@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.allocator import cores, system_memory
+from birl.errors import BirlError
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
@@ -100,8 +102,10 @@ OPTIONAL = (
 MARKS = {"ok": "ok", "warn": "!", "missing": "-", "bad": "MISSING"}
 
 
-def run() -> int:
+def run(words: Sequence[str] = ()) -> int:
     """Print the report. 0 when `birl rl` could run here, else 1."""
+    if words:
+        raise BirlError(f"birl doctor takes no words, got {' '.join(words)}")
     torch, torch_problem = _import_torch()
     sections = {
         "Python and packages": [_python(), *[_required(package) for package in REQUIRED], *torch_problem],

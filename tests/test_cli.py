@@ -111,7 +111,7 @@ def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
 
 def test_other_commands_get_their_words(monkeypatch: pytest.MonkeyPatch):
     calls: list[object] = []
-    fake(monkeypatch, "birl.loops.chat", run=lambda target, overrides: calls.append((target, overrides)))
+    fake(monkeypatch, "birl.loops.chat", run=lambda words: calls.append(words) or 0)
     fake(monkeypatch, "birl.learner.checkpoint_cli", run=lambda words: calls.append(words) or 3)
     fake(monkeypatch, "birl.models.cache_cli", run=lambda words: calls.append(words) or 4)
     assert main(["chat"]) == 0
@@ -119,7 +119,7 @@ def test_other_commands_get_their_words(monkeypatch: pytest.MonkeyPatch):
     assert main(["chat", "seed=1"]) == 0
     assert main(["checkpoints", "runs/x", "prune", "2"]) == 3
     assert main(["cache"]) == 4
-    assert calls == [("smollm2", []), ("runs/x", ["seed=1"]), ("smollm2", ["seed=1"]), ["runs/x", "prune", "2"], []]
+    assert calls == [[], ["runs/x", "seed=1"], ["seed=1"], ["runs/x", "prune", "2"], []]
 
 
 def test_errors_and_ctrl_c_have_their_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

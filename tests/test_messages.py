@@ -59,7 +59,7 @@ def test_ctrl_c_while_a_library_is_imported(
         except KeyboardInterrupt as error:
             raise ModuleNotFoundError(f"could not import {name}") from error
 
-    monkeypatch.setattr("birl.cli.import_module", importing)
+    monkeypatch.setattr("birl.cli.loading.import_module", importing)
     assert main(["chat"]) == 130
     assert capsys.readouterr().err == "birl: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

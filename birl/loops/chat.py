@@ -32,14 +32,16 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def run(target: str, overrides: list[str]) -> None:
-    """`target`: a run folder, a checkpoint of a run, or anything `model.path` takes. Overrides: the keys of
-    `SETTINGS`."""
+def run(words: list[str]) -> int:
+    """`birl chat [MODEL or RUN] [key=value ...]`: a run folder, a checkpoint of a run, or anything that `model.path`
+    takes; then keys of `SETTINGS`."""
     from birl.loops.machine import compute_thread
 
-    settings = read_settings(overrides)
+    named = bool(words) and "=" not in words[0]
+    settings = read_settings(words[named:])
     with compute_thread() as compute:
-        asyncio.run(_converse(target, settings, compute))
+        asyncio.run(_converse(words[0] if named else "smollm2", settings, compute))
+    return 0
 
 
 def read_settings(overrides: list[str]) -> dict[str, float | int | str]:

@@ -134,8 +134,11 @@ def audit(run: Path) -> Audit:
     return found
 
 
-def run(folder: str) -> int:
+def run(words: Sequence[str]) -> int:
     """`birl ledger RUN`."""
+    if len(words) != 1:
+        raise BirlError("birl ledger: name a run folder, as in `birl ledger runs/NAME`")
+    folder = words[0]
     try:
         found = audit(Path(folder))
     except OSError as error:

@@ -10,7 +10,7 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
-from birl.cli import USAGE
+from birl.cli.usage import USAGE
 from birl.config.help import Doc, documentation, presets, written
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 from birl.envs.open import BUILT_IN

