@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import chromium
+import login
 
 SITES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "WIKIPEDIA", "MAP", "HOMEPAGE")
 
@@ -54,6 +55,7 @@ class WebArena:
         _offline_tokenizer()
         from browsergym.webarena.instance import WebArenaInstance
 
+        login.install(WebArenaInstance)
         self.instance = WebArenaInstance()
         self.configs = self._configs()
 
