@@ -125,7 +125,7 @@ class Launched:
         self.run, self.name = machines.folder / name, name
         common = [
             f"model.path={machines.model}", f"data.train={machines.folder}/rows.jsonl", f"run={self.run}", "threads=1",
-            "track.tensorboard=false", "track.report=false", "track.console=off", "checkpoint.every=1",
+            "track.tensorboard=false", "track.report=false", "track.console=plain", "checkpoint.every=1",
         ]  # fmt: skip
         keys = ["launch.keep=5", "launch.env=[DRILL_SECRET]", f"launch.folder={machines.folder}"]
         environment = {**os.environ, "DRILL_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
@@ -377,6 +377,7 @@ def head(machines: Machines) -> dict[str, Any]:
     job.reach(2)
     actors = [ray.get_actor(f"birl:head:{role}:0", namespace=NAMESPACE) for role in ("learner", "engine")]
     pids = [ray.get(actor.look.remote(), timeout=20).pid for actor in actors]
+    ray.shutdown()  # a client that is connected would be ended by Ray, a minute later
     began = time.monotonic()
     machines.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of all processes")
