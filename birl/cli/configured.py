@@ -18,8 +18,9 @@ SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
 def run(command: str, words: list[str]) -> int:
     """Exit code; raises `BirlError`."""
     from birl.config.load import load_with_choices, to_yaml
+    from birl.config.schema import COMMANDS
 
-    schema = _schema(command)
+    schema = COMMANDS[command]
     flags, overrides = _split_flags(command, words)
     if "--help" in flags:
         _help(command, schema, overrides)
@@ -45,12 +46,6 @@ def run(command: str, words: list[str]) -> int:
         else:
             loop.follow(config)
     return 0
-
-
-def _schema(command: str) -> type[Any]:
-    from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
-
-    return {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval, "serve": Serve}[command]
 
 
 def _over_ranks(
@@ -89,9 +84,10 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     for word in words:
         if word.startswith("--") and "=" not in word and word not in FLAGS:
             from birl.config.load import nearest_keys
+            from birl.config.schema import COMMANDS
             from birl.config.words import did_you_mean
 
-            keys = nearest_keys(word.lstrip("-"), _schema(command))
+            keys = nearest_keys(word.lstrip("-"), COMMANDS[command])
             near = f" Did you mean {keys[0]}=...?" if keys else did_you_mean(word, FLAGS)
             raise BirlError(
                 f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are written key=value, without dashes.{near}"

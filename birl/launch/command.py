@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from birl.config.help import documentation, written
+from birl.config.schema import TRAINING
 from birl.config.words import did_you_mean
 from birl.errors import BirlError
-from birl.launch.job import COMMANDS, Job, derive
+from birl.launch.job import Job, derive
 from birl.launch.launcher import FILE, WHERE, find, launcher
 
 PREFIX = "launch."
@@ -85,7 +86,7 @@ def usage(where: str) -> str:
     lines = [
         "Usage: birl launch WHERE COMMAND [FILE.yaml] [key=value ...] [launch.key=value ...] [--dry-run]",
         "",
-        f"COMMAND: {', '.join(COMMANDS)}, with what it takes otherwise. --dry-run shows every file and command. Then:",
+        f"COMMAND: {', '.join(TRAINING)}, with what it takes otherwise. --dry-run shows every file and command. Then:",
         "birl status RUN, birl logs RUN [ROLE] [--follow], birl stop RUN, birl scale RUN engines=+2. RUN is a folder.",
         "",
         *(f"  {name:<12} {text}" for name, text in WHERE.items()),

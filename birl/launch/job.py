@@ -12,9 +12,8 @@ from typing import Any
 from birl.config import schema
 from birl.config.load import load, load_with_choices, run_folder
 from birl.config.rules_engine import LAUNCHED
+from birl.config.schema import TRAINING
 from birl.errors import BirlError
-
-COMMANDS: dict[str, type[Any]] = {"sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO, "rl": schema.RL}
 
 
 @dataclass(kw_only=True)
@@ -71,8 +70,8 @@ class Job:
 
     @property
     def config(self) -> Any:
-        """What the words say, an instance of COMMANDS[command]; loaded anew each time."""
-        return load(COMMANDS[self.command], list(self.words))
+        """What the words say, an instance of TRAINING[command]; loaded anew each time."""
+        return load(TRAINING[self.command], list(self.words))
 
     @property
     def learner(self) -> Role:
@@ -88,9 +87,9 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
 
     Engines that the run would start as its children become a role of their own, which registers under a name and which
     the learner attaches to; an embedded engine stays in the learner."""
-    if command not in COMMANDS:
-        raise BirlError(f"birl launch starts {', '.join(COMMANDS)}, not {command!r}")
-    config, choices = load_with_choices(COMMANDS[command], list(words))
+    if command not in TRAINING:
+        raise BirlError(f"birl launch starts {', '.join(TRAINING)}, not {command!r}")
+    config, choices = load_with_choices(TRAINING[command], list(words))
     run = Path(run_folder(config, choices))
     name = keys.name or run.name
     own = {"cpus": keys.cpus, "memory_gb": keys.memory_gb}
@@ -109,7 +108,7 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
     engine = config.engine
     place = registered(name, run)
     attach = f"engine.attach=[{place}]"
-    load(COMMANDS[command], [*words, attach])  # what a run with engines of its own may and this one may not
+    load(TRAINING[command], [*words, attach])  # what a run with engines of its own may and this one may not
     learner = replace(learner, command=(*learner.command, attach))
     role = Role(
         name="engine",

@@ -31,7 +31,6 @@ from birl.parallel.tensor import check
 from birl.serve.group import Group
 from birl.serve.process import free_port
 
-COMMANDS: dict[str, type] = {"rl": schema.RL, "sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO}
 SHOWN = 4000  # characters of a rank's log that an error shows
 
 
@@ -125,7 +124,7 @@ class Child:
         self.rank, self.log = rank, log
         threads = str(rank_threads(config))
         env = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": threads}
-        command = next(name for name, kind in COMMANDS.items() if isinstance(config, kind))
+        command = next(name for name, kind in schema.TRAINING.items() if isinstance(config, kind))
         words = [sys.executable, "-m", "birl.loops.ranks", command]
         self.process = Group(words, log=log, env=env, text=to_yaml(config))
         self.kill = self.process.kill
@@ -177,7 +176,7 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(text)
         file.flush()
-        config: Any = load(COMMANDS[command], [file.name])
+        config: Any = load(schema.TRAINING[command], [file.name])
     {"rl": rl, "sft": sft, "rm": rm, "dpo": dpo}[command].follow(config)
 
 

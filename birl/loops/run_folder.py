@@ -17,6 +17,7 @@ from birl.learner.store import Store, location
 from birl.loops.policy import Policy
 from birl.models.load import save_hf_config
 from birl.track.log import replace as write_whole
+from birl.track.runs import COMMAND_KEYS
 
 try:
     import fcntl
@@ -31,7 +32,6 @@ FREE = (
     *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
     *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),
 )
-COMMAND_KEYS = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}  # only it has the key
 FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 
 

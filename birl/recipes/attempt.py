@@ -9,6 +9,7 @@ from pathlib import Path
 from birl.errors import BirlError
 from birl.recipes.band import Finding, Points, compare
 from birl.recipes.recipe import Recipe, Stage, models_in
+from birl.track.runs import mapping, summary
 
 ELSEWHERE = ("run", "resume", "threads")  # keys in which a finished run may differ from one that would start now
 
@@ -45,11 +46,12 @@ class Attempt:
     def check(self) -> None:
         """Raises one `BirlError` with everything that is wrong with the configurations, before anything starts."""
         from birl.config.load import load
+        from birl.config.schema import COMMANDS
 
         problems = []
         for stage in self.recipe.stages:
             try:
-                load(_schema(stage.command), self.command(stage)[1:])
+                load(COMMANDS[stage.command], self.command(stage)[1:])
             except BirlError as error:
                 problems.append(f"{self.recipe.name}, stage {stage.name}:\n{error}")
         if problems:
@@ -83,14 +85,15 @@ class Attempt:
         if command[0] == "eval":
             return self.result(stage).is_file()
         run = self.folder / stage.name
-        return bool(_json(run / "summary.json").get("finished")) and self._same(stage, run)
+        return bool(summary(run).get("finished")) and self._same(stage, run)
 
     def _same(self, stage: Stage, run: Path) -> bool:
         """A finished run of another configuration is not done: the command says what differs."""
         from birl.config.load import flatten, load
+        from birl.config.schema import COMMANDS
 
-        before = _json(run / "config.json")
-        now = json.loads(json.dumps(flatten(load(_schema(stage.command), self.command(stage)[1:]))))
+        before = mapping(run / "config.json")
+        now = json.loads(json.dumps(flatten(load(COMMANDS[stage.command], self.command(stage)[1:]))))
         return all(before.get(key) == now.get(key) for key in {*before, *now} if key not in ELSEWHERE)
 
     def findings(self) -> list[Finding]:
@@ -105,7 +108,7 @@ class Attempt:
     def points(self, stage: Stage, metric: str) -> Points:
         """A metric over the steps of a stage; of `birl eval` one point at step 0."""
         if stage.command == "eval":
-            value = _json(self.result(stage)).get("metrics", {}).get(metric)
+            value = mapping(self.result(stage)).get("metrics", {}).get(metric)
             return [] if value is None else [(0, float(value))]
         from birl.track.log import read_jsonl
 
@@ -118,22 +121,7 @@ class Attempt:
         return sorted(points.items())
 
 
-def _schema(command: str) -> type:
-    from birl.config import schema
-
-    return {"sft": schema.SFT, "rm": schema.RM, "dpo": schema.DPO, "rl": schema.RL, "eval": schema.Eval}[command]
-
-
 def _filled(word: str, models: dict[str, str]) -> str:
     for name, model in models.items():
         word = word.replace(f"{{{name}}}", model)
     return word
-
-
-def _json(file: Path) -> dict:
-    """Its content, empty where there is none that can be read: then the stage is not done."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from birl.track.log import writing
 from birl.track.progress import stored
-from birl.track.rows import Floats, lane_order, nested, rows_of
+from birl.track.rows import NESTED, Floats, lane_order, nested, rows_of
 from birl.track.timeline import Timeline
 
-NESTED = ("loop", "calls")  # lanes whose spans lie beside or inside of each other: one thread for all of them
 ABOUT = ("step", "version", "tokens", "group")
 COUNTED = {"staleness": ("staleness/mean", "staleness/max"), "queue": ("queue/ready", "queue/running")}
 

@@ -1,10 +1,8 @@
 """One sentence about a run: which side limits it, and the key that would change that. Rules over `Shares`; where they
 do not fit it says that it cannot tell."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from birl.track.shares import GROUP, Shares
@@ -22,15 +20,6 @@ class Limit:
     side: str
     sentence: str
     keys: tuple[str, ...] = ()
-
-
-def configuration(run: Path) -> dict[str, Any]:
-    """What config.json says; nothing where it cannot be read."""
-    try:
-        found = json.loads((Path(run) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:

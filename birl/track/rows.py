@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+NESTED = ("loop", "calls")  # lanes whose spans lie beside or inside of each other: one row, or thread, for all of them
 SLACK = 1e-5  # s; spans that follow one another may overlap by so much: clocks are read one after the other
 
 

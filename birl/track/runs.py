@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from birl.track.progress import headline, is_share, validation_name
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run
 DEPTH = 5  # how far below a folder runs are looked for: --multirun puts them one level deeper
 TAIL = 1 << 16  # bytes to begin with when the last line of a file is wanted
+COMMAND_KEYS = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}  # only it has the key
 STATES = ("running", "done", "stopped", "failed")
 
 
@@ -76,7 +78,7 @@ def folders(parent: Path) -> list[Path]:
 
 def config(run: Path) -> dict[str, Any]:
     """The configuration by dotted key; empty where it cannot be read: `problem` says why."""
-    return dict(_dotted(_mapping(run / "config.json")[0]))
+    return dict(_dotted(mapping(run / "config.json")))
 
 
 def problem(run: Path) -> str:
@@ -88,7 +90,12 @@ def problem(run: Path) -> str:
 
 def summary(run: Path) -> dict[str, Any]:
     """What the run wrote when it ended; empty before that."""
-    return _mapping(run / "summary.json")[0]
+    return mapping(run / "summary.json")
+
+
+def mapping(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none that can be read."""
+    return _mapping(path)[0]
 
 
 def _mapping(path: Path) -> tuple[dict[str, Any], str]:
@@ -179,21 +186,32 @@ def about(run: Path) -> About:
 
 def best_validation(run: Path) -> tuple[str, float | None, int]:
     """The name of a run's one figure of validation, its best value and the step of that. A bad line is passed over."""
+    path = run / "validation.jsonl"
+    try:
+        found = path.stat()
+    except OSError:
+        return "", None, 0
+    return _best(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(256)
+def _best(path: Path, size: int, changed: int) -> tuple[str, float | None, int]:
+    """A validation has answers and is long; the page asks after every step, and a validation comes seldom."""
     records: list[dict[str, Any]] = []
-    with suppress(OSError), (run / "validation.jsonl").open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:
         for line in file:
-            with suppress(ValueError):
-                records.append(json.loads(line))
+            with suppress(ValueError, RecursionError):
+                if isinstance(record := json.loads(line), dict):
+                    records.append(record)
     name = validation_name(records[-1]) if records else ""
-    values = [(value, int(r.get("step", 0))) for r in records if (value := _number(r.get(name))) is not None]
+    values = [(value, int(_number(r.get("step")) or 0)) for r in records if (value := _number(r.get(name))) is not None]
     value, step = (max if is_share(name) else min)(values, key=lambda pair: pair[0]) if values else (None, 0)
     return name, value, step
 
 
 def _command(keys: Mapping[str, Any]) -> str:
     """rl, rm, dpo or sft, by the keys that only it has."""
-    marks = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}
-    return next((command for command, key in marks.items() if key in keys), "sft")
+    return next((command for command, key in COMMAND_KEYS.items() if key in keys), "sft")
 
 
 def _short(model: str) -> str:

@@ -6,7 +6,8 @@ from textwrap import wrap
 
 from birl.errors import BirlError
 from birl.track.chrome import events, write
-from birl.track.limit import configuration, limit, said
+from birl.track.limit import limit, said
+from birl.track.runs import config
 from birl.track.shares import Shares, shares_of
 from birl.track.timeline import Timeline, steps_of
 from birl.track.units import count, duration
@@ -53,7 +54,7 @@ def describe(timeline: Timeline) -> Iterator[str]:
     for place in timeline.broken[:3]:
         yield f"warning: {place} is no span and was passed over"
     shares = shares_of(timeline, steps_of(timeline))
-    found = limit(shares, configuration(timeline.run))
+    found = limit(shares, config(timeline.run))
     if shares is not None:
         first, last = shares.steps
         which = f"step {first}" if first == last else f"steps {first} to {last}"

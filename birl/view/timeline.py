@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from birl.errors import BirlError
 from birl.track.limit import limit, said
-from birl.track.rows import lane_order, nested, rows_of
+from birl.track.rows import NESTED, Floats, lane_order, nested, rows_of
 from birl.track.shares import Shares, shares_of, working
 from birl.track.timeline import Step, Timeline, steps_of
 from birl.view.answer import Answer
@@ -29,8 +29,6 @@ WIDTHS = (50, 4000)  # pixels that a page may ask for
 ROWS = 10  # a lane with more at once is shown as a crowd,
 MANY = 4000  # and one with so many spans in sight
 LONGEST = 10  # spans that are listed
-NESTED = ("loop", "calls")
-Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 

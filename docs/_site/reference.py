@@ -12,10 +12,9 @@ from pathlib import Path
 
 from birl.cli.usage import USAGE
 from birl.config.help import Doc, documentation, presets, written
-from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+from birl.config.schema import COMMANDS
 from birl.envs.open import BUILT_IN
 
-COMMANDS = {"rl": RL, "sft": SFT, "rm": RM, "dpo": DPO, "eval": Eval, "serve": Serve}
 HEAD = "| key | default | type | meaning |\n|---|---|---|---|\n"
 SPECIAL = str.maketrans({c: f"&#{ord(c)};" for c in "|*_{}[]#"})
 

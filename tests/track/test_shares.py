@@ -11,7 +11,8 @@ from birl.cli import main
 from birl.config.help import documentation
 from birl.config.schema import RL
 from birl.track.intervals import Intervals, union
-from birl.track.limit import Limit, configuration, limit
+from birl.track.limit import Limit, limit
+from birl.track.runs import config
 from birl.track.shares import Shares, shares_of
 from birl.track.timeline import Timeline
 from birl.track.trace_command import describe
@@ -115,9 +116,9 @@ def test_a_stage_without_engines(tmp_path: Path) -> None:
     assert limited(tmp_path, spans).side == "training"
     spans = [span("learner", "loop", "train", step, 0.2, step + 1) for step in range(6)]
     assert limited(tmp_path, spans).side == "unknown"
-    assert configuration(tmp_path / "nowhere") == {}
+    assert config(tmp_path / "nowhere") == {}
     (tmp_path / "config.json").write_text("[1")
-    assert configuration(tmp_path) == {}
+    assert config(tmp_path) == {}
 
 
 def test_the_summary_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ The string under each field is its documentation: `birl rl --help` prints it. A 
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from birl.config.schema.algorithm import Algorithm as Algorithm
 from birl.config.schema.algorithm import Critic as Critic
@@ -196,6 +197,11 @@ Config = RL | Stage | Eval | Serve
 def reward_functions(config: RL | Eval) -> list[str]:
     """Those that judge answers: by default none where an environment does."""
     return config.reward.functions or ["math"] * (config.env.kind == "single_turn")
+
+
+#: what `birl COMMAND` reads its words into
+TRAINING: dict[str, type[Any]] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL}
+COMMANDS: dict[str, type[Any]] = {**TRAINING, "eval": Eval, "serve": Serve}
 
 
 def check(config: Config) -> None:
