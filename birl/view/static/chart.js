@@ -118,10 +118,11 @@ function keys(event, it, hooks) {
   const { low, high, series } = it.state, points = series.flatMap((s) => s.points.x).filter((x) => x >= low && x <= high);
   const at = it.at === null ? high : it.at, width = high - low;
   const pick = (fits, best) => { const found = points.filter(fits); return found.length ? best(...found.slice(0, 1e5)) : at; };
+  const go = (x) => { it.at = x; hooks.mark(x); }; // the next key may come before the next frame is drawn
   const moves = {
-    ArrowLeft: () => hooks.mark(event.shiftKey ? Math.max(low, at - width / 10) : pick((x) => x < at, Math.max)),
-    ArrowRight: () => hooks.mark(event.shiftKey ? Math.min(high, at + width / 10) : pick((x) => x > at, Math.min)),
-    Home: () => hooks.mark(low), End: () => hooks.mark(high),
+    ArrowLeft: () => go(event.shiftKey ? Math.max(low, at - width / 10) : pick((x) => x < at, Math.max)),
+    ArrowRight: () => go(event.shiftKey ? Math.min(high, at + width / 10) : pick((x) => x > at, Math.min)),
+    Home: () => go(low), End: () => go(high),
     "+": () => hooks.zoom(Math.max(low, at - width / 4), Math.min(high, at + width / 4)),
     "-": () => hooks.zoom(low - width / 2, high + width / 2),
     0: () => hooks.reset(), Escape: () => hooks.reset(),

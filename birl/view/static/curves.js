@@ -22,7 +22,7 @@ export async function show(root, params, api) {
     low: zoomed ? number("from") : null, high: zoomed ? number("to") : null, hidden: new Set(params.getAll("hide")),
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
-    span: [0, 1], at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
+    span: [0, 1], read: 1, at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
   it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
   fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
@@ -40,7 +40,7 @@ export async function show(root, params, api) {
   addEventListener("themechange", redraw);
   const stop = repeat(async () => {
     await gather(it, true);
-    if (it.about.some((run) => run.read < 1)) return READING;
+    if (share(it) < 1) return READING;
     return it.about.some((run) => run.running) ? WATCHED : ENDED;
   }, WATCHED);
   return () => {
@@ -63,11 +63,13 @@ async function learn(it) {
   told(it);
 }
 
+/** How much of the runs has been read, by what is drawn as well as by what the server has read since. */
+const share = (it) => Math.min(it.read, it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length);
+
 function told(it) {
   const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
   const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
-  const read = it.about.reduce((sum, run) => sum + run.read, 0) / it.about.length;
-  const long = `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown`;
+  const read = share(it), long = `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown`;
   const words = [read < 1 ? long : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
   fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
 }
@@ -180,8 +182,7 @@ async function once(it, poll) {
   }
   const newer = it.version !== answer.version && (it.version || answer.read < 1);
   if (newer) it.fresh.clear();
-  it.version = answer.version;
-  it.span = answer.span;
+  [it.version, it.span, it.read] = [answer.version, answer.span, answer.read];
   for (const name of metrics) {
     it.data.set(name, answer.curves);
     it.fresh.add(name);
