@@ -1,4 +1,8 @@
-"""The exceptions that cross layers."""
+"""The exceptions that cross layers, and how they are told."""
+
+import difflib
+import sys
+from collections.abc import Iterable
 
 
 class BirlError(Exception):
@@ -40,3 +44,15 @@ class HistoryRewritten(BirlError):
 
 class TooLong(Exception):
     """No room is left for an answer of the model, or no turn: the episode is cut."""
+
+
+def tell(error: BirlError) -> None:
+    """On stderr, each line marked as ours."""
+    for line in str(error).splitlines():
+        print(f"birl: {line}", file=sys.stderr)
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """` Did you mean grpo?`, or nothing where no option is close."""
+    found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.5)
+    return f" Did you mean {found[0]}?" if found else ""

@@ -61,7 +61,7 @@ def test_help_lists_an_environments_own_keys(capsys: pytest.CaptureFixture[str])
         (["rl", TRAIN, "--dryrun"], "Did you mean --dry-run?"),
         (["eval", "data.validation=a.jsonl", "--dry-run"], "belongs to training"),
         (["rl", TRAIN, "lr=1"], "Did you mean optimizer.lr"),
-        (["checkpoints"], "name a run folder"),
+        (["checkpoints"], "Name a run folder"),
         (["doctor", "please"], "takes no words"),
     ],
 )

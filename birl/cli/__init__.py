@@ -15,7 +15,7 @@ from birl.allocator import keep_memory
 from birl.cli.commands import BY_NAME, CONFIGURED, page
 from birl.cli.loading import load
 from birl.cli.usage import USAGE
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean, tell
 
 COMMANDS = tuple(BY_NAME)
 
@@ -28,8 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except BirlError as error:
-        for line in str(error).splitlines():
-            print(f"birl: {line}", file=sys.stderr)
+        tell(error)
         return 2
     except KeyboardInterrupt:
         print("birl: interrupted", file=sys.stderr)
@@ -64,7 +63,6 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-    from birl.config.words import did_you_mean
 
     what = "a command comes first, as in `birl rl key=value`" if "=" in name else f"there is no command {name}"
     return f"{what}; the commands are {', '.join(COMMANDS)}.{did_you_mean(name, (*COMMANDS, '--version', '--help'))}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from birl.cli.commands import TRAINING
 from birl.cli.loading import load
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
@@ -85,7 +85,6 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
         if word.startswith("--") and "=" not in word and word not in FLAGS:
             from birl.config.load import nearest_keys
             from birl.config.schema import COMMANDS
-            from birl.config.words import did_you_mean
 
             keys = nearest_keys(word.lstrip("-"), COMMANDS[command])
             near = f" Did you mean {keys[0]}=...?" if keys else did_you_mean(word, FLAGS)

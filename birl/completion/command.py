@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from birl.completion import bash, fish, zsh
 from birl.completion.vocabulary import vocabulary
-from birl.config.words import did_you_mean
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
 SHELLS = {"bash": bash.script, "zsh": zsh.script, "fish": fish.script}
 USAGE = """\
@@ -25,7 +24,7 @@ def run(words: Sequence[str], texts: Mapping[str, str], flags: Mapping[str, tupl
     """`texts`: one line on each command of birl. `flags`: the words that each takes. Raises `BirlError`."""
     if len(words) != 1 or words[0] not in SHELLS:
         near = did_you_mean(words[0], SHELLS) if words else ""
-        raise BirlError(f"birl completion: name your shell: {', '.join(SHELLS)}.{near}\n{USAGE.splitlines()[0]}")
+        raise BirlError(f"Name your shell: {', '.join(SHELLS)}.{near}\n{USAGE.splitlines()[0]}")
     from birl.envs.open import BUILT_IN
     from birl.launch.launcher import WHERE
 

@@ -18,7 +18,8 @@ from birl.config.rules_parallel import parallel_problems
 from birl.config.rules_sandbox import sandbox_problems
 from birl.config.rules_stages import stage_problems
 from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
-from birl.config.words import command, did_you_mean, said, said_capacity, said_needed, value_of, without_effect
+from birl.config.words import command, said, said_capacity, said_needed, value_of, without_effect
+from birl.errors import did_you_mean
 from birl.named import TEMPLATES, template_file
 
 REWARDS = ("math", "code", "format", "length", "model", "judge")

@@ -23,8 +23,8 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from birl.config.help import PRESETS, Doc, documentation, presets, written
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
-from birl.config.words import command, did_you_mean
-from birl.errors import BirlError
+from birl.config.words import command
+from birl.errors import BirlError, did_you_mean
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 

@@ -1,7 +1,5 @@
 """How problems with a configuration are put into words."""
 
-import difflib
-from collections.abc import Iterable
 from typing import Any
 
 from birl.config.help import documentation, written
@@ -11,12 +9,6 @@ from birl.config.schema import RL, Config, Stage
 def command(config: Config | type) -> str:
     """What `birl` calls the command of a configuration."""
     return (config if isinstance(config, type) else type(config)).__name__.lower()
-
-
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """` Did you mean grpo?`, or nothing where no option is close."""
-    found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.5)
-    return f" Did you mean {found[0]}?" if found else ""
 
 
 def value_of(config: Any, key: str) -> Any:

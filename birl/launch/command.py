@@ -11,22 +11,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 from birl.config.help import documentation, written
 from birl.config.schema import TRAINING
-from birl.config.words import did_you_mean
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
+from birl.flags import Flag, taken
 from birl.launch.job import Job, derive
 from birl.launch.launcher import FILE, WHERE, find, launcher
 
 PREFIX = "launch."
+DRY, HELP, FOLLOW = Flag(name="--dry-run"), Flag(name="--help"), Flag(name="--follow")
 
 
 def run(words: list[str]) -> int:
     """`birl launch`. Raises `BirlError`."""
-    flags = {word for word in words if word.startswith("--")}
-    if unknown := flags - {"--dry-run", "--help"}:
-        raise BirlError(f"{min(unknown)}: birl launch has --dry-run and --help")
-    where, command, *rest = [*(word for word in words if word not in flags), "", ""]
+    flags, rest = taken("launch", ["--help" if word == "-h" else word for word in words], (DRY, HELP))
+    where, command, *rest = [*rest, "", ""]
     rest = [word for word in rest if word]
-    if "--help" in flags:
+    if HELP.name in flags:
         print(usage(where))
         return 0
     if not where or not command:
@@ -34,7 +33,7 @@ def run(words: list[str]) -> int:
     place = launcher(where)
     keys, others = keys_of(place.Keys, rest)
     job = derive(command, others, keys)
-    if "--dry-run" in flags:
+    if DRY.name in flags:
         print(shown(job, place.render(job, keys)), end="")
         return 0
     handle = place.submit(job, keys)
@@ -113,12 +112,12 @@ def status(words: list[str]) -> int:
 
 
 def logs(words: list[str]) -> int:
-    follow = any(word in ("-f", "--follow") for word in words)
-    run, *roles = [word for word in words if word not in ("-f", "--follow")] or [""]
+    flags, rest = taken("logs", [FOLLOW.name if word == "-f" else word for word in words], (FOLLOW,))
+    run, *roles = rest or [""]
     if not run or len(roles) > 1:
-        raise BirlError(f"birl logs: name a run folder with {FILE}, as in `birl logs runs/NAME [ROLE] [--follow]`")
+        raise BirlError(f"Name a run folder with {FILE}, as in `birl logs runs/NAME [ROLE] [--follow]`")
     handle = find(run)
-    for line in launcher(handle.where).logs(handle, roles[0] if roles else "", follow):
+    for line in launcher(handle.where).logs(handle, roles[0] if roles else "", FOLLOW.name in flags):
         sys.stdout.write(line if line.endswith("\n") else line + "\n")
         sys.stdout.flush()
     return 0
@@ -137,11 +136,11 @@ def scale(words: list[str]) -> int:
     """`birl scale RUN engines=+2`."""
     run, change, *more = [*words, "", ""]
     if not run or not change.startswith("engines=") or any(more):
-        raise BirlError("birl scale: name a run folder and the engines, as in `birl scale runs/NAME engines=+2`")
+        raise BirlError("Name a run folder and the engines, as in `birl scale runs/NAME engines=+2`")
     handle = find(run)
     place = launcher(handle.where)
     if not hasattr(place, "scale"):
-        raise BirlError(f"birl scale: {handle.where} keeps the number of engines that a job was started with")
+        raise BirlError(f"{handle.where} keeps the number of engines that a job was started with")
     number = place.scale(handle, change.removeprefix("engines="))  # pyright: ignore[reportAttributeAccessIssue]
     print(f"{handle.name}: {number} engine{'s' * (number > 1)}. `birl status {shlex.quote(handle.run)}` shows them.")
     return 0

@@ -16,7 +16,7 @@ import sys
 from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import load
-from birl.errors import BirlError
+from birl.errors import BirlError, tell
 from birl.serve.limits import is_loopback
 
 USAGE = "python -m birl.launch.engine --name=EXPERIMENT/TRIAL rl WORDS"
@@ -28,8 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except BirlError as error:
-        for line in str(error).splitlines():
-            print(f"birl: {line}", file=sys.stderr)
+        tell(error)
         return 2
     except KeyboardInterrupt:
         return 130

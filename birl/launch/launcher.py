@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.launch.job import Job
 
 FILE = "launch.json"
@@ -85,10 +85,8 @@ class Launcher(Protocol):
 
 def launcher(where: str) -> Launcher:
     if where not in WHERE:
-        from birl.config.words import did_you_mean
-
         places = ", ".join(WHERE)
-        raise BirlError(f"birl launch: there is no place {where!r}; there are {places}.{did_you_mean(where, WHERE)}")
+        raise BirlError(f"There is no place {where!r}; there are {places}.{did_you_mean(where, WHERE)}")
     return import_module(f"birl.launch.{where}")  # pyright: ignore[reportReturnType]
 
 

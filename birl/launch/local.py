@@ -161,7 +161,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
         return {n: f for n, f in everything.items() if not role or n == role or n.startswith(f"{role}-")}
 
     if not named():
-        raise BirlError(f"birl logs: there is no log of {role or 'anything'} in {folder}")
+        raise BirlError(f"There is no log of {role or 'anything'} in {folder}")
     return tail.lines(named, follow, over=lambda: not supervised(folder))
 
 

@@ -146,7 +146,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     """Each line with the process that wrote it. Raises `BirlError` for a role that is none."""
     roles = handle.more["roles"]
     if role and role not in (*roles, "slurm"):
-        raise BirlError(f"birl logs: there is no role {role}; there are {', '.join((*roles, 'slurm'))}")
+        raise BirlError(f"There is no role {role}; there are {', '.join((*roles, 'slurm'))}")
     at: dict[Path, int] = {}
     asked, alive = 0.0, True
     while True:

@@ -15,7 +15,7 @@ USAGE = (
 def run(words: Sequence[str]) -> int:
     match list(words):
         case []:
-            raise BirlError("birl checkpoints: name a run folder, as in `birl checkpoints runs/NAME`")
+            raise BirlError("Name a run folder, as in `birl checkpoints runs/NAME`")
         case [folder]:
             return _list(_root(folder))
         case [folder, "verify", *steps] if len(steps) < 2:

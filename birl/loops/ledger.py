@@ -137,7 +137,7 @@ def audit(run: Path) -> Audit:
 def run(words: Sequence[str]) -> int:
     """`birl ledger RUN`."""
     if len(words) != 1:
-        raise BirlError("birl ledger: name a run folder, as in `birl ledger runs/NAME`")
+        raise BirlError("Name a run folder, as in `birl ledger runs/NAME`")
     folder = words[0]
     try:
         found = audit(Path(folder))

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from birl.config.words import did_you_mean
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
 LINKS = 0.8  # of a link's bandwidth that collectives reach; assumed, for all hardware
 

@@ -4,8 +4,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from birl.config.words import did_you_mean
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.planning.best import GIB, Plan, best, limits
 from birl.planning.cluster import Cluster, cluster_of
 from birl.planning.shape import Shape, shape_of

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError
+from birl.flags import Flag, taken, whole
 from birl.jobs import Jobs
 from birl.recipes import shelf
 from birl.recipes.attempt import Attempt
@@ -15,7 +16,8 @@ from birl.recipes.band import Finding
 from birl.recipes.recipe import Expectation, Recipe, read
 
 FOLDER = Path("runs") / "reproduce"
-FLAGS = ("--seed", "--dry-run")
+SEED = Flag(name="--seed", value="N", takes="a whole number, as in --seed 1", read=whole)
+DRY = Flag(name="--dry-run")
 
 
 def run(words: Sequence[str]) -> int:
@@ -55,36 +57,16 @@ def reproduce(attempt: Attempt, start: Callable[[Sequence[str]], int | None]) ->
 
 def _split(words: Sequence[str]) -> tuple[str, int | None, bool, tuple[str, ...]]:
     """Name, seed, --dry-run, and key=value words."""
-    from birl.config.words import did_you_mean
-
-    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--seed=") else [word])]
-    names: list[str] = []
-    more: list[str] = []
-    seed, dry, left = None, False, iter(parts)
-    for word in left:
-        if word == "--seed":
-            seed = _whole(next(left, ""))
-        elif word == "--dry-run":
-            dry = True
-        elif word.startswith("-"):
-            raise BirlError(f"{word}: `birl reproduce` has {' and '.join(FLAGS)}.{did_you_mean(word, FLAGS)}")
-        elif word.startswith("seed="):
+    flags, rest = taken("reproduce", words, (SEED, DRY))
+    more, names = [word for word in rest if "=" in word], [word for word in rest if "=" not in word]
+    for word in more:
+        if word.startswith("seed="):
             raise BirlError(f"{word}: write --seed {word.removeprefix('seed=')}")
-        elif "=" in word:
-            more.append(word)
-        else:
-            names.append(word)
     if len(names) > 1:
         raise BirlError(f"birl reproduce takes one recipe at a time, got {', '.join(names)}")
-    if not names and (more or dry or seed is not None):
-        raise BirlError("birl reproduce: name a recipe; `birl reproduce` alone lists them")
-    return "".join(names), seed, dry, tuple(more)
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise BirlError(f"--seed takes a whole number, as in --seed 1, not {text!r}")
-    return int(text)
+    if not names and (more or flags):
+        raise BirlError("Name a recipe; `birl reproduce` alone lists them")
+    return "".join(names), flags.get(SEED.name), DRY.name in flags, tuple(more)
 
 
 def _first_seed(recipe: Recipe) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
 COMMANDS = ("sft", "rm", "dpo", "rl", "eval")
 ENDING = ".expected.yaml"
@@ -234,7 +234,6 @@ class _Reader:
         return found.strip()
 
     def known(self, entry: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
-        from birl.config.words import did_you_mean
 
         for key in entry:
             if key not in keys:

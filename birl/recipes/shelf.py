@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.recipes.recipe import ENDING, Recipe, read
 
 OWN = Path(__file__).parents[2]  # the repository, where birl was not installed without it
@@ -28,7 +28,6 @@ def names() -> dict[str, Path]:
 
 def find(name: str) -> tuple[Recipe, Path]:
     """The recipe of a name, or in a file, and the folder that its paths start from. Raises `BirlError`."""
-    from birl.config.words import did_you_mean
 
     if name.endswith((".yaml", ".yml")):
         file = Path(name) if name.endswith(ENDING) else Path(name).with_suffix(ENDING)

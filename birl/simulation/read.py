@@ -11,8 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from birl.config.words import did_you_mean
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.simulation.presets import PRESETS
 from birl.simulation.run_figures import from_run
 from birl.simulation.scenario import SECTIONS, Lengths, Scenario, checked

@@ -11,6 +11,7 @@ from typing import Any
 
 from birl.config.help import written
 from birl.errors import BirlError
+from birl.flags import JSON, taken
 from birl.track import runs
 from birl.track.progress import headline, stored
 from birl.track.summary import facts
@@ -28,16 +29,14 @@ Row = tuple[str, str, str]
 
 def run(words: Sequence[str]) -> int:
     """Print both tables. Raises `BirlError` for what is no run."""
-    flags = [word for word in words if word.startswith("-")]
-    folders = [Path(word) for word in words if word not in flags]
-    if unknown := [flag for flag in flags if flag != "--json"]:
-        raise BirlError(f"{unknown[0]}: `birl diff` has --json")
+    flags, rest = taken("diff", words, (JSON,))
+    folders = [Path(word) for word in rest]
     if len(folders) != 2:
-        raise BirlError("birl diff: name two run folders, as in `birl diff runs/a runs/b`; `birl runs` lists them")
+        raise BirlError("Name two run folders, as in `birl diff runs/a runs/b`; `birl runs` lists them")
     for folder in folders:
         _check(folder)
     keys, figures = changed_keys(*folders), compared(*folders)
-    if "--json" in flags:
+    if JSON.name in flags:
         told = {"keys": {key: [a, b] for key, a, b in keys}, "figures": {name: [a, b] for name, a, b in figures}}
         print(json.dumps({"runs": [str(folder) for folder in folders], **told}, indent=1))
         return 0
@@ -55,15 +54,13 @@ def run(words: Sequence[str]) -> int:
 
 def _check(folder: Path) -> None:
     if not folder.is_dir():
-        raise BirlError(
-            f"birl diff: {folder} is {'a file' if folder.exists() else 'not there'}; `birl runs` lists runs"
-        )
+        raise BirlError(f"{folder} is {'a file' if folder.exists() else 'not there'}; `birl runs` lists runs")
     if not runs.is_run(folder):
         inside = next(iter(runs.find(folder)), None)
         hint = f"{inside} is one" if inside else "`birl runs` lists runs"
-        raise BirlError(f"birl diff: {folder} is no run: it has neither config.yaml nor metrics.jsonl. {hint}")
+        raise BirlError(f"{folder} is no run: it has neither config.yaml nor metrics.jsonl. {hint}")
     if why := runs.problem(folder):
-        raise BirlError(f"birl diff: {why.partition(':')[0]}; without it there is nothing to compare")
+        raise BirlError(f"{why.partition(':')[0]}; without it there is nothing to compare")
 
 
 def changed_keys(first: Path, second: Path) -> list[tuple[str, Any, Any]]:

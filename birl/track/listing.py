@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from birl.errors import BirlError
+from birl.flags import JSON, taken
 from birl.track.runs import About, about, find
 from birl.track.units import count, duration, figure
 from birl.track.visible import visible
@@ -22,17 +23,15 @@ SHORTEST = 16  # columns that the name keeps before others go
 
 def run(words: Sequence[str]) -> int:
     """Print the table. Raises `BirlError` for a folder that is not there."""
-    flags = [word for word in words if word.startswith("-")]
-    if unknown := [flag for flag in flags if flag != "--json"]:
-        raise BirlError(f"{unknown[0]}: `birl runs` has --json")
-    named = [Path(word) for word in words if word not in flags]
+    flags, rest = taken("runs", words, (JSON,))
+    named = [Path(word) for word in rest]
     for folder in named:
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "there is no such folder"
             raise BirlError(f"birl runs {folder}: {what}; name one that holds runs")
     folders = named or [Path("runs")]
     found = sorted((about(path) for folder in folders for path in find(folder)), key=lambda one: -one.updated)
-    if "--json" in flags:
+    if JSON.name in flags:
         print(json.dumps([one.as_json() for one in found], indent=1))
     elif not found:
         where = ", ".join(map(str, folders))

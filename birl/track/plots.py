@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.track.progress import stored
 
 SHOWN = ("reward/mean", "length/mean", "kl", "entropy", "loss", "grad_norm", "mismatch/mean", "staleness/mean")
@@ -24,8 +24,6 @@ def plot(run: Path, names: Sequence[str] = ()) -> Any:
         raise BirlError(f"{run} has no finished step (yet): call train() first.")
     found = {key for record in (*metrics, *validations) for key in record}
     if unknown := [name for name in names if name not in found]:
-        from birl.config.words import did_you_mean
-
         raise BirlError(f"the run has no metric {unknown[0]!r}.{did_you_mean(unknown[0], sorted(found))}")
     chosen = list(names) or [name for name in SHOWN if name in found][:PANELS] or ["loss"]
     columns = min(3, len(chosen))

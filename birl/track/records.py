@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
 
 class Records(Sequence[dict[str, Any]]):
@@ -53,8 +53,6 @@ class Records(Sequence[dict[str, Any]]):
         """One value of each line, None where a line has none. Raises `BirlError` where no line has it."""
         records = list(self)
         if records and not any(name in record for record in records):
-            from birl.config.words import did_you_mean
-
             known = sorted({key for record in records for key in record})
             raise BirlError(f"{self.path.name} has no {name!r}.{did_you_mean(name, known)}")
         return [record.get(name) for record in records]

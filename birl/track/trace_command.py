@@ -5,6 +5,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from birl.errors import BirlError
+from birl.flags import Flag, taken
 from birl.track.chrome import events, write
 from birl.track.limit import limit, said
 from birl.track.runs import config
@@ -18,13 +19,19 @@ USAGE = (
     "Where the time of a run went: the share of each wait in every process, and which side limits it. RUN may go on\n"
     "meanwhile. --output writes the trace for chrome://tracing or ui.perfetto.dev, too."
 )
+OUTPUT = Flag(
+    name="--output", value="FILE", takes="a file, as in `birl trace runs/demo --output trace.json`", read=Path
+)
 SMALL = 0.005  # shares below are not shown
 
 
 def run(words: list[str]) -> int:
-    folder, output = _words(words)
+    flags, named = taken("trace", words, (OUTPUT,))
+    if len(named) != 1:
+        raise BirlError("birl trace takes one run, as in `birl trace runs/demo`")
+    folder, output = Path(named[0]), flags.get(OUTPUT.name)
     if not folder.is_dir():
-        raise BirlError(f"birl trace: there is no folder {folder}. Name a run, as in `birl trace runs/demo`.")
+        raise BirlError(f"There is no folder {folder}. Name a run, as in `birl trace runs/demo`.")
     timeline = Timeline(folder)
     timeline.read()
     for line in describe(timeline):
@@ -33,20 +40,6 @@ def run(words: list[str]) -> int:
         written = write(output, events(timeline))
         print(f"\n{count(written)} events in {output}: open it in chrome://tracing or https://ui.perfetto.dev.")
     return 0
-
-
-def _words(words: list[str]) -> tuple[Path, Path | None]:
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--output=") else [word])]
-    output = None
-    if "--output" in words:
-        place = words.index("--output")
-        name = "".join(words[place + 1 : place + 2])
-        if not name or name.startswith("-"):
-            raise BirlError("--output takes a file, as in `birl trace runs/demo --output trace.json`")
-        output, words = Path(name), words[:place] + words[place + 2 :]
-    if len(words) != 1 or words[0].startswith("-"):
-        raise BirlError("birl trace takes one run and --output FILE, as in `birl trace runs/demo`")
-    return Path(words[0]), output
 
 
 def describe(timeline: Timeline) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from birl.errors import BirlError
+from birl.flags import Flag, taken, whole
 
 if TYPE_CHECKING:
     import uvicorn
@@ -26,18 +27,31 @@ USAGE = (
 )
 
 
+def _port(text: str) -> int:
+    if (number := whole(text)) > 65535:
+        raise ValueError
+    return number
+
+
+PORT_FLAG = Flag(name="--port", value="N", takes="a number up to 65535, as in `birl view --port 8311`", read=_port)
+QUIET = Flag(name="--no-browser")
+
+
 def run(words: list[str]) -> int:
-    roots, port, opens = _words(words)
+    flags, roots = taken("view", words, (PORT_FLAG, QUIET))
+    for word in roots:
+        if "=" in word and not Path(word).exists():
+            raise BirlError(f"{word}: `birl view` takes folders, as in `birl view runs/demo`")
     from birl.view.folders import Runs
 
     if not roots and not Path("runs").is_dir():
         raise BirlError("There is no folder runs here. Name a run or a folder of runs: `birl view FOLDER`.")
     runs = Runs([Path(root) for root in roots or ["runs"]])
-    listener = listen(port)
+    listener = listen(flags.get(PORT_FLAG.name))
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}/" + _start(runs, named=bool(roots))
     print(f"birl view: {url}\n{_counted(len(runs))}. Ctrl-C ends it.", flush=True)
-    if opens and _has_screen():
+    if QUIET.name not in flags and _has_screen():
         threading.Timer(0.3, webbrowser.open, (url,)).start()
     with contextlib.suppress(KeyboardInterrupt):
         server(runs, listener).run([listener])
@@ -74,24 +88,6 @@ def listen(port: int | None) -> socket.socket:
     if port is not None:
         raise BirlError(f"--port {port} cannot be used ({reason}). Choose another, or leave --port out.")
     raise BirlError(f"The ports {PORT} to {PORT + NEXT - 1} are all taken. Name a free one with --port N.")
-
-
-def _words(words: list[str]) -> tuple[list[str], int | None, bool]:
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--port=") else [word])]
-    port = None
-    if "--port" in words:
-        place = words.index("--port")
-        number = "".join(words[place + 1 : place + 2])
-        if not number.isascii() or not number.isdigit() or int(number) > 65535:
-            raise BirlError("--port takes a number up to 65535, as in `birl view --port 8311`")
-        port, words = int(number), words[:place] + words[place + 2 :]
-    opens, roots = "--no-browser" not in words, [word for word in words if word != "--no-browser"]
-    for word in roots:
-        if word.startswith("-"):
-            raise BirlError(f"{word}: `birl view` has --port N and --no-browser")
-        if "=" in word and not Path(word).exists():
-            raise BirlError(f"{word}: `birl view` takes folders, as in `birl view runs/demo`")
-    return roots, port, opens
 
 
 def _start(runs: "Runs", named: bool) -> str:

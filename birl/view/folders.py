@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.track import runs
 
 RESCAN = 2.0  # s; new runs are found that late
@@ -113,7 +113,6 @@ def _id(folder: Path) -> str:
 
 
 def _missing(root: Path) -> str:
-    from birl.config.words import did_you_mean
 
     if root.exists():
         return f"{root} is a file; `birl view` takes the folder of a run, or a folder of runs."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from birl.errors import BirlError
+from birl.flags import Flag, taken, whole
 from birl.track.log import writing
 from birl.track.visible import visible
 
@@ -24,15 +25,28 @@ LIMIT = 20
 SHAPE = "{row:>7} {step:>6} {outcome:<9.9} {reward:>8} {tokens:>6}  {flags:<12.12} {text}"
 
 
+def _exported(text: str) -> Path:
+    if (file := Path(text)).suffix not in (".jsonl", ".csv"):
+        raise ValueError
+    return file
+
+
+SHOWN = Flag(name="--limit", value="N", takes="a whole number, as in `birl rollouts RUN --limit 50`", read=whole)
+EXPORT = Flag(name="--export", value="FILE", takes="a file that ends in .jsonl or .csv", read=_exported)
+
+
 def run(words: list[str]) -> int:
-    folder, query, limit, target = _words(words)
-    path = folder / "rollouts.jsonl"
+    flags, named = taken("rollouts", words, (SHOWN, EXPORT))
+    if not named:
+        raise BirlError("Name a run folder, as in `birl rollouts runs/NAME`; `birl runs` lists them.")
+    folder, query = Path(named[0]), " ".join(named[1:])
+    limit, target = flags.get(SHOWN.name), flags.get(EXPORT.name)
     if not folder.is_dir():
         raise BirlError(f"There is no folder {folder}. Name a run, as in `birl rollouts runs/demo`.")
     from birl.view.episodes import Episodes
     from birl.view.search import Query, Search
 
-    search = Search(episodes=Episodes(path), query=Query.parse(query))
+    search = Search(episodes=Episodes(folder / "rollouts.jsonl"), query=Query.parse(query))
     search.episodes.read_on()
     search.go_on()
     if search.episodes.skipped:
@@ -65,14 +79,9 @@ def _print(search, limit: int) -> None:
             flags=",".join(name for name, _ in episodes.reasons(row, head)),
             text=text[:400],
         )
-        print(_printable(line[:width].rstrip()))
+        print(line[:width].rstrip())
     more = f", {limit} shown (--limit N shows more)" if len(rows) > limit else ""
     print(f"{len(rows):,} of {episodes.count:,} episodes{more}")
-
-
-def _printable(text: str) -> str:
-    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
-    return text.encode(encoding, "replace").decode(encoding)
 
 
 def _export(search, target: Path, limit: int | None) -> int:
@@ -94,28 +103,3 @@ def _export(search, target: Path, limit: int | None) -> int:
 def _write(file: BinaryIO, found: Iterator[bytes]) -> None:
     for line in found:
         file.write(line)
-
-
-def _words(words: list[str]) -> tuple[Path, str, int | None, Path | None]:
-    named, limit, target, rest = list[str](), None, None, list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag in ("--limit", "--export"):
-            if not equals:
-                value = rest.pop(0) if rest else ""
-            if flag == "--limit":
-                if not (value.isascii() and value.isdigit()):
-                    raise BirlError("--limit takes a whole number, as in `birl rollouts RUN --limit 50`")
-                limit = int(value)
-            else:
-                target = Path(value)
-                if target.suffix not in (".jsonl", ".csv"):
-                    raise BirlError(f"--export {value}: takes a file that ends in .jsonl or .csv")
-        elif word.startswith("--"):
-            raise BirlError(f"{word}: `birl rollouts` has --limit N and --export FILE")
-        else:
-            named.append(word)
-    if not named:
-        raise BirlError("birl rollouts: name a run folder, as in `birl rollouts runs/NAME`")
-    return Path(named[0]), " ".join(named[1:]), limit, target

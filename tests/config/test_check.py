@@ -11,8 +11,7 @@ from birl.config.load import flatten
 from birl.config.ranges import CHOICES, RANGES
 from birl.config.rules_algorithm import corrects, proximal
 from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Serve, Texts, check
-from birl.config.words import did_you_mean
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
 T = TypeVar("T")
 

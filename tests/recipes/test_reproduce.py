@@ -167,7 +167,7 @@ def test_the_recipes_are_listed(place: Path, capsys: pytest.CaptureFixture[str])
         (["small", "other"], "takes one recipe at a time"),
         (["small", "--sed", "1"], "Did you mean --seed?"),
         (["small", "--seed", "one"], "--seed takes a whole number, as in --seed 1, not 'one'"),
-        (["--dry-run"], "name a recipe"),
+        (["--dry-run"], "Name a recipe"),
         (["nothing.yaml"], "there is no nothing.expected.yaml"),
         (["small", "stepz=1"], "small, stage sft:"),
     ],

@@ -139,13 +139,13 @@ def test_mistakes_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     traces.write(tmp_path / "run", traces.ahead())
     (tmp_path / "empty").mkdir()
     for words, says in {
-        ("nowhere",): "there is no folder nowhere",
+        ("nowhere",): "There is no folder nowhere",
         (str(tmp_path / "empty"),): "has no trace.jsonl",
         (): "takes one run",
         ("a", "b"): "takes one run",
         (str(tmp_path / "run"), "--output"): "--output takes a file",
         (str(tmp_path / "run"), "--output", str(tmp_path / "no" / "x.json")): "cannot write",
-        ("--what",): "takes one run",
+        ("--what",): "`birl trace` has --output FILE",
     }.items():
         assert main(["trace", *words]) == 2
         assert says in capsys.readouterr().err.replace("\nbirl: ", " "), words

@@ -43,12 +43,12 @@ def test_exports(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "said"),
     [
         (["nowhere"], "There is no folder nowhere"),
-        ([], "name a run folder"),
+        ([], "Name a run folder"),
         (["RUN", "--limit", "x"], "--limit takes a whole number"),
         (["RUN", "--export", "a.txt"], "ends in .jsonl or .csv"),
         (["RUN", "--export", "gone/a.csv"], "cannot write"),
         (["RUN", "--export=RUN/rollouts.jsonl"], "the run's own file"),
-        (["RUN", "--all"], "has --limit N and --export FILE"),
+        (["RUN", "--all"], "has --limit N, --export FILE"),
         (["RUN", "/(/"], "no regular expression"),
     ],
 )
