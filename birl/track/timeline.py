@@ -5,6 +5,7 @@ timeline.start[timeline.of("learner", "loop")]          starts of what the loop 
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from birl.errors import BirlError
+from birl.track.growing import Growing
 from birl.track.trace import FILE
 
-TAIL = 64  # bytes before the place up to which a file was read: where they differ, it is another file by now
 COLUMNS: dict[str, tuple[type, Any]] = {
     "start": (np.float64, 0.0),
     "seconds": (np.float64, 0.0),
@@ -26,16 +27,6 @@ COLUMNS: dict[str, tuple[type, Any]] = {
     "busy": (np.float64, np.nan),
     "paused": (np.float64, np.nan),
 }
-
-
-@dataclass(slots=True)
-class _Read:
-    """One file, and up to where it was read [bytes]."""
-
-    path: Path
-    offset: int = 0
-    tail: bytes = b""
-    line: int = 0
 
 
 class Timeline:
@@ -51,7 +42,8 @@ class Timeline:
         self.places: list[tuple[str, str]] = []
         self.names: list[str] = []
         self.broken: list[str] = []
-        self._files: dict[Path, _Read] = {}
+        self._files: dict[Path, Growing] = {}
+        self._lines: dict[Path, int] = {}
         self._places: dict[tuple[str, str], int] = {}
         self._names: dict[str, int] = {}
         self.place = self.name = np.zeros(0, np.int32)
@@ -82,30 +74,23 @@ class Timeline:
             raise BirlError(
                 f"{self.run} has no {FILE}: it is no folder of a run, or the run was started with track.trace=false."
             )
-        if any(not _goes_on(self._files[path]) for path in files if path in self._files):
-            self._forget()  # a resume has cut it back
+        if not all(file.goes_on for file in self._files.values()):
+            self._forget()
         rows: list[dict[str, Any]] = []
         for path in files:
-            rows += self._new(self._files.setdefault(path, _Read(path)))
+            rows += self._new(path)
         if rows:
             self._append(rows)
         return bool(rows)
 
-    def _new(self, file: _Read) -> list[dict[str, Any]]:
-        with file.path.open("rb") as opened:
-            opened.seek(file.offset)
-            data = opened.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        rows = []
-        for line in whole.split(b"\n")[:-1]:
-            file.line += 1
-            if (row := parsed(line)) is not None:
-                rows.append(row)
-            else:
-                self.broken.append(f"{file.path.name}, line {file.line}")
-        file.offset += len(whole)
-        file.tail = (file.tail + whole)[-TAIL:]
-        return rows
+    def _new(self, path: Path) -> Iterator[dict[str, Any]]:
+        for lines in self._files.setdefault(path, Growing(path)).new():
+            for line in lines:
+                self._lines[path] = self._lines.get(path, 0) + 1
+                if (row := parsed(line)) is not None:
+                    yield row
+                else:
+                    self.broken.append(f"{path.name}, line {self._lines[path]}")
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         for column, (kind, default) in COLUMNS.items():
@@ -149,18 +134,6 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         return None
     good = all(type(text) is str for text in texts) and all(type(n) in (int, float) and n == n for n in numbers)
     return found if good and found["seconds"] >= 0 and max(map(abs, numbers)) < 2**53 else None
-
-
-def _goes_on(file: _Read) -> bool:
-    """Whether what was read is still there."""
-    try:
-        if file.path.stat().st_size < file.offset:
-            return False
-        with file.path.open("rb") as opened:
-            opened.seek(file.offset - len(file.tail))
-            return opened.read(len(file.tail)) == file.tail
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 1 << 23  # bytes read at a time
+from birl.track.growing import Growing
+
 BATCH = 500  # lines that are parsed at a time; other threads wait for as long as that takes
 END = 1 << 14  # bytes at the end of a file that a glimpse takes whole: a few lines
-REMEMBERED = 256  # bytes before the place where reading stopped, to notice another file in its place
 STAMP = "time"  # the one column that is text in the file; here seconds since 1970, where no step was timed
 TIMED = "time/step"
 
@@ -35,15 +35,12 @@ class Columns:
     @property
     def unread(self) -> int:
         """Bytes that are there and were not taken yet."""
-        try:
-            return max(0, self.path.stat().st_size - self._offset)
-        except OSError:
-            return 0
+        return self._file.unread
 
     @property
     def taken(self) -> int:
         """Bytes that were."""
-        return self._offset
+        return self._file.taken
 
     def glimpse(self, lines: int) -> "Columns":
         """Another table with so many rows from all over the file and its last one, read in a moment. Nothing is
@@ -67,7 +64,7 @@ class Columns:
 
     def _clear(self) -> None:
         self.rows, self.broken = 0, 0  # broken: lines that are no JSON object with a step, left out
-        self._offset, self._before = 0, b""
+        self._file = Growing(self.path)
         self._columns: dict[str, np.ndarray] = {}
 
     @property
@@ -83,32 +80,12 @@ class Columns:
     def read(self) -> bool:
         """Take what is new. Whether anything changed; a file that is not there reads as an empty one."""
         state = (self.generation, self.rows, self.broken)
-        try:
-            with self.path.open("rb") as file:
-                self._read(file)
-        except FileNotFoundError:
-            if self._offset:
-                self._anew()
+        if not self._file.goes_on:
+            self.generation += 1
+            self._clear()
+        for lines in self._file.new():
+            self._take(lines)
         return state != (self.generation, self.rows, self.broken)
-
-    def _anew(self) -> None:
-        self.generation += 1
-        self._clear()
-
-    def _read(self, file: Any) -> None:
-        if self._offset:
-            file.seek(self._offset - len(self._before))
-            if file.read(len(self._before)) != self._before:
-                self._anew()
-        file.seek(self._offset)
-        rest = b""
-        while block := file.read(BLOCK):
-            whole, newline, tail = (rest + block).rpartition(b"\n")
-            rest = tail
-            if newline:
-                self._offset += len(whole) + 1
-                self._before = (whole[-REMEMBERED:] + b"\n")[-REMEMBERED:]
-                self._take(whole.split(b"\n"))
 
     def _take(self, lines: list[bytes]) -> None:
         for start in range(0, len(lines), BATCH):
