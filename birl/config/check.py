@@ -378,7 +378,7 @@ def _run(config: RL | Stage) -> list[str]:
             f"resume={config.resume}: there is no such checkpoint folder; use auto, never or an existing one "
             f"(`birl checkpoints RUN` lists them).{did_you_mean(config.resume, RESUME)}"
         )
-    for name in ("wandb", "mlflow", "trackio", "swanlab"):
+    for name in ADDRESSES:
         mode = getattr(config.track, name)
         if "://" in mode:
             found.append(f"track.{name}={mode}: an address belongs into the environment: {ADDRESSES[name]}.")

@@ -16,7 +16,7 @@ from birl.track.log import JsonLog, encode, replace, writing
 from birl.track.outbox import PATIENCE, Marks, Outbox, Record
 from birl.track.progress import Progress, numbers, stored
 from birl.track.sink import Figures, Start, public
-from birl.track.sinks import wanted
+from birl.track.sinks import KINDS
 from birl.track.summary import closing, facts, figures
 from birl.track.tensorboard import TensorBoard
 from birl.track.trace import FILE, Trace
@@ -38,7 +38,6 @@ class Tracker:
         self, run: Path, track: Reports, *, title: str, total_steps: int | None, config: dict[str, object]
     ) -> None:
         self.run, self.track, self.title, self.config = Path(run), track, title, config
-        self._kinds = wanted(track)  # a missing package is told now, before a model is loaded
         self._console = Terminal()
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)
@@ -73,8 +72,10 @@ class Tracker:
         if self.track.tensorboard:
             self._events = TensorBoard()
             self._events.start(start)
-        for name, kind in self._kinds.items():
+        for name, kind in KINDS.items():
             mode: str = getattr(self.track, name)
+            if mode == "off":
+                continue
             box = Outbox(kind.title, kind.make(), Marks(self.run, name), PATIENCE[mode])
             box.open(dataclasses.replace(start, mode=mode, config=public(self.config)))
             self._boxes.append(box)

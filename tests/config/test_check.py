@@ -1,5 +1,6 @@
 """Impossible values and combinations are refused, each with the key, its value and the fix."""
 
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -243,6 +244,13 @@ def test_combinations(values: dict[str, object], parts: list[str]):
     assert len(found) == 1, found
     for part in parts:
         assert part in found[0]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab"])
+def test_a_tracker_without_its_package(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    (found,) = problems(config(**{f"track__{name}": "offline"}))
+    assert f"{name} is not installed; pip install 'birl[{name}]', or track.{name}=off" in found
 
 
 def test_an_option_that_evaluation_would_ignore_is_refused():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from birl.errors import BirlError
 from birl.track.log import read_jsonl
 from tests.track import runs
 
@@ -105,12 +104,6 @@ def test_off_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         tracker.message("resumed")
         tracker.finish({})
     assert capsys.readouterr().out == ""
-
-
-def test_without_wandb_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(BirlError, match=r'pip install "birl\[wandb\]"'):
-        runs.tracker(tmp_path, wandb="offline")
 
 
 def test_live_view_keeps_warnings_and_gives_the_terminal_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
