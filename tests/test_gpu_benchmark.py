@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu_bench import Bench, samples
+from benchmarks.gpu_training import flops
+from birl.data.pack import pack
+from birl.models.device import choose
 
 
 def test_every_section_fills_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +26,7 @@ def test_every_section_fills_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_section_that_fails_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(bench: gpu.Bench) -> None:
+    def broken(bench: Bench) -> None:
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(gpu, "SECTIONS", {"machine": gpu.limits, "decode": broken, "trl": lambda bench: None})
@@ -34,13 +38,13 @@ def test_a_section_that_fails_does_not_stop_the_others(
 
 def test_flops_count_what_must_be_computed() -> None:
     """Of a tree, each pair of tokens that sees each other once."""
-    data = gpu.samples(1, 2, 3, 2, 512)
-    (batch,) = gpu.pack(data, [1.0, 1.0], 100)
-    bench = gpu.Bench.__new__(gpu.Bench)
-    bench.device = gpu.choose("cpu")
+    data = samples(1, 2, 3, 2, 512)
+    (batch,) = pack(data, [1.0, 1.0], 100)
+    bench = Bench.__new__(Bench)
+    bench.device = choose("cpu")
     model = bench.model("tiny")
     prefix, branches = batch.trees[0]
     pairs = prefix * (prefix + 1) // 2 + sum(n * prefix + n * (n + 1) // 2 for n in branches)
     layer = (64 * 64 + 2 * 32 * 64 + 64 * 64) + 3 * 64 * 128
     expected = 6 * (2 * layer * len(batch.tokens) + 512 * 64 * len(batch.targets)) + 12 * 2 * 64 * pairs
-    assert gpu.flops(model, batch) == expected
+    assert flops(model, batch) == expected

@@ -10,7 +10,8 @@ import pytest
 
 from birl.config import schema
 from birl.track.chrome import events
-from birl.track.limit import configuration, limit
+from birl.track.limit import limit
+from birl.track.runs import config
 from birl.track.shares import shares_of
 from birl.track.timeline import Timeline, exclusive, steps_of
 from tests.loops import test_offline as offline
@@ -67,7 +68,7 @@ def test_the_trace_and_the_metrics_agree(tiny: Path, tmp_path: Path, words: tupl
     check(list(events(timeline)))
     shares = shares_of(timeline)
     assert shares is not None and sum(shares.learner.values()) == pytest.approx(1, abs=1e-6)
-    assert limit(shares, configuration(tmp_path / "run")).sentence
+    assert limit(shares, config(tmp_path / "run")).sentence
 
 
 def test_slow_rewards_are_found_out(tiny: Path, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_slow_rewards_are_found_out(tiny: Path, tmp_path: Path) -> None:
 
     run(tiny, tmp_path, "steps=5", "rollout.prompts=2", "checkpoint.every=0", reward=slow)
     timeline = read(tmp_path)
-    found = limit(shares_of(timeline), configuration(tmp_path / "run"))
+    found = limit(shares_of(timeline), config(tmp_path / "run"))
     assert found.side == "rewards" and "reward.workers" in found.sentence
     assert timeline.seconds[timeline.of("rollout", "rewards")].min() >= 0.5
 

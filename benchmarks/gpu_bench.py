@@ -1,0 +1,169 @@
+"""What the sections of `benchmarks.gpu` share: models by shape, sizes, the clock, the rows of the table."""
+
+import argparse
+import asyncio
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from birl.data.pack import Batch
+from birl.engine.engine import EmbeddedEngine
+from birl.learner.learner import Learner
+from birl.models import attention
+from birl.models.device import choose
+from birl.types import Completion, Sample, SamplingParams
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2-0.5b": {"kind": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                   "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936},
+    "qwen2-1.5b": {"kind": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                   "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936},
+    "llama-1b": {"kind": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                 "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "tiny": {"kind": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
+}  # fmt: skip
+NOMINAL = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12)}  # dense bf16 FLOP/s, byte/s
+
+
+@dataclass
+class Row:
+    """One line of the table. `share` is compared with `goal` where there is one."""
+
+    section: str
+    case: str
+    value: str
+    share: float | None = None
+    goal: float | None = None
+    note: str = ""
+
+
+@dataclass
+class Sizes:
+    prompt: int = 512
+    new: int = 256
+    batches: tuple[int, ...] = (64, 256)
+    packed: tuple[int, ...] = (4096, 8192, 16384)
+    answer: int = 512  # in a packed tree, and of the GRPO step
+    step_prompt: int = 256
+    prompts: int = 8
+    group: int = 8
+    matrix: int = 8192
+    copied: int = 2**32  # bytes
+    repeats: int = 5
+
+
+TINY = Sizes(prompt=40, new=24, batches=(4, 6), packed=(256, 512), answer=32, step_prompt=20, prompts=2, group=4,
+             matrix=256, copied=2**22, repeats=2)  # fmt: skip
+
+
+class Bench:
+    """What all sections share: the machine's measured limits, sizes, the clock."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device = choose(args.device)
+        self.sizes = TINY if args.tiny else Sizes()
+        self.models = ["tiny"] if args.tiny else args.models.split(",")
+        self.end = time.perf_counter() + 60 * args.minutes
+        self.compute = ThreadPoolExecutor(1, "compute")
+        self.rows: list[Row] = []
+        self.bandwidth = self.flops = math.nan
+
+    @property
+    def left(self) -> float:
+        return self.end - time.perf_counter()
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], Any], repeats: int, warm: int = 2) -> float:
+        """Mean of `repeats` calls behind one another."""
+        for _ in range(warm):
+            work()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        self.wait()
+        return (time.perf_counter() - start) / repeats
+
+    def add(self, *values: Any, **options: Any) -> None:
+        self.rows.append(Row(*values, **options))
+        print(f"{time.strftime('%H:%M:%S')} {self.rows[-1]}", file=sys.stderr, flush=True)
+
+    def clean(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def model(self, name: str, implementation: str = attention.NAME) -> nn.Module:
+        """Random float32 weights, made on the device."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        shape = dict(SHAPES[name])
+        config = AutoConfig.for_model(
+            shape.pop("kind"), **shape, tie_word_embeddings=True, max_position_embeddings=32768, eos_token_id=None,
+            bos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        return model.float().eval()
+
+    def engine(self, learner: Learner, batch: int, context: int) -> EmbeddedEngine:
+        shape: Any = learner.model.config
+        size = shape.hidden_size // shape.num_attention_heads
+        page = 2 * 32 * shape.num_hidden_layers * shape.num_key_value_heads * size * 2
+        context += 64  # the scheduler admits only while there is some room to spare
+        gigabytes = (batch * (context // 32 + 2) + 64) * page / 2**30
+        return EmbeddedEngine(
+            learner.model, None, end_ids=frozenset(), context=context, compute=self.compute,  # type: ignore[arg-type]
+            version=lambda: learner.version, max_batch=batch, kv_cache_gb=gigabytes,
+        )  # fmt: skip
+
+    def generate(self, engine: EmbeddedEngine, prompts: list[tuple[int, ...]], new: int, seed: int) -> list[Completion]:
+        async def together() -> list[Completion]:
+            params = [SamplingParams(max_tokens=new, ignore_eos=True, seed=seed + i) for i in range(len(prompts))]
+            return await asyncio.gather(*(engine.generate(p, q) for p, q in zip(prompts, params, strict=True)))
+
+        return asyncio.run(together())
+
+
+def shape_of(model: nn.Module) -> Any:
+    return model.config
+
+
+def prompt(seed: int, length: int, words: int) -> tuple[int, ...]:
+    return tuple(torch.randint(1, words, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def samples(groups: int, group: int, prefix: int, answer: int, words: int) -> list[Sample]:
+    made = []
+    for g in range(groups):
+        head = prompt(g, prefix, words)
+        for e in range(group):
+            tokens = head + prompt(1000 * g + e + 7, answer, words)
+            mask = (False,) * prefix + (True,) * answer
+            made.append(Sample(tokens=tokens, mask=mask, logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens),
+                               advantage=(-1.0) ** e, group=g, episode=e))  # fmt: skip
+    return made
+
+
+def loss(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """GRPO's, on-policy."""
+    ratio = (logp - logp.detach()).exp()
+    return -(ratio * batch.advantages * batch.weights).sum(), {"gap": (logp.detach() - batch.logprobs).abs()}

@@ -1,0 +1,49 @@
+"""Training on packed tokens, for `benchmarks.gpu`."""
+
+import math
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from benchmarks.gpu_bench import NOMINAL, Bench, loss, samples, shape_of
+from birl.data.pack import Batch, pack
+from birl.learner.learner import Learner, Stats
+
+TRAIN_GOAL = 0.5
+
+
+def flops(model: nn.Module, batch: Batch) -> float:
+    """Of a forward and backward pass that computes nothing twice: 6 a weight and token, 12 a head's element and visible
+    pair of tokens."""
+    config: Any = model.config
+    layers = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "head" not in n)
+    head = config.vocab_size * config.hidden_size
+    pairs = sum(p * (p + 1) / 2 + sum(n * (n + 1) / 2 + n * p for n in branches) for p, branches in batch.trees)
+    seen = 12 * config.num_hidden_layers * config.hidden_size * pairs
+    return 6.0 * (layers * len(batch.tokens) + head * len(batch.targets)) + seen
+
+
+def training(bench: Bench) -> None:
+    for name in bench.models:
+        train_model(bench, Learner(bench.model(name)), name)
+        bench.clean()
+
+
+def train_model(bench: Bench, learner: Learner, name: str) -> None:
+    sizes, words = bench.sizes, shape_of(learner.model).vocab_size
+    known = next((v[0] for k, v in NOMINAL.items() if k in bench.name), math.nan)
+    for tokens in sizes.packed:
+        if bench.left < 30:
+            bench.add("training", f"{name}, {tokens} packed tokens", "left out: no time")
+            continue
+        data = samples(max(tokens // (8 * sizes.answer), 1), 7, sizes.answer, sizes.answer, words)
+        (batch,) = pack(data, [1 / len(data)] * len(data), tokens)
+        batch = batch.to(bench.device)
+        seconds = bench.seconds(partial(learner.forward_backward, batch, loss, Stats()), sizes.repeats)
+        rate, speed = flops(learner.model, batch) / seconds, f"{len(batch.tokens) / seconds:,.0f} tok/s"
+        note = f"{rate / 1e12:.1f} TFLOP/s, {rate / known:.0%} of the data sheet's; {1e3 * seconds:.1f} ms"
+        case = f"{name}, {len(batch.tokens)} packed tokens"
+        bench.add("training", case, speed, share=rate / bench.flops, goal=TRAIN_GOAL, note=note)
+    seconds = bench.seconds(partial(learner.optim_step, 1e-6), 3, warm=1)
+    bench.add("training", f"{name}, optimizer step", f"{1e3 * seconds:.1f} ms")
