@@ -322,22 +322,25 @@ class EmbeddedEngine:
 
     def single(self, plan: list[Work]) -> None:
         """One forward pass."""
-        draws = [(r, len(work.drafts) + 1) for work in plan for r in work.samplers]  # who, and how many tokens
         logits = self.runner.run(plan)
+        params: list[SamplingParams] = []
+        uniforms: list[float] = []
         for work in plan:
             work.request.computed += len(work.tokens)
-            self.counters.prefilled += len(work.tokens) if work.start < len(work.request.prompt) else 0
-        if draws:
-            params, uniforms = (
-                [r.params for r, n in draws for _ in range(n)],
-                [u for r, n in draws for u in r.uniforms(n)],
-            )
-            scored = self.score(plan, logits)
-            tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
-            drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-            for work in plan:
-                found = [[next(drawn) for _ in range(len(work.drafts) + 1)] for _ in work.samplers]
-                self.append(work, [scored[work.request]] if work.request in scored else found)
+            if work.start < len(work.request.prompt):
+                self.counters.prefilled += len(work.tokens)
+            for request in work.samplers:
+                params += [request.params] * (len(work.drafts) + 1)
+                uniforms += request.uniforms(len(work.drafts) + 1)
+        if not params:
+            return
+        scored = self.score(plan, logits)
+        tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
+        drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        for work in plan:
+            for request in work.samplers:
+                found = [next(drawn) for _ in range(len(work.drafts) + 1)]
+                self.append(request, scored.get(request, found), work.drafts)
 
     def score(self, plan: list[Work], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
         """For requests whose next tokens are given: these, with their log-probs."""
@@ -351,26 +354,22 @@ class EmbeddedEngine:
                 found[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
         return found
 
-    def append(self, work: Work, drawn: list[list[tuple[int, float]]]) -> None:
-        """What each of the samplers drew: its next token, and the ones after as far as the guesses were right."""
-        for request, (first, *later) in zip(work.samplers, drawn, strict=True):
-            given = bool(request.forced)
-            request.append(*first, self.version)
-            right = 0
-            for guess, found in zip(work.drafts, later, strict=True):
-                if request.tokens[-1] != guess or request.stop is not None:
-                    break
-                request.append(*found, self.version)
-                right += 1
-            request.computed += right
-            if given:
-                self.counters.scored += right + 1
-                continue
-            if work.drafts:
-                self.scheduler.drafts.judge(request, right)
-            self.counters.tokens += right + 1
-            self.counters.drafted += len(work.drafts)
-            self.counters.accepted += right
+    def append(self, request: Request, drawn: list[tuple[int, float]], drafts: list[int]) -> None:
+        """What was drawn for a request: its next token, and the ones behind as far as the guesses were right."""
+        given, right = bool(request.forced), 0
+        request.append(*drawn[0], self.version)
+        while right < len(drafts) and request.tokens[-1] == drafts[right] and request.stop is None:
+            right += 1
+            request.append(*drawn[right], self.version)
+        request.computed += right
+        if given:
+            self.counters.scored += right + 1
+            return
+        if drafts:
+            self.scheduler.drafts.judge(request, right)
+        self.counters.tokens += right + 1
+        self.counters.drafted += len(drafts)
+        self.counters.accepted += right
 
     def burst(self, plan: list[Work]) -> None:
         """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""

@@ -64,7 +64,7 @@ class Request:
     @property
     def forced(self) -> tuple[int, ...]:
         """The next tokens, where they are given."""
-        return self.params.forced[len(self.tokens) : self.max_tokens]
+        return self.params.forced and self.params.forced[len(self.tokens) : self.max_tokens]
 
     @property
     def only_scored(self) -> bool:

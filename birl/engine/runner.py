@@ -54,7 +54,7 @@ class Runner:
         end = 0
         for work, count in zip(plan, counts, strict=True):
             end += count
-            if work.complete:
+            for _ in work.samplers:
                 rows += range(end - len(work.drafts) - 1, end)
             for follower in work.followers:  # a page that is not full yet becomes its own
                 if len(follower) % PAGE:
@@ -62,13 +62,9 @@ class Runner:
         self.cache.copy_pages(copies)
         if not rows:
             return hidden.new_empty(0, head(self.model).weight.shape[0], dtype=torch.float32)
-        if len(rows) < len(hidden):
+        if rows != list(range(len(hidden))):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
-        logits = self.logits(hidden)
-        if any(w.followers for w in plan):
-            times = [len(w.samplers) for w in plan if w.complete for _ in range(len(w.drafts) + 1)]
-            logits = logits.repeat_interleave(torch.tensor(times, device=device), dim=0)
-        return logits
+        return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         decoder = decoder_for(self.model)

@@ -22,19 +22,19 @@ FORCED = 128  # given tokens in one step: each needs logits of its own
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """Compute `tokens`, the next positions of `request`. When that completes its context, `followers` wait for the same
-    logits: requests with the same tokens so far, which then go their own ways. `drafts` are guesses at what comes
-    behind, computed as if they were right."""
+    """Compute `tokens`, the next positions of `request`. When that makes its context `complete`, `followers` wait for
+    the same logits: requests with the same tokens so far, which then go their own ways. `drafts` are guesses at what
+    comes behind, computed as if they were right."""
 
     request: Request
     start: int
     tokens: list[int]
     followers: list[Request] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
+    complete: bool = field(init=False)
 
-    @property
-    def complete(self) -> bool:
-        return self.start + len(self.tokens) == len(self.request)
+    def __post_init__(self) -> None:
+        self.complete = self.start + len(self.tokens) == len(self.request)
 
     @property
     def samplers(self) -> list[Request]:

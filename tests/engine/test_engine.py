@@ -149,6 +149,14 @@ def test_a_groups_prompt_is_prefilled_once(
     assert bench.engine.counters.prefilled == 79
 
 
+def test_a_group_of_as_many_answers_as_its_prompt_has_tokens(tiny: Path, compute: ThreadPoolExecutor) -> None:
+    """As many rows come out of the model as tokens are drawn, and yet not row by row."""
+    bench = Bench(tiny, compute)
+    together = bench.generate([PROMPTS[1]] * 4, seeded(4))
+    assert bench.gap([PROMPTS[1]] * 4, together).abs().max() <= 1e-5
+    assert [c.tokens for c in together] == [bench.generate([PROMPTS[1]], [p])[0].tokens for p in seeded(4)]
+
+
 def test_later_answers_reuse_the_pages_of_a_running_one(
     tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
