@@ -9,6 +9,12 @@
 #include <unistd.h>
 #endif
 
+enum {
+    FEW = 128,    /* rows of which few_rows is faster */
+    AHEAD = 3,    /* tiles of a panel that its rows take turns over */
+    STRIPE = 256, /* rows that fit into the second-level cache */
+};
+
 /* The instructions that compute products; NULL where the kernel does not grant them. */
 EXPORT const char *gemm_start(void) {
 #if defined(__AMX_BF16__)
@@ -79,41 +85,91 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
         }
 }
 
-/* y [M, N] (rows ldy apart) = x [M, K] W', see the enum for what `mode` does with it. K must be a multiple of 32, N of
-   16. Threads share out the columns; rows go by in blocks that fit into the second-level cache. */
-void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
-               long K, int mode) {
-    const long blocks = blocks_of(K), pairs = (N + 31) / 32, stripe = 256;
-    const size_t width = mode == ROUND ? sizeof(elem) : sizeof(float);
-    START_THREAD();
+/* Rows of x [rows, K] with zeros behind them, up to 32; NULL where they fill tiles of 16 anyway. */
+static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
+    if (rows % 16 == 0) return NULL;
+    uint16_t *copy = aligned_alloc(64, (32 * K * 2 + 63) / 64 * 64);
+    memset(copy, 0, 32 * K * 2);
+    for (long i = 0; i < rows; i++) memcpy(copy + i * K, x + i * ldx, K * 2);
+    return copy;
+}
+
+typedef struct { /* of one product, and the pairs of panels that are this thread's */
+    const uint16_t *x, *packed;
+    const elem *bias;
+    char *y;
+    long ldx, ldy, M, N, K, first, last;
+    int mode;
+} task;
+
+static void put(const task *t, const float *sums, long m, long rows, long n) {
+    const long columns = t->N - n < 32 ? t->N - n : 32, width = t->mode == ROUND ? sizeof(elem) : sizeof(float);
+    finish(sums, t->y + (m * t->ldy + n) * width, t->ldy, rows, columns, t->bias ? t->bias + n : NULL, t->mode);
+}
+
+/* With few rows reading the weights takes longer than computing. All rows take turns over a few tiles of them, which stay
+   in the first-level cache meanwhile; when the first rows are through, the next tiles are called for, so that memory works
+   while the other rows are computed. Sums wait in memory, which changes no bit. */
+static void few_rows(const task *t) {
+    const long blocks = blocks_of(t->K), head = t->M <= 48 ? 16 : 32;
+    const long tail = t->M <= head ? t->M : (t->M - head - 1) % 32 + 1;
+    uint16_t *rest = padded(t->x + (t->M - tail) * t->ldx, t->ldx, tail, t->K);
+    float sums[FEW * 32] __attribute__((aligned(64)));
+    for (long pair = t->first; pair < t->last; pair++) {
+        const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
+        const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
+        for (long k = 0; k < blocks; k += AHEAD) {
+            const long count = blocks - k < AHEAD ? blocks - k : AHEAD;
+            for (long m = 0, step = head; m < t->M; m += step, step = 32) {
+                const int partial = m + step > t->M && rest, two = partial ? tail > 16 : step > 16 && m + 16 < t->M;
+                const uint16_t *a = partial ? rest : t->x + m * t->ldx;
+                product(a + k * BLOCK, two, partial ? t->K : t->ldx, b0 + k * TILE, b1 + k * TILE, TILE, count,
+                        sums + m * 32, 32, k > 0);
+                if (m) continue;
+                for (long i = 0; i < AHEAD * TILE; i += 32) { /* behind the last tiles of a pair come those of the next */
+                    __builtin_prefetch(b0 + (k + AHEAD) * TILE + i, 0, 2);
+                    __builtin_prefetch(b1 + (k + AHEAD) * TILE + i, 0, 2);
+                }
+            }
+        }
+        put(t, sums, 0, t->M, pair * 32);
+    }
+    free(rest);
+}
+
+/* With many, computing takes longer, in blocks of rows that fit into the second-level cache. */
+static void many_rows(const task *t) {
+    const long blocks = blocks_of(t->K);
+    uint16_t *rest = padded(t->x + t->M / 32 * 32 * t->ldx, t->ldx, t->M % 32, t->K);
     float sums[32 * 32] __attribute__((aligned(64)));
-    uint16_t *rest = NULL; /* the last rows, filled up to 16 */
-    const long threads = omp_get_num_threads(), me = omp_get_thread_num();
-    const long first = pairs * me / threads, last = pairs * (me + 1) / threads;
-    for (long top = 0; top < M; top += stripe) {
-        const long bottom = top + stripe < M ? top + stripe : M;
-        for (long pair = first; pair < last; pair++) {
-            const long n = pair * 32, columns = N - n < 32 ? N - n : 32;
-            const uint16_t *b0 = packed + n / PANEL * blocks * TILE;
-            const uint16_t *b1 = columns > PANEL ? b0 + blocks * TILE : b0;
+    for (long top = 0; top < t->M; top += STRIPE) {
+        const long bottom = top + STRIPE < t->M ? top + STRIPE : t->M;
+        for (long pair = t->first; pair < t->last; pair++) {
+            const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
+            const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
             for (long m = top; m < bottom; m += 32) {
                 const long rows = bottom - m < 32 ? bottom - m : 32;
-                const uint16_t *a = x + m * ldx;
-                long lda = ldx;
-                if (rows % 16) {
-                    if (pair == first) {
-                        if (!rest) rest = aligned_alloc(64, (32 * K * 2 + 63) / 64 * 64);
-                        memset(rest, 0, 32 * K * 2);
-                        for (long i = 0; i < rows; i++) memcpy(rest + i * K, a + i * ldx, K * 2);
-                    }
-                    a = rest, lda = K;
-                }
-                product(a, rows > 16, lda, b0, b1, TILE, blocks, sums, 32, 0);
-                finish(sums, (char *)y + (m * ldy + n) * width, ldy, rows, columns, bias ? bias + n : NULL, mode);
+                const int partial = rows % 16 != 0;
+                product(partial ? rest : t->x + m * t->ldx, rows > 16, partial ? t->K : t->ldx, b0, b1, TILE, blocks,
+                        sums, 32, 0);
+                put(t, sums, m, rows, pair * 32);
             }
         }
     }
     free(rest);
+}
+
+/* y [M, N] (rows ldy apart) = x [M, K] W', see the enum for what `mode` does with it. K must be a multiple of 32, N of
+   16. Threads share out the columns. */
+void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
+               long K, int mode) {
+    const long pairs = (N + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
+    const task t = {x, packed, bias, y, ldx, ldy, M, N, K, pairs * me / threads, pairs * (me + 1) / threads, mode};
+    START_THREAD();
+    if (M <= FEW)
+        few_rows(&t);
+    else
+        many_rows(&t);
     END_THREAD();
 #pragma omp barrier
 }

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from birl import kernels
-from birl.kernels import Kernels
+from birl.kernels import KEEP, Kernels
 from birl.models.attention import Packed, Tree, tree_mask
 from birl.models.paged import Cache, Paged
 
@@ -100,6 +100,18 @@ def test_products(k: Kernels, rows: int, shape: tuple[int, int]) -> None:
     for part in (slice(0, 1), slice(rows // 2, rows)):  # alone or among others: the same bits
         assert torch.equal(k.gemm_float(x[part].contiguous(), packed), found[part])
     assert torch.equal(k.gemm_float(x, k.pack([w[:16]])), found[:, :16])
+
+
+@pytest.mark.parametrize("k", [torch.bfloat16], indirect=True)
+def test_products_of_any_number_of_rows_have_the_same_bits(k: Kernels) -> None:
+    """Few rows go by in another order than many, and in passes that depend on how many they are."""
+    x, w = rand(300, 160, dtype=k.dtype), rand(80, 160, seed=1, dtype=k.dtype)
+    packed = k.pack([w])
+    every = k.gemm_float(x, packed)
+    for rows in range(1, 161):
+        beyond = torch.full((rows + 1, 80), 7.0)
+        k._gemm(x[:rows], packed, None, beyond[:rows], KEEP)
+        assert torch.equal(beyond[:rows], every[:rows]) and (beyond[rows] == 7).all()
 
 
 @pytest.mark.parametrize("rows", [1, 31, 64, 70])
