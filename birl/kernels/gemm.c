@@ -12,7 +12,8 @@
 enum {
     FEW = 128,    /* rows of which few_rows is faster */
     AHEAD = 3,    /* tiles of a panel that its rows take turns over */
-    STRIPE = 256, /* rows that fit into the second-level cache */
+    STRIPE = 256, /* rows that are computed before the next ones, */
+    CACHED = 1 << 20 /* and the most bytes of them, which fit into the second-level cache */
 };
 
 /* The instructions that compute products; NULL where the kernel does not grant them. */
@@ -137,13 +138,14 @@ static void few_rows(const task *t) {
     free(rest);
 }
 
-/* With many, computing takes longer, in blocks of rows that fit into the second-level cache. */
+/* With many, computing takes longer. */
 static void many_rows(const task *t) {
     const long blocks = blocks_of(t->K);
     uint16_t *rest = padded(t->x + t->M / 32 * 32 * t->ldx, t->ldx, t->M % 32, t->K);
     float sums[32 * 32] __attribute__((aligned(64)));
-    for (long top = 0; top < t->M; top += STRIPE) {
-        const long bottom = top + STRIPE < t->M ? top + STRIPE : t->M;
+    const long fit = CACHED / (2 * t->K) / 32 * 32, stripe = fit > STRIPE ? STRIPE : fit > 32 ? fit : 32;
+    for (long top = 0; top < t->M; top += stripe) {
+        const long bottom = top + stripe < t->M ? top + stripe : t->M;
         for (long pair = t->first; pair < t->last; pair++) {
             const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
             const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
