@@ -146,6 +146,7 @@ class Learner:
                 self.masters = SplitAdapters(model, lora, origin, parameters, offload)
         else:
             self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
+            cast(model, dtype)  # what is frozen, too
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
         self._make_optimizer_state()
 
