@@ -33,6 +33,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.1,
     "attn_implementation": NAME,
 }
+LATE_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 TREES = [Tree(9, (5, 8)), Tree(4), Tree(40, (3, 30, 1))]
 MAKERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
@@ -87,6 +88,7 @@ def test_it_is_transformers_module_in_values_and_gradients(
     "name, change",
     [
         ("a window", lambda: MistralForCausalLM(MistralConfig(**{**SHAPE, "sliding_window": 8}))),
+        ("a window in the last layer", lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **LATE_WINDOW))),
         ("another activation", lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu"))),
         ("heads of 16", lambda: tiny_model(heads=4, kv_heads=2)),
         ("biases in the feed-forward part", lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, mlp_bias=True))),
