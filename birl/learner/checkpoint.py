@@ -263,9 +263,9 @@ def _reason(error: BaseException) -> str:
     if failures:
         return _reason(next(iter(failures.values()))[0])
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        return error.strerror or str(error) or type(error).__name__
     inner = error.__cause__ or error.__context__
-    return _reason(inner) if inner is not None else str(error).splitlines()[0]
+    return _reason(inner) if inner is not None else (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _free(path: Path) -> str:

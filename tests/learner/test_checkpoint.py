@@ -85,6 +85,16 @@ def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), TimeoutError(), AssertionError("\n"), ValueError("two\nlines")])
+def test_what_failed_is_named_even_where_it_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(checkpoint, "digest", lambda file: (_ for _ in ()).throw(error))
+    with pytest.raises(BirlError, match=f"step-000001: ({type(error).__name__}|two) "):
+        checkpoint.save(tmp_path, 1, tensors(), {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         checkpoint.save(tmp_path, step, tensors(), {})
