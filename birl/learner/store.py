@@ -8,7 +8,6 @@
 An object appears whole or not at all, but a checkpoint is many objects: without its COMPLETE it is none.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -67,11 +66,11 @@ class Store:
 
     def take_about(self, run: Path) -> None:
         """`about`, back into an empty run folder."""
-        run.mkdir(parents=True, exist_ok=True)
         for name in ABOUT:
-            there, here = f"{self.root}/{name}", str(run / name)
-            if self._tried("look at", lambda t=there: self.fs.exists(t)):
-                self._tried("read", lambda t=there, h=here, n=name: self.fs.get(t, h, recursive=n == "model"))
+            for there in self._tried("list", lambda n=name: self.fs.find(f"{self.root}/{n}")):
+                here = run / there.removeprefix(f"{self.root}/")
+                here.parent.mkdir(parents=True, exist_ok=True)
+                self._tried("read", lambda t=there, h=here: self.fs.get_file(t, str(h)))
 
     def take(self, step: int, root: Path) -> Path:
         """Copy a complete checkpoint into `root`. Raises `BirlError` where what arrives is not what was written."""
@@ -112,7 +111,7 @@ class Store:
 
     def _end(self, path: Path, step: int) -> None:
         self._files(path, [path / "state.json", path / "manifest.json"], step)
-        mark = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest().encode()
+        mark = checkpoint.digest(path / "manifest.json").encode()
         self._tried("write", lambda: self.fs.pipe_file(self._at(step, COMPLETE), mark))
 
     def _upload(self, file: Path, target: str) -> None:
@@ -135,8 +134,8 @@ class Store:
                 if attempt == TRIES:
                     raise BirlError(
                         f"checkpoint.store: could not {what} {self.url} in {TRIES} tries: "
-                        f"{(str(error) or type(error).__name__).splitlines()[0]}. The run folder has all "
-                        "checkpoints."
+                        f"{(str(error) or type(error).__name__).splitlines()[0]}."
+                        + (" The run folder has all checkpoints." if what == "write" else "")
                     ) from error
                 time.sleep(self.pause * 2 ** (attempt - 1))
         raise AssertionError("the last try returns or raises")
