@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from birl.cache import sweep
 from birl.errors import BirlError
 from birl.parallel.ranks import Ranks
 
@@ -189,8 +190,14 @@ def _damage(path: Path, first: int, every: int) -> list[str]:
 
 def saved(root: Path) -> list[Saved]:
     """All complete checkpoints, oldest first."""
-    names = [(p, re.fullmatch(r"step-(\d+)", p.name)) for p in root.glob("step-*")]
-    return sorted((Saved(p, int(m[1])) for p, m in names if m), key=lambda s: s.step)
+    found = (Saved(path, step_of(path.name)) for path in root.glob("step-*"))
+    return sorted((s for s in found if s.step >= 0), key=lambda s: s.step)
+
+
+def step_of(name: str) -> int:
+    """Of a complete checkpoint's folder; -1 for any other name."""
+    match = re.fullmatch(r"step-(\d+)", name)
+    return int(match[1]) if match else -1
 
 
 def latest(root: Path) -> Path | None:
@@ -199,11 +206,13 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left
-    half-written."""
-    removed = list(root.glob("step-*.part"))
+    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left half-written.
+    A half-written one behind the newest stays for a day: a run may be at it."""
+    found = saved(root)
+    removed = [part for part in root.glob("step-*.part") if found and step_of(part.stem) <= found[-1].step]
     if keep_last > 0:
-        removed += [s.path for s in saved(root)[:-keep_last] if s.step not in keep]
+        removed += [s.path for s in found[:-keep_last] if s.step not in keep]
+    sweep(root, "step-*.part")
     for path in removed:
         shutil.rmtree(path)
     return removed

@@ -9,7 +9,6 @@ An object appears whole or not at all, but a checkpoint is many objects: without
 """
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -46,9 +45,10 @@ class Store:
         """Of the complete checkpoints, oldest first. Raises `BirlError` where the store does not answer."""
         self.fs.invalidate_cache()
         names = self._tried("list", lambda: self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else [])
-        found = [(name, re.fullmatch(r"step-(\d+)", name.rstrip("/").rpartition("/")[2])) for name in names]
-        steps = [int(m[1]) for _, m in found if m]
-        return sorted(s for s in steps if self._tried("look at", lambda s=s: self.fs.exists(self._at(s, COMPLETE))))
+        steps = [checkpoint.step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
+        return sorted(
+            s for s in steps if s >= 0 and self._tried("look at", lambda s=s: self.fs.exists(self._at(s, COMPLETE)))
+        )
 
     def put(self, path: Path, step: int, ranks: Ranks, group: Any) -> None:
         """Copy the complete checkpoint `path`; with `ranks` each its own files. Raises `BirlError` on all of them where

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -98,12 +99,25 @@ def test_what_failed_is_named_even_where_it_says_nothing(
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         checkpoint.save(tmp_path, step, tensors(), {})
-    (tmp_path / "step-000005.part").mkdir()
+    for step in (2, 3):
+        (tmp_path / f"step-00000{step}.part").mkdir()
     checkpoint.prune(tmp_path, 2, {1})
     assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
-    assert not (tmp_path / "step-000005.part").exists()
+    assert not list(tmp_path.glob("*.part"))
     checkpoint.prune(tmp_path, 0, set())
     assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
+
+
+def test_prune_leaves_a_run_what_it_is_writing(tmp_path: Path) -> None:
+    """`birl checkpoints RUN prune 1` beside a run that saves."""
+    checkpoint.save(tmp_path, 4, tensors(), {})
+    part = tmp_path / "step-000005.part"
+    part.mkdir()
+    checkpoint.prune(tmp_path, 1, set())
+    assert part.exists()
+    os.utime(part, (0, 0))  # what a crash left long ago
+    checkpoint.prune(tmp_path, 1, set())
+    assert not part.exists() and [s.step for s in checkpoint.saved(tmp_path)] == [4]
 
 
 def test_the_state_is_json(tmp_path: Path) -> None:
