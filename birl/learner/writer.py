@@ -71,7 +71,8 @@ class Writer:
             print(f"birl: {error}", file=sys.stderr, flush=True)
 
     def _run(self, copies: dict[str, Tensor], write: Write) -> None:
-        torch.set_num_threads(1)  # of this thread: a second OpenMP pool would slow the one that trains
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # of this thread, and of those that begin: a second OpenMP pool would slow the first
         try:
             write(copies, self._group)
             event("a checkpoint was written")
@@ -79,6 +80,7 @@ class Writer:
             self._error = error
         finally:
             copies.clear()
+            torch.set_num_threads(threads)
 
 
 def staged(tensor: Tensor) -> Tensor:
