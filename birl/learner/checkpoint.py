@@ -11,7 +11,6 @@ does not match the model in any key, shape or type is refused.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -30,10 +29,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from birl.cache import sweep
 from birl.errors import BirlError
+from birl.models.manifest import damage, digest
 from birl.parallel.ranks import Ranks
 
 T = TypeVar("T")
 FORMAT = 1
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,9 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
     """`fill`, once every file is found to have its digest; otherwise nothing is written and `BirlError` names what is
     wrong."""
-    damage = verify(path, ranks)
-    if damage:
+    if problems := verify(path, ranks):
         raise BirlError(
-            f"The checkpoint {path} is damaged: {'; '.join(damage)}. Resume from an older one: resume=FOLDER."
+            f"The checkpoint {path} is damaged: {'; '.join(problems)}. Resume from an older one: resume=FOLDER."
         )
     return fill(path, tensors, ranks)
 
@@ -164,28 +164,8 @@ def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
     """What is wrong with the files of a checkpoint; empty when all digests hold. `ranks` share the files out, and all
     get the same answer."""
     ranks = ranks or Ranks()
-    problems = agreed(lambda: _damage(path, ranks.rank, ranks.grid.size), ranks, None)
-    return list(dict.fromkeys(problem for one in problems for problem in one))
-
-
-def _damage(path: Path, first: int, every: int) -> list[str]:
-    manifest = path / "manifest.json"
-    if not manifest.is_file():
-        return [f"{manifest} is missing" if path.is_dir() else f"there is no folder {path}"]
-    try:
-        files = json.loads(manifest.read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{manifest} cannot be read ({error})"]
-    problems = []
-    for name, expected in list(files.items())[first::every]:
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-        elif digest(file) != expected["sha256"]:
-            problems.append(f"{name} has another SHA-256 than when it was written")
-    return problems
+    found = agreed(lambda: damage(path, MANIFEST, first=ranks.rank, every=ranks.grid.size), ranks, None)
+    return list(dict.fromkeys(problem for one in found for problem in one))
 
 
 def saved(root: Path) -> list[Saved]:
@@ -226,11 +206,6 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _prepare(part: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -245,7 +220,7 @@ def _complete(part: Path, target: Path, step: int, state: dict[str, Any], entrie
     """All but the tensors, and the name under which it counts."""
     (part / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
     entries = entries | _entries(part, [part / "state.json"])
-    (part / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
+    (part / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
     for file in _files(part):
         _sync(file)
     shutil.rmtree(target, ignore_errors=True)

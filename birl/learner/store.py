@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.models.manifest import digest
 from birl.parallel.ranks import Ranks
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class Store:
             self._tried("read", lambda n=name: self.fs.get_file(self._at(step, n), str(part / n)))
         marker = self._tried("read", lambda: self.fs.cat_file(self._at(step, COMPLETE))).decode()
         damage = checkpoint.verify(part)
-        if marker != checkpoint.digest(part / "manifest.json"):
+        if marker != digest(part / "manifest.json"):
             damage.append("manifest.json has another SHA-256 than COMPLETE says")
         if damage:
             shutil.rmtree(part)
@@ -111,7 +112,7 @@ class Store:
 
     def _end(self, path: Path, step: int) -> None:
         self._files(path, [path / "state.json", path / "manifest.json"], step)
-        mark = checkpoint.digest(path / "manifest.json").encode()
+        mark = digest(path / "manifest.json").encode()
         self._tried("write", lambda: self.fs.pipe_file(self._at(step, COMPLETE), mark))
 
     def _upload(self, file: Path, target: str) -> None:
