@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from birl.errors import BirlError
+from birl.parallel.layout import local
 from birl.parallel.ranks import Ranks
 from birl.waits import alive, event
 
@@ -43,7 +44,7 @@ class Writer:
         if self._group is None and not ranks.alone:
             self._group = dist.new_group(backend="gloo", timeout=LONG)
         copies = {name: staged(tensor) for name, tensor in tensors.items()}
-        self.staged = sum(_local(copy).nbytes for copy in copies.values())
+        self.staged = sum(local(copy).nbytes for copy in copies.values())
         self._thread = threading.Thread(target=self._run, args=(copies, write), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -89,7 +90,3 @@ def staged(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return DTensor(tensor.to_local().to("cpu", copy=True), tensor._spec, requires_grad=False)
     return tensor.to("cpu", copy=True)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
