@@ -157,7 +157,14 @@ def shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    return json.loads((path / "state.json").read_text())
+    """What was saved beside the tensors. Raises `BirlError` where it cannot be read."""
+    try:
+        return json.loads((path / "state.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise BirlError(
+            f"{path}/state.json cannot be read ({error}). What else is damaged: `birl checkpoints "
+            f"{path.parent.parent} verify`."
+        ) from error
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> list[str]:

@@ -1,6 +1,7 @@
 """`birl checkpoints`: list, verify, export and prune the checkpoints of a run."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -46,10 +47,14 @@ def _list(root: Path) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    best = best_step(root)
+    entries, states = checkpoint.saved(root), {}
+    for entry in entries:
+        with suppress(BirlError):  # a damaged one is listed as that
+            states[entry.step] = checkpoint.read_state(entry.path)
+    best = next(reversed(states.values()), {}).get("best_step")
     table = Table("step", "saved", "size", "validation score", "")
-    for entry in checkpoint.saved(root):
-        state = checkpoint.read_state(entry.path)
+    for entry in entries:
+        state = states.get(entry.step, {})
         metrics = (state.get("last_validation") or {}).get("metrics") or {}
         score = next((metrics[name] for name in SCORES if name in metrics), None)
         size = sum(f.stat().st_size for f in entry.path.rglob("*") if f.is_file()) / 2**30
@@ -59,7 +64,7 @@ def _list(root: Path) -> int:
             when,
             f"{size:.2f} GiB",
             "" if score is None else f"{score:.3f}",
-            "best" if entry.step == best else "",
+            "damaged" if entry.step not in states else "best" if entry.step == best else "",
         )
     Console().print(table)
     return 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, checkpoint_cli
 
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -118,6 +118,18 @@ def test_prune_leaves_a_run_what_it_is_writing(tmp_path: Path) -> None:
     os.utime(part, (0, 0))  # what a crash left long ago
     checkpoint.prune(tmp_path, 1, set())
     assert not part.exists() and [s.step for s in checkpoint.saved(tmp_path)] == [4]
+
+
+def test_a_damaged_state_is_listed_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        path = checkpoint.save(tmp_path / "checkpoints", step, tensors(), {"best_step": 1})
+    (path / "state.json").write_bytes(b"\xff{")
+    assert checkpoint_cli.run([str(tmp_path)]) == 0
+    rows = capsys.readouterr().out
+    assert "best" in rows and "damaged" in rows
+    with pytest.raises(BirlError, match=r"step-000002/state\.json cannot be read .* verify"):
+        checkpoint_cli.run([str(tmp_path), "prune", "1"])  # which one to keep as the best nobody knows
+    assert [s.step for s in checkpoint.saved(tmp_path / "checkpoints")] == [1, 2]
 
 
 def test_the_state_is_json(tmp_path: Path) -> None:
