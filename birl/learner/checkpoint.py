@@ -11,7 +11,6 @@ does not match the model in any key, shape or type is refused.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -28,11 +27,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from birl.cache import sweep
 from birl.errors import BirlError
+from birl.models.manifest import damage, digest
 from birl.parallel.ranks import Ranks
 
 T = TypeVar("T")
 FORMAT = 1
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,9 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
     """`fill`, once every file is found to have its digest; otherwise nothing is written and `BirlError` names what is
     wrong."""
-    damage = verify(path, ranks)
-    if damage:
+    if problems := verify(path, ranks):
         raise BirlError(
-            f"The checkpoint {path} is damaged: {'; '.join(damage)}. Resume from an older one: resume=FOLDER."
+            f"The checkpoint {path} is damaged: {'; '.join(problems)}. Resume from an older one: resume=FOLDER."
         )
     return fill(path, tensors, ranks)
 
@@ -156,41 +157,34 @@ def shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    return json.loads((path / "state.json").read_text())
+    """What was saved beside the tensors. Raises `BirlError` where it cannot be read."""
+    try:
+        return json.loads((path / "state.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise BirlError(
+            f"{path}/state.json cannot be read ({error}). What else is damaged: `birl checkpoints "
+            f"{path.parent.parent} verify`."
+        ) from error
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
     """What is wrong with the files of a checkpoint; empty when all digests hold. `ranks` share the files out, and all
     get the same answer."""
     ranks = ranks or Ranks()
-    problems = agreed(lambda: _damage(path, ranks.rank, ranks.grid.size), ranks, None)
-    return list(dict.fromkeys(problem for one in problems for problem in one))
-
-
-def _damage(path: Path, first: int, every: int) -> list[str]:
-    manifest = path / "manifest.json"
-    if not manifest.is_file():
-        return [f"{manifest} is missing" if path.is_dir() else f"there is no folder {path}"]
-    try:
-        files = json.loads(manifest.read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{manifest} cannot be read ({error})"]
-    problems = []
-    for name, expected in list(files.items())[first::every]:
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-        elif digest(file) != expected["sha256"]:
-            problems.append(f"{name} has another SHA-256 than when it was written")
-    return problems
+    found = agreed(lambda: damage(path, MANIFEST, first=ranks.rank, every=ranks.grid.size), ranks, None)
+    return list(dict.fromkeys(problem for one in found for problem in one))
 
 
 def saved(root: Path) -> list[Saved]:
     """All complete checkpoints, oldest first."""
-    names = [(p, re.fullmatch(r"step-(\d+)", p.name)) for p in root.glob("step-*")]
-    return sorted((Saved(p, int(m[1])) for p, m in names if m), key=lambda s: s.step)
+    found = (Saved(path, step_of(path.name)) for path in root.glob("step-*"))
+    return sorted((s for s in found if s.step >= 0), key=lambda s: s.step)
+
+
+def step_of(name: str) -> int:
+    """Of a complete checkpoint's folder; -1 for any other name."""
+    match = re.fullmatch(r"step-(\d+)", name)
+    return int(match[1]) if match else -1
 
 
 def latest(root: Path) -> Path | None:
@@ -199,11 +193,13 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left
-    half-written."""
-    removed = list(root.glob("step-*.part"))
+    """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left half-written.
+    A half-written one behind the newest stays for a day: a run may be at it."""
+    found = saved(root)
+    removed = [part for part in root.glob("step-*.part") if found and step_of(part.stem) <= found[-1].step]
     if keep_last > 0:
-        removed += [s.path for s in saved(root)[:-keep_last] if s.step not in keep]
+        removed += [s.path for s in found[:-keep_last] if s.step not in keep]
+    sweep(root, "step-*.part")
     for path in removed:
         shutil.rmtree(path)
     return removed
@@ -215,11 +211,6 @@ def set_aside(path: Path) -> Path:
     aside = path.with_name(f"{path.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)
-
-
-def digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _prepare(part: Path) -> None:
@@ -236,7 +227,7 @@ def _complete(part: Path, target: Path, step: int, state: dict[str, Any], entrie
     """All but the tensors, and the name under which it counts."""
     (part / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
     entries = entries | _entries(part, [part / "state.json"])
-    (part / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
+    (part / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
     for file in _files(part):
         _sync(file)
     shutil.rmtree(target, ignore_errors=True)
@@ -263,9 +254,9 @@ def _reason(error: BaseException) -> str:
     if failures:
         return _reason(next(iter(failures.values()))[0])
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        return error.strerror or str(error) or type(error).__name__
     inner = error.__cause__ or error.__context__
-    return _reason(inner) if inner is not None else str(error).splitlines()[0]
+    return _reason(inner) if inner is not None else (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _free(path: Path) -> str:

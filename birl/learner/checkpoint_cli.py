@@ -1,6 +1,8 @@
-"""`birl checkpoints RUN [verify [STEP] | export STEP FOLDER [--shard-gb N] | export-adapter STEP FOLDER | prune N]`"""
+"""`birl checkpoints`: list, verify, export and prune the checkpoints of a run."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from birl.errors import BirlError
@@ -26,7 +28,7 @@ def run(words: Sequence[str]) -> int:
             return _export(_root(folder), step, Path(target), adapter=False, shard_gb=_size(size))
         case [folder, "export-adapter", step, target]:
             return _export(_root(folder), step, Path(target), adapter=True)
-        case [folder, "prune", count] if count.isdigit() and int(count) > 0:
+        case [folder, "prune", count] if count.isdecimal() and int(count) > 0:
             return _prune(_root(folder), int(count))
         case _:
             raise BirlError(f"Usage:\n{USAGE}")
@@ -45,22 +47,24 @@ def _list(root: Path) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    best = best_step(root)
+    entries, states = checkpoint.saved(root), {}
+    for entry in entries:
+        with suppress(BirlError):  # a damaged one is listed as that
+            states[entry.step] = checkpoint.read_state(entry.path)
+    best = next(reversed(states.values()), {}).get("best_step")
     table = Table("step", "saved", "size", "validation score", "")
-    for entry in checkpoint.saved(root):
-        state = checkpoint.read_state(entry.path)
+    for entry in entries:
+        state = states.get(entry.step, {})
         metrics = (state.get("last_validation") or {}).get("metrics") or {}
         score = next((metrics[name] for name in SCORES if name in metrics), None)
         size = sum(f.stat().st_size for f in entry.path.rglob("*") if f.is_file()) / 2**30
-        from datetime import datetime
-
         when = datetime.fromtimestamp(entry.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(
             str(entry.step),
             when,
             f"{size:.2f} GiB",
             "" if score is None else f"{score:.3f}",
-            "best" if entry.step == best else "",
+            "damaged" if entry.step not in states else "best" if entry.step == best else "",
         )
     Console().print(table)
     return 0
@@ -83,15 +87,12 @@ def _verify(root: Path, steps: Sequence[str]) -> int:
 
 def _find(root: Path, step: str) -> Path:
     found = {s.step: s.path for s in checkpoint.saved(root)}
-    wanted = (
-        max(found, default=None)
-        if step == "last"
-        else best_step(root)
-        if step == "best"
-        else int(step)
-        if step.isdigit()
-        else None
-    )
+    if step == "last":
+        wanted = max(found, default=None)
+    elif step == "best":
+        wanted = best_step(root)
+    else:
+        wanted = int(step) if step.isdecimal() else None
     if wanted not in found:
         raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, found)) or 'none'}.")
     return found[wanted]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
@@ -133,9 +134,7 @@ class Learner:
                 self._shard(dtype, False)
             return
         if gradient_checkpointing:
-            # transformers recomputes only in training mode; there is no dropout in it that train() could switch on
-            model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
-            model.train()
+            recompute(model)
         if ranks.sharded:
             origin = None if lora is None else prepare(model, lora, dtype, ranks)
             summands = self._shard(dtype, offload)
@@ -146,6 +145,7 @@ class Learner:
                 self.masters = SplitAdapters(model, lora, origin, parameters, offload)
         else:
             self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
+            cast(model, dtype)  # what is frozen, too
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
         self._make_optimizer_state()
 
@@ -309,3 +309,15 @@ class Learner:
                 "exp_avg": torch.zeros_like(master.data),
                 "exp_avg_sq": torch.zeros_like(master.data),
             }
+
+
+def recompute(model: nn.Module) -> None:
+    """Have each layer compute its activations again in the backward pass. transformers does so only in training mode:
+    the layers alone get it, without their own dropout, so that nothing in them or around them drops out."""
+    model.activation_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            for name, value in vars(layer).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(layer, name, 0.0)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from birl.errors import BirlError
 from birl.learner.optimizer import Masters, move_grad_to
 from birl.models.heads import HEADS, score_head
-from birl.models.load import cast
 from birl.models.slices import values
 
 ALL = "all-linear"
@@ -206,7 +205,6 @@ class Adapters:
             name: Adapter.of(model.get_submodule(name).weight, lora, random, offload)  # pyright: ignore
             for name in targets(model, lora.targets)
         }
-        cast(model, dtype)
         for adapter in self.adapters.values():
             adapter.parameter.requires_grad_(True)
             adapter.parameter.register_post_accumulate_grad_hook(move_grad_to(adapter.gradient))

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from birl.learner.lora import Adapter, Lora, Origin, Sum, Total, digest, first_a, kept, lengths, targets
 from birl.learner.optimizer import Parts
 from birl.models.heads import HEADS, score_head
-from birl.parallel.layout import Layout
+from birl.parallel.layout import Layout, local
 from birl.parallel.norm import sum_gradients
 from birl.parallel.ranks import Ranks
 
@@ -141,8 +140,3 @@ def over(groups: Sequence[dist.ProcessGroup]) -> Total | None:
         return part
 
     return total if groups else None
-
-
-def local(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()

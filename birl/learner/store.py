@@ -8,9 +8,7 @@
 An object appears whole or not at all, but a checkpoint is many objects: without its COMPLETE it is none.
 """
 
-import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Any, TypeVar
 
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.models.manifest import digest
 from birl.parallel.ranks import Ranks
 
 T = TypeVar("T")
@@ -47,9 +46,10 @@ class Store:
         """Of the complete checkpoints, oldest first. Raises `BirlError` where the store does not answer."""
         self.fs.invalidate_cache()
         names = self._tried("list", lambda: self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else [])
-        found = [(name, re.fullmatch(r"step-(\d+)", name.rstrip("/").rpartition("/")[2])) for name in names]
-        steps = [int(m[1]) for _, m in found if m]
-        return sorted(s for s in steps if self._tried("look at", lambda s=s: self.fs.exists(self._at(s, COMPLETE))))
+        steps = [checkpoint.step_of(name.rstrip("/").rpartition("/")[2]) for name in names]
+        return sorted(
+            s for s in steps if s >= 0 and self._tried("look at", lambda s=s: self.fs.exists(self._at(s, COMPLETE)))
+        )
 
     def put(self, path: Path, step: int, ranks: Ranks, group: Any) -> None:
         """Copy the complete checkpoint `path`; with `ranks` each its own files. Raises `BirlError` on all of them where
@@ -67,11 +67,11 @@ class Store:
 
     def take_about(self, run: Path) -> None:
         """`about`, back into an empty run folder."""
-        run.mkdir(parents=True, exist_ok=True)
         for name in ABOUT:
-            there, here = f"{self.root}/{name}", str(run / name)
-            if self._tried("look at", lambda t=there: self.fs.exists(t)):
-                self._tried("read", lambda t=there, h=here, n=name: self.fs.get(t, h, recursive=n == "model"))
+            for there in self._tried("list", lambda n=name: self.fs.find(f"{self.root}/{n}")):
+                here = run / there.removeprefix(f"{self.root}/")
+                here.parent.mkdir(parents=True, exist_ok=True)
+                self._tried("read", lambda t=there, h=here: self.fs.get_file(t, str(h)))
 
     def take(self, step: int, root: Path) -> Path:
         """Copy a complete checkpoint into `root`. Raises `BirlError` where what arrives is not what was written."""
@@ -84,7 +84,7 @@ class Store:
             self._tried("read", lambda n=name: self.fs.get_file(self._at(step, n), str(part / n)))
         marker = self._tried("read", lambda: self.fs.cat_file(self._at(step, COMPLETE))).decode()
         damage = checkpoint.verify(part)
-        if marker != checkpoint.digest(part / "manifest.json"):
+        if marker != digest(part / "manifest.json"):
             damage.append("manifest.json has another SHA-256 than COMPLETE says")
         if damage:
             shutil.rmtree(part)
@@ -112,7 +112,7 @@ class Store:
 
     def _end(self, path: Path, step: int) -> None:
         self._files(path, [path / "state.json", path / "manifest.json"], step)
-        mark = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest().encode()
+        mark = digest(path / "manifest.json").encode()
         self._tried("write", lambda: self.fs.pipe_file(self._at(step, COMPLETE), mark))
 
     def _upload(self, file: Path, target: str) -> None:
@@ -135,8 +135,8 @@ class Store:
                 if attempt == TRIES:
                     raise BirlError(
                         f"checkpoint.store: could not {what} {self.url} in {TRIES} tries: "
-                        f"{(str(error) or type(error).__name__).splitlines()[0]}. The run folder has all "
-                        "checkpoints."
+                        f"{(str(error) or type(error).__name__).splitlines()[0]}."
+                        + (" The run folder has all checkpoints." if what == "write" else "")
                     ) from error
                 time.sleep(self.pause * 2 ** (attempt - 1))
         raise AssertionError("the last try returns or raises")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from birl.errors import BirlError
+from birl.parallel.layout import local
 from birl.parallel.ranks import Ranks
 from birl.waits import alive, event
 
@@ -43,7 +44,7 @@ class Writer:
         if self._group is None and not ranks.alone:
             self._group = dist.new_group(backend="gloo", timeout=LONG)
         copies = {name: staged(tensor) for name, tensor in tensors.items()}
-        self.staged = sum(_local(copy).nbytes for copy in copies.values())
+        self.staged = sum(local(copy).nbytes for copy in copies.values())
         self._thread = threading.Thread(target=self._run, args=(copies, write), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -71,7 +72,8 @@ class Writer:
             print(f"birl: {error}", file=sys.stderr, flush=True)
 
     def _run(self, copies: dict[str, Tensor], write: Write) -> None:
-        torch.set_num_threads(1)  # of this thread: a second OpenMP pool would slow the one that trains
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # of this thread, and of those that begin: a second OpenMP pool would slow the first
         try:
             write(copies, self._group)
             event("a checkpoint was written")
@@ -79,6 +81,7 @@ class Writer:
             self._error = error
         finally:
             copies.clear()
+            torch.set_num_threads(threads)
 
 
 def staged(tensor: Tensor) -> Tensor:
@@ -87,7 +90,3 @@ def staged(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return DTensor(tensor.to_local().to("cpu", copy=True), tensor._spec, requires_grad=False)
     return tensor.to("cpu", copy=True)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -453,7 +453,7 @@ def llama_shaped(model: nn.Module) -> bool:
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and layer.self_attn.o_proj.bias is None
-        and (getattr(layer.self_attn, "sliding_window", None) or _window(config)) is None
+        and all((getattr(m.self_attn, "sliding_window", None) or _window(config)) is None for m in body.layers)
     )
 
 

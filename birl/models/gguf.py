@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from birl.cache import cache_folder, sweep
 from birl.errors import BirlError
+from birl.models.manifest import damage, digest
 
 MANIFEST = "birl-manifest.json"
 EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
@@ -39,11 +40,11 @@ def bundled() -> Path:
 def converted(source: Path, say: Callable[[str], None] = print) -> Path:
     """The folder for `source`, made if it is not there or damaged."""
     target = cache_root() / f"{source.stem}-{identity(source)}"
-    damage = verify(target, digests=False) if target.exists() else ["absent"]
-    if not damage:
+    problems = verify(target, digests=False) if target.exists() else ["absent"]
+    if not problems:
         return target
     if target.exists():
-        say(f"The converted copy of {source.name} is damaged ({damage[0]}); converting again.")
+        say(f"The converted copy of {source.name} is damaged ({problems[0]}); converting again.")
         shutil.rmtree(target)
     say(f"Converting {source.name}, once (about 20 s) ...")
     try:
@@ -134,25 +135,4 @@ def write_manifest(folder: Path, source: Path) -> None:
 
 def verify(folder: Path, digests: bool) -> list[str]:
     """What is wrong with a cache entry: missing files and sizes, and with `digests` their contents."""
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        return [f"{MANIFEST} is missing"]
-    try:
-        files = json.loads(manifest.read_bytes())["files"]
-    except (ValueError, KeyError, TypeError):
-        return [f"{MANIFEST} is damaged"]
-    problems = []
-    for name, expected in files.items():
-        file = folder / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-        elif digests and digest(file) != expected["sha256"]:
-            problems.append(f"{name} has another SHA-256 than when it was written")
-    return problems
-
-
-def digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return damage(folder, MANIFEST, digests=digests)

@@ -19,10 +19,10 @@ from torch.nn.functional import pad
 from birl.models.decoder import Decoder, Matrix, deposit, gradient_place, unless_placed
 from birl.models.fused import on_gpu, triton_kernels
 
-CHUNK = (
-    6 * 2**20
-)  # logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
-GPU_CHUNK = 2**28  # on a GPU: 512 MiB in bfloat16 and nothing beside them; fewer would be launches of tiny kernels
+#: logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
+CHUNK = 6 * 2**20
+#: on a GPU: 512 MiB in bfloat16 and nothing beside them; fewer would be launches of tiny kernels
+GPU_CHUNK = 2**28
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

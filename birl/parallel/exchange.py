@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until PyTorch 2.12
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the older name warns
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -41,7 +41,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         found = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        ALL_GATHER(found, x.contiguous(), group=group)
+        all_gather(found, x.contiguous(), group=group)
         return found
 
     @staticmethod
@@ -71,7 +71,7 @@ class _Join(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a figure that the loss does not read has no gradient to compute
         own = torch.nn.functional.pad(torch.stack(figures), (0, longest - counts[rank]))
         found = own.new_empty(len(counts) * len(figures), longest)
-        ALL_GATHER(found, own, group=group)
+        all_gather(found, own, group=group)
         parts = found.view(len(counts), len(figures), longest)
         whole = own.new_empty(len(figures), len(order))
         whole[:, order] = torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from birl.errors import BirlError
+from birl.parallel.layout import local
 from birl.parallel.ranks import Ranks
 
 NAME = "birl_parallel"
@@ -103,10 +104,6 @@ def products(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
     """The experts of this rank on rows [S, H] sorted by expert, `counts` [experts] of each -> [S, H]."""
     gate_up, down = (local(p) for p in (module.gate_up_proj, module.down_proj))
     return grouped(module._apply_gate(grouped(rows, gate_up, counts)), down, counts)
-
-
-def local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class Layout:
         return [self.mesh.get_group(i) for i in axes]
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; of any other tensor all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def cut(placement: Placement) -> int | None:
     """The dimension that is cut; torch has two classes that say so."""
     return getattr(placement, "dim", None)

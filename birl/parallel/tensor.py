@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedConfig
 
 from birl.errors import BirlError
+from birl.models.decoder import head_dim
 from birl.models.logprobs import first_row
 from birl.parallel.ranks import Ranks
 from birl.parallel.regions import Regions
@@ -93,9 +94,8 @@ def check_sizes(config: PreTrainedConfig, tp: int) -> None:
 def plan(body: nn.Module) -> dict[str, str]:
     """Path -> kind of each module of the layers that has parameters, but for norms between the blocks: by
     transformers' own plan where it has one, else by ours. Raises `BirlError` for a module in neither."""
-    config: Any = body.config
-    own: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
+    size = head_dim(body)
     found: dict[str, str] = {}
     for path, module in body.named_modules():
         shapes = [p.shape for p in module.parameters(recurse=False)]

@@ -1,11 +1,12 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from birl.errors import BirlError
-from birl.learner import checkpoint
+from birl.learner import checkpoint, checkpoint_cli
 
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -85,15 +86,50 @@ def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), TimeoutError(), AssertionError("\n"), ValueError("two\nlines")])
+def test_what_failed_is_named_even_where_it_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(checkpoint, "digest", lambda file: (_ for _ in ()).throw(error))
+    with pytest.raises(BirlError, match=f"step-000001: ({type(error).__name__}|two) "):
+        checkpoint.save(tmp_path, 1, tensors(), {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         checkpoint.save(tmp_path, step, tensors(), {})
-    (tmp_path / "step-000005.part").mkdir()
+    for step in (2, 3):
+        (tmp_path / f"step-00000{step}.part").mkdir()
     checkpoint.prune(tmp_path, 2, {1})
     assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
-    assert not (tmp_path / "step-000005.part").exists()
+    assert not list(tmp_path.glob("*.part"))
     checkpoint.prune(tmp_path, 0, set())
     assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 3, 4]
+
+
+def test_prune_leaves_a_run_what_it_is_writing(tmp_path: Path) -> None:
+    """`birl checkpoints RUN prune 1` beside a run that saves."""
+    checkpoint.save(tmp_path, 4, tensors(), {})
+    part = tmp_path / "step-000005.part"
+    part.mkdir()
+    checkpoint.prune(tmp_path, 1, set())
+    assert part.exists()
+    os.utime(part, (0, 0))  # what a crash left long ago
+    checkpoint.prune(tmp_path, 1, set())
+    assert not part.exists() and [s.step for s in checkpoint.saved(tmp_path)] == [4]
+
+
+def test_a_damaged_state_is_listed_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        path = checkpoint.save(tmp_path / "checkpoints", step, tensors(), {"best_step": 1})
+    (path / "state.json").write_bytes(b"\xff{")
+    assert checkpoint_cli.run([str(tmp_path)]) == 0
+    rows = capsys.readouterr().out
+    assert "best" in rows and "damaged" in rows
+    with pytest.raises(BirlError, match=r"step-000002/state\.json cannot be read .* verify"):
+        checkpoint_cli.run([str(tmp_path), "prune", "1"])  # which one to keep as the best nobody knows
+    assert [s.step for s in checkpoint.saved(tmp_path / "checkpoints")] == [1, 2]
 
 
 def test_the_state_is_json(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """Invariants 2, 5 and 8: packing, micro-batches and masked tokens."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from tests.data.test_pack import groups, make
 from tests.tiny import tiny_model
+
+WORDS: dict[str, Any] = {"vocab_size": 320, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 
 def learner(dtype: torch.dtype = torch.float32, **options: object) -> Learner:
@@ -91,6 +96,28 @@ def test_gradient_checkpointing_changes_no_number() -> None:
         policy.forward_backward(batch, reinforce, stats)
     for name, tensor in policy.masters.tensors.items():
         torch.testing.assert_close(plain[name], tensor.grad)
+
+
+DROPPING = {
+    "around the layers and in their modules": GPT2Config(n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, **WORDS),
+    "in the layers themselves": OPTConfig(
+        hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, **WORDS
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_gradient_checkpointing_switches_no_dropout_on(name: str) -> None:
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(DROPPING[name], attn_implementation=attention.NAME)
+        policy = Learner(model, dtype=torch.float32, gradient_checkpointing=checkpointing)
+        (batch,) = pack(groups(7), [1.0] * 12, 400)
+        policy.forward_backward(batch, reinforce, Stats())
+        found.append({n: t.grad for n, t in policy.masters.tensors.items()})
+    for key, grad in found[0].items():
+        torch.testing.assert_close(found[1][key], grad, msg=lambda m, n=key: f"{n}: {m}")
 
 
 def test_micro_batch_gradients_are_summed_in_float32() -> None:

@@ -107,6 +107,23 @@ def test_what_comes_back_is_what_was_sent_through_faults(
     assert not checkpoint.verify(path) and checkpoint.read_tensors(path)["a"][0] == 3.0
 
 
+def test_what_a_run_is_comes_back_as_it_was_through_faults(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of a folder that is tried again goes into the folder that is there already."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    for name in ("config.json", "model/config.json", "model/tokenizer.json", "model/more/a.txt", "metrics.jsonl"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(f"this is {name}")
+    store = Store(url, pause=0.001)
+    breaking(store, 3, monkeypatch)
+    store.about(run)
+    store.take_about(again)
+    found = {str(f.relative_to(again)): f.read_text() for f in again.rglob("*") if f.is_file()}
+    names = ("config.json", "model/config.json", "model/tokenizer.json", "model/more/a.txt")
+    assert found == {name: f"this is {name}" for name in names}
+
+
 def test_faults_that_stay_are_an_error_and_nothing_counts(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,21 @@ def test_it_writes_what_was_there_when_it_began(tmp_path: Path) -> None:
     assert torch.equal(found["a"], torch.arange(4.0)) and torch.equal(found["b"], torch.ones(2, 2))
 
 
+def test_threads_that_begin_later_have_their_cores(tmp_path: Path) -> None:
+    """PyTorch keeps what one thread sets for all that have computed nothing yet."""
+    writer, before, found = Writer(), torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        writer.begin({"a": torch.zeros(3)}, writing(tmp_path, 1), Ranks())
+        writer.wait()
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [2]
+
+
 def test_at_most_one_is_written_at_a_time(tmp_path: Path) -> None:
     writer, gate, running, most = Writer(), threading.Lock(), 0, 0
 

@@ -11,10 +11,12 @@ from birl import kernels
 from birl.data.pack import pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
+from birl.learner.lora import Lora
 from birl.models import forward
 from birl.models.attention import NAME, Packed, Tree
 from birl.models.decoder import MADE, decoder_for
 from birl.models.forward import hidden_states, verify
+from birl.models.heads import add_score_head
 from birl.models.load import load_model
 from birl.types import Sample
 from tests.tiny import tiny_model
@@ -31,6 +33,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.1,
     "attn_implementation": NAME,
 }
+LATE_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 TREES = [Tree(9, (5, 8)), Tree(4), Tree(40, (3, 30, 1))]
 MAKERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
@@ -85,6 +88,7 @@ def test_it_is_transformers_module_in_values_and_gradients(
     "name, change",
     [
         ("a window", lambda: MistralForCausalLM(MistralConfig(**{**SHAPE, "sliding_window": 8}))),
+        ("a window in the last layer", lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **LATE_WINDOW))),
         ("another activation", lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu"))),
         ("heads of 16", lambda: tiny_model(heads=4, kv_heads=2)),
         ("biases in the feed-forward part", lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, mlp_bias=True))),
@@ -142,6 +146,23 @@ def test_bfloat16_gradients_are_summed_in_the_float32_masters(tiny: Path) -> Non
 def test_checkpointing_changes_no_bit(tiny: Path, dtype: torch.dtype) -> None:
     kept, again = gradients(tiny, dtype, 4096), gradients(tiny, dtype, 4096, gradient_checkpointing=True)
     assert all(torch.equal(kept[n], again[n]) for n in kept)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_a_reward_model_of_an_untied_one_computes_in_one_type(lora: Lora | None) -> None:
+    """Nothing trains the language model's head; left in float32, it chose the kernels for bfloat16 layers."""
+    (batch,) = pack(samples(), [1.0] * 4, 4096)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = made("untied")
+        verify(model)
+        add_score_head(model, 0)
+        learner = Learner(model, dtype=dtype, lora=lora)
+        found.append(learner.forward(batch))
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        decoder = decoder_for(model)
+        assert decoder is not None and decoder.kernels.dtype == dtype
+    torch.testing.assert_close(found[1], found[0], atol=0.02, rtol=0.02)
 
 
 def test_log_probs_do_not_depend_on_the_packing_by_a_single_bit(tiny: Path) -> None:

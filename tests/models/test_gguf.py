@@ -146,8 +146,8 @@ def test_converting_shows_no_progress_of_transformers(source: Path, capfd: pytes
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"short"), "model.safetensors has 5 bytes"),
         (lambda folder: (folder / cache.MANIFEST).unlink(), f"{cache.MANIFEST} is missing"),
-        (lambda folder: (folder / cache.MANIFEST).write_text('{"files": {'), f"{cache.MANIFEST} is damaged"),
-        (lambda folder: (folder / cache.MANIFEST).write_bytes(b"\xff" * 9), f"{cache.MANIFEST} is damaged"),
+        (lambda folder: (folder / cache.MANIFEST).write_text('{"files": {'), f"{cache.MANIFEST} cannot be read"),
+        (lambda folder: (folder / cache.MANIFEST).write_bytes(b"\xff" * 9), f"{cache.MANIFEST} cannot be read"),
     ],
 )
 def test_a_damaged_entry_is_told_about_and_made_again(
