@@ -77,8 +77,8 @@ class Program:
         self.placed = True
 
     async def run(self, model: Model) -> float | Mapping[str, float] | None:
-        self.folder = Path(tempfile.mkdtemp(prefix="birl-agent-"))
         self.mark = model.base_url
+        self.folder = Path(tempfile.mkdtemp(prefix="birl-agent-"))
         task = self.folder / "task.json"
         task.write_text(json.dumps(row(self.task), ensure_ascii=False, default=str))
         loop = asyncio.get_running_loop()
@@ -258,8 +258,11 @@ def clean(folder: Path, mark: str) -> None:
 
 
 def strays(mark: str) -> list[int]:
-    """Processes with this text in their environment, those that have ended and are not yet collected left out."""
+    """Processes with this text in their environment, those that have ended and are not yet collected left out. None for
+    an empty one, which every process has."""
     found = []
+    if not mark:
+        return found
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (entry / "environ").read_bytes():
