@@ -9,6 +9,7 @@ import datetime
 import decimal
 import difflib
 import hashlib
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ PEEK = 100  # rows in which a nested field is looked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The rows of one file. `label` is its name in messages and ids."""
+    """The rows of one file. `label` is its name in messages and ids, which no other part of its source has."""
 
     label: str
     stem: str
@@ -183,7 +184,7 @@ def _nearest(path: Path) -> str:
     return f"Did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
 
 
-def _read_file(path: Path) -> Part:
+def _read_file(path: Path, label: str = "") -> Part:
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
@@ -193,7 +194,7 @@ def _read_file(path: Path) -> Part:
         table = {"json": _read_json, "csv": _read_csv}.get(kind, _read_binary)(path, kind)
     except OSError as error:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return _part(path.name, SHARD.sub("", path.stem), table)
+    return _part(label or path.name, SHARD.sub("", path.stem), table)
 
 
 def _part(label: str, stem: str, table: Any) -> Part:
@@ -283,13 +284,14 @@ def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str]) -> 
     except (ValueError, OSError) as error:
         raise BirlError(f"{path}: {_builder_reason(error)}") from error
     chosen = _choose(str(path), [str(name) for name in files], split, splits)
-    found = sorted(Path(str(file)) for file in files[chosen])
+    found, folder = sorted(Path(str(file)) for file in files[chosen]), Path(os.path.abspath(path))
     known = [file for file in found if file.suffix.lower() in FORMATS]
     if not known:
         raise BirlError(
             f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {found[0].name} and the like."
         )
-    return [_read_file(file) for file in known]
+    names = [file.name for file in known]
+    return [_read_file(f, f.name if names.count(f.name) == 1 else str(f.relative_to(folder))) for f in known]
 
 
 def _read_hub(name: str, subset: str, split: str, splits: Sequence[str]) -> Part:

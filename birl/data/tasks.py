@@ -9,7 +9,7 @@ import difflib
 import json
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -242,12 +242,15 @@ def existing(rows: Rows) -> str:
 
 
 def _prefixes(sources: Sequence[Rows]) -> list[str]:
-    """Two files of the same name get their folder into their tasks' ids."""
-    labels = [source.parts[0].label for source in sources]
+    """Sources that have files of the same name get their folder, or else their number, into the ids of their rows."""
+    labels = [[part.label for part in source.parts] for source in sources]
+    often = Counter(label for own in labels for label in own)
     folders = [PurePath(source.name).parent.name for source in sources]
-    prefixes = [f"{f}/" if f and labels.count(label) > 1 else "" for label, f in zip(labels, folders, strict=True)]
-    clash = len({*zip(prefixes, labels, strict=True)}) < len(labels)
-    return [f"{i}:" for i in range(len(sources))] if clash else prefixes
+    prefixes = [
+        f"{f}/" if f and any(often[label] > 1 for label in own) else "" for own, f in zip(labels, folders, strict=True)
+    ]
+    made = {prefix + label for own, prefix in zip(labels, prefixes, strict=True) for label in own}
+    return prefixes if len(made) == often.total() else [f"{i}:" for i in range(len(sources))]
 
 
 def text_of(value: Any, where: str, field: str) -> str:
