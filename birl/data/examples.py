@@ -48,8 +48,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """What one row becomes. `sequences`: one, or the chosen and the rejected one. `margin`: by how much the chosen one
-    is better; `good`: whether a single answer is. `key`: what makes two rows ask the same."""
+    """What one row becomes. `id`: of no other row of the run, neither in training nor in validation. `sequences`: one,
+    or the chosen and the rejected one. `margin`: by how much the chosen one is better; `good`: whether a single answer
+    is. `key`: what makes two rows ask the same."""
 
     id: str
     key: str
@@ -116,11 +117,11 @@ def load_pairs(config: schema.Pairs, which: Which, chat: Chat, limit: int, given
 
 
 def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[Rows], Any]) -> list[Examples]:
-    found = []
+    found, side = [], "validation/" if which == "validation" else ""
     for rows, prefix in read_sources(config, which, given):
         build, kept, long = reader(rows), [], 0
         for i in range(len(rows)):
-            example = build.example(prefix + rows.id(i), rows[i], rows.where(i))
+            example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i))
             if max(map(len, example.sequences)) > limit:
                 long += 1
                 example = _cut(example, limit) if config.too_long == "truncate" else None

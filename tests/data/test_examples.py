@@ -1,5 +1,7 @@
 """Rows -> sequences: what is learned is what the right one said, its end token included, and nothing else."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +141,17 @@ def test_margins_and_labels() -> None:
     votes = [{"prompt": "Hi", "answer": "Hello", "good": good} for good in (True, "no", 1)]
     found = pairs(votes, kind=schema.LabelledPairs, chosen_column="answer", label_column="good")
     assert [e.good for e in found] == [True, False, True] and all(len(e.sequences) == 1 for e in found)
+
+
+def test_training_and_validation_have_no_id_in_common(tmp_path: Path) -> None:
+    """Files of the same name in two folders: precomputed references are kept by id."""
+    files = [tmp_path / which / "pairs.jsonl" for which in ("train", "validation")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(json.dumps(PAIR_FORMS["prompt"]))
+    config = schema.RankedPairs(train=[str(files[0])], validation=[str(files[1])])
+    (one,), (other,) = (load_pairs(config, which, chat(), 512)[0] for which in ("train", "validation"))
+    assert one.sequences == other.sequences and one.id != other.id
 
 
 BROKEN = {
