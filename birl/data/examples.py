@@ -242,8 +242,7 @@ class Pairs:
                 f"{where}: `{name}` ends with a message of {talk[-1].role}; the answer to judge is missing."
             )
         if prompt is not None:
-            first = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-            talk = talk if talk[: len(first)] == first else (*first, *talk)
+            talk = _behind((Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt, talk)
         return spoken(self.chat, _system(talk, self.config.system_prompt), ["assistant"], where)
 
     def _margin(self, row: dict[str, Any], where: str) -> float:
@@ -291,6 +290,14 @@ def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:
     while start > 0 and mask[start - 1]:
         start -= 1
     return tuple(start <= i <= end for i in range(len(mask)))
+
+
+def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages of an answer behind their prompt; where they repeat its question, the longer beginning of the two."""
+    asked = [i for i, m in enumerate(talk) if _key((m,)) == _key(prompt[-1:])]
+    if talk[0].role == "assistant" or not asked:
+        return (*prompt, *talk)
+    return talk if asked[-1] >= len(prompt) - 1 else (*prompt, *talk[asked[-1] + 1 :])
 
 
 def _only_what_differs(sides: list[Encoded]) -> list[Encoded]:

@@ -128,6 +128,15 @@ def test_every_form_of_a_pair_is_the_same_pair(form: str) -> None:
     assert example.sequences == first.sequences
 
 
+def test_a_conversation_that_has_the_question_is_whole() -> None:
+    """Also behind a system message that the prompt lacks, and with other blanks around it."""
+    bare = PAIR_FORMS["conversations"]
+    led = {side: [TALK[0], *bare[side]] for side in ("chosen", "rejected")}
+    rendered = str(chat().tokenizer.apply_chat_template(led["chosen"], tokenize=False))
+    for row in ({"prompt": "Capital of China?\n", **led}, {"prompt": led["chosen"][:2], **bare}):
+        assert whole(pairs([row])[0]) == rendered
+
+
 def test_of_two_conversations_only_what_differs_is_judged() -> None:
     chosen = [*TALK[1:4], {"role": "assistant", "content": "It is 7."}]
     rejected = [*TALK[1:4], {"role": "assistant", "content": "It is 8."}]
