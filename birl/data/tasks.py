@@ -25,6 +25,8 @@ ANSWERS = ("ground_truth", "answer", "solution", "extra_info.answer", "reward_mo
 SOURCES = ("data_source", "extra_info.data_source")
 VALIDATION_SPLITS = ("validation", "test", "train")
 
+CALLS, THOUGHTS = ("tool_calls", "function_call"), ("reasoning_content", "thinking")  # of messages elsewhere
+
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 FINAL = re.compile(r"####[ \t]*([^\n#]*\S)\s*$")  # GSM8K: "6 * 12 = 72\n#### 72"
@@ -262,12 +264,14 @@ def text_of(value: Any, where: str, field: str) -> str:
 
 
 def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tuple[Message, ...]:
-    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer."""
+    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer. Raises
+    `BirlError`, also for what a message says beside its content: a model would learn an answer without it."""
     if not isinstance(value, list):
         raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text or a list of messages.")
     if not value:
         raise BirlError(f"{where}: `{field}` is empty. Remove the row.")
-    found = tuple(_message(m, where, f"{field}[{i}]") for i, m in enumerate(value))
+    unread = (*CALLS, *THOUGHTS) if whole else CALLS
+    found = tuple(_message(m, where, f"{field}[{i}]", unread) for i, m in enumerate(value))
     if whole:
         return found
     if found[-1].role == "assistant":
@@ -279,10 +283,14 @@ def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tupl
     return found
 
 
-def _message(value: Any, where: str, field: str) -> Message:
+def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Message:
     if not isinstance(value, Mapping) or value.get("role") is None or "content" not in value:
         found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
         raise BirlError(f'{where}: {field} {found}; a message is {{"role": "user", "content": "..."}}.')
+    if name := next((name for name in unread if value.get(name)), None):
+        raise BirlError(
+            f"{where}: {field}.{name} is not read. Put what the model says into `content`, as its template writes it."
+        )
     if not isinstance(value["role"], str) or not isinstance(value["content"], str):
         name = "role" if not isinstance(value["role"], str) else "content"
         raise BirlError(f"{where}: {field}.{name} is {kind(value[name])}, it needs to be text.")

@@ -194,6 +194,10 @@ def test_system_prompt() -> None:
         ([{"role": "user", "content": " "}], "prompt[0].content is empty"),
         ([{"from": "human", "value": "x"}], "prompt[0] has from, value"),
         ([{"role": 1, "content": "x"}], "prompt[0].role is a number"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "7"}],
+            "prompt[0].tool_calls is not read",
+        ),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "ends with an assistant message"),
     ],
 )
