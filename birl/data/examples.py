@@ -211,10 +211,11 @@ class Pairs:
             if sides[0][0] == sides[1][0]:
                 raise BirlError(f"{where}: `{columns[0]}` and `{columns[1]}` are the same. Remove the row.")
             sides = _only_what_differs(sides)
+        sequences = tuple(tokens_of(i, m, where, ["assistant"]) for i, m in sides)
         return Example(
             id=name,
             key=_key(prompt) if prompt else self.chat.decode(sides[0][0][: sides[0][1].index(True)]),
-            sequences=tuple(tokens_of(i, m, where, ["assistant"]) for i, m in sides),
+            sequences=sequences,
             margin=self._margin(row, where),
             good=_truth(pick(row, label), where, label) if label else True,
         )
@@ -269,7 +270,7 @@ def answered(
         return (*before, *own), (*(_all(roles),) * len(before), *(True,) * len(own))
     asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     talk = (*_system(asked, config.system_prompt), Message(role="assistant", content=answer))
-    return spoken(chat, talk, roles if _all(roles) else [*roles, "assistant"], "", last=not _all(roles))
+    return spoken(chat, talk, roles if _all(roles) else ["assistant"], "", last=not _all(roles))
 
 
 def spoken(chat: Chat, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:

@@ -11,6 +11,7 @@ from birl.data.examples import Example, load_pairs, load_texts
 from birl.errors import BirlError
 from birl.text.chat import Chat
 from birl.types import Message
+from tests.text import families
 from tests.tiny import tiny_tokenizer
 
 TALK = [
@@ -72,6 +73,30 @@ def test_prompt_and_response_are_what_a_rollout_would_have_been() -> None:
     assert learned(example) == ["7<|im_end|>"]
     after = texts([{"messages": TALK[:4], "answer": "7"}])[0]
     assert learned(after) == ["7<|im_end|>"]  # earlier answers are part of the prompt
+
+
+def test_of_a_prompt_nothing_is_learned_where_no_header_parts_it_from_the_answer() -> None:
+    row = {"prompt": "Hi", "response": "Hello."}
+    mistral = families.chat("mistral")
+    config = schema.Texts(train_on=["user", "assistant"])
+    (example,) = load_texts(config, "train", mistral, 512, given=[row])[0]
+    ids = [i for i, m in zip(example.sequences[0].ids, example.sequences[0].mask, strict=True) if m]
+    assert mistral.decode(ids).strip() == "Hello.</s>"
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
+def test_what_a_message_says_beside_its_content_is_not_lost_in_silence(field: str) -> None:
+    talk = [TALK[1], {**TALK[2], field: [{"function": {"name": "add"}}] if field == "tool_calls" else "Hm."}]
+    with pytest.raises(BirlError, match=rf"row 1: messages\[1\]\.{field} is not read"):
+        texts([{"messages": talk}])
+    assert texts([{"messages": [TALK[1], {**TALK[2], field: None}]}])[0].sequences  # as datasets fills it in
+
+
+def test_a_template_that_leaves_out_a_message_is_refused() -> None:
+    silent = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    silent += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    with pytest.raises(BirlError, match="leaves out messages of role system"):
+        load_texts(schema.Texts(), "train", Chat(tiny_tokenizer(template=silent)), 512, given=[{"messages": TALK}])
 
 
 def test_raw_text() -> None:
