@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.envs.calls import CLOSING, called
+from birl.envs.child import kill, tied
 from birl.envs.function_agent import KEY, prompt, row
 from birl.errors import BirlError
 from birl.types import Model, Task
@@ -188,9 +189,7 @@ def words(config: Config) -> list[str]:
     program = shutil.which(found[0], path=path())
     if program is None:
         raise BirlError(f"env.command={config.command}: there is no program {found[0]}.")
-    # with the trainer killed, agents end as well
-    tie = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
-    return [*tie, program, *found[1:]]
+    return tied([program, *found[1:]])
 
 
 def missing(arguments: list[str]) -> str:
@@ -234,12 +233,6 @@ def reward(line: str) -> float | Mapping[str, float] | None:
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in given):
         raise BirlError(f"its last line is {line}: a reward is a number, or one for each agent"[:300])
     return value
-
-
-def kill(group: int) -> None:
-    """All processes of a group. Its number may belong to nobody any more."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def clean(folder: Path, mark: str) -> None:

@@ -35,14 +35,14 @@ class OpenEnv:
         """The field of the observation that the model sees. Empty: its only text field, or all of it as JSON."""
 
     @staticmethod
-    def shared(config: Config) -> Server:
-        imported("openenv.core", KIND)
+    async def shared(config: Config) -> Server:
+        await called(imported, "openenv.core", KIND)
         if bool(config.url) == bool(config.command):
             raise BirlError("env=openenv needs either env.url, a server that runs, or env.command, which starts one.")
         server = started(config.command) if config.command else Server(config.url)
         try:
-            server.ready()
-            server.learn(config.action, config.see)
+            await called(server.ready)
+            await called(server.learn, config.action, config.see)
         except BaseException:
             server.close()
             raise
