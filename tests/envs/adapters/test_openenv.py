@@ -118,8 +118,11 @@ def test_an_action_of_several_fields_is_json(words: World) -> None:
     try:
         _, found = play(words, {"prompt": "x", "seed": 1}, f'{{"word": "{word(1)}"}}')
         assert found[0].reward == 1
-        with pytest.raises(ValueError, match="no JSON object"):
-            play(words, {"prompt": "x", "seed": 1}, "elm")
+        assert found[0].info == {"invalid": 0.0}
+        for text in ("elm", "[1]", "[" * 100_000):  # the model's mistake, and not the environment's
+            _, found = play(words, {"prompt": "x", "seed": 1}, text, f'{{"word": "{word(1)}"}}')
+            assert (found[0].reward, found[0].done, found[0].info) == (0, False, {"invalid": 1.0})
+            assert "a JSON object" in found[0].messages[0].content and found[1].reward == 1
     finally:
         words.shared.action = "word"
 
