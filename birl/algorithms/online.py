@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from birl.algorithms.preference import dpo
-from birl.algorithms.segments import starts, totals
-from birl.algorithms.surrogates import Surrogate
+from birl.algorithms.segments import positions, starts, totals
+from birl.algorithms.surrogates import LOG_LIMIT, Surrogate
 
 
 def online_dpo(
@@ -34,6 +34,5 @@ def online_dpo(
         raise ValueError("online DPO needs one chosen and one rejected answer of each group, in one micro-batch")
     each = dpo(gained[chosen], gained[rejected], beta=beta)
     by_answer = torch.zeros_like(gained).index_add(0, chosen, each).index_add(0, rejected, each)
-    place = first.cumsum(0) - 1
-    ratio = (logp - old_logp).detach().exp()
-    return Surrogate(by_answer[place], ratio, torch.zeros_like(sample, dtype=torch.bool))
+    ratio = (logp - old_logp).detach().clamp(max=LOG_LIMIT).exp()
+    return Surrogate(by_answer[positions(sample)], ratio, torch.zeros_like(sample, dtype=torch.bool))
