@@ -23,14 +23,15 @@ def online_dpo(
 
     The chosen answer of a group has a positive advantage, the rejected one a negative; there is one of each. With
     weights 1 / (answers x own tokens), the sum over all tokens is the mean over pairs. [N] each. Raises ValueError
-    where a group has no such pair in this call.
+    where a group has no such pair in this call, or more than one.
     """
     first = starts(sample)
     gained = totals(logp - ref_logp, sample)
     sign, of = advantages[first], group[first]
     chosen, rejected = (sign > 0).nonzero()[:, 0], (sign < 0).nonzero()[:, 0]
     chosen, rejected = chosen[of[chosen].argsort()], rejected[of[rejected].argsort()]
-    if len(chosen) + len(rejected) != len(of) or not torch.equal(of[chosen], of[rejected]):
+    paired = len(chosen) + len(rejected) == len(of) and torch.equal(of[chosen], of[rejected])
+    if not paired or len(of.unique()) < len(chosen):
         raise ValueError("online DPO needs one chosen and one rejected answer of each group, in one micro-batch")
     each = dpo(gained[chosen], gained[rejected], beta=beta)
     by_answer = torch.zeros_like(gained).index_add(0, chosen, each).index_add(0, rejected, each)
