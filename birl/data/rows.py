@@ -214,10 +214,12 @@ def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _read_csv(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
-    for _ in parse_csv(path):  # pandas reads rows with a field too many as something else, without a word
-        pass
+    zeros: set[str] = set()  # columns of digits such as 007, of which a number would keep the 7
+    for row in parse_csv(path):  # all of it: pandas reads rows with a field too many as something else, without a word
+        zeros |= {name for name, value in row.items() if value[:1] == "0" and value.isdigit() and len(value) > 1}
     try:
-        return _load(path, kind, keep_default_na=False)  # "None" and "NA" are answers
+        # "None" and "NA" are answers
+        return _load(path, kind, keep_default_na=False, converters=dict.fromkeys(zeros, str) or None)
     except Exception:
         return list(parse_csv(path))
 

@@ -177,6 +177,13 @@ def test_text_that_looks_like_something_else_stays_as_it_is(tmp_path: Path) -> N
     ]
 
 
+def test_digits_with_zeros_in_front_are_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,answer,level\n3 in binary,0011,1\n6 in binary,110,0\nten,1010,10\n")
+    found = [(row["answer"], row["level"]) for row in read(str(path))]
+    assert found == [("0011", 1), ("110", 0), ("1010", 10)]
+
+
 def test_values_are_plain() -> None:
     import datetime
     import decimal
