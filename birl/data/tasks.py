@@ -16,7 +16,9 @@ from pathlib import PurePath
 from typing import Any, Literal, overload
 
 from birl.config.schema import Data, Files
-from birl.data.rows import Rows, given, pick, read
+from birl.data.rows import Rows, pick
+from birl.data.rows import given as handed_over
+from birl.data.sources import read
 from birl.errors import BirlError
 from birl.types import Message, Task
 
@@ -132,7 +134,8 @@ def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: boo
 def read_sources(config: Files, which: Literal["train", "validation"], given: Any = None) -> list[tuple[Rows, str]]:
     """The rows of each source of data.train or data.validation, and what goes before their ids to tell them apart."""
     if given is not None:
-        sources = [_given(given, which, config.max_samples if which == "train" else config.max_validation_samples)]
+        limit = config.max_samples if which == "train" else config.max_validation_samples
+        sources = [handed_over(given, which, limit)]
     elif which == "train":
         sources = [
             read(p, subset=config.subset, splits=(config.split,), limit=config.max_samples) for p in config.train
@@ -211,11 +214,6 @@ def answer_text(value: Any) -> str:
     text = str(value).strip()
     final = FINAL.search(text)
     return THOUSANDS.sub("", final[1]) if final else text
-
-
-def _given(rows: Any, which: str, limit: int) -> Rows:
-    all_rows = given(rows, which)
-    return Rows(all_rows.name, all_rows.parts, limit)
 
 
 def _reader(rows: Rows, config: Data, chat: bool) -> Reader:

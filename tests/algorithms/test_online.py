@@ -37,7 +37,13 @@ def test_each_token_has_the_loss_of_its_pair(seed: int, count: int) -> None:
 
     logp = double(case.logp).requires_grad_()
     found = online_dpo(
-        logp, double(case.old), double(case.advantages), ids(case.sample), group=ids(group), ref_logp=double(ref), beta=0.3
+        logp,
+        double(case.old),
+        double(case.advantages),
+        ids(case.sample),
+        group=ids(group),
+        ref_logp=double(ref),
+        beta=0.3,
     )
     close(found.loss, losses(case.logp))
     close(gradient_of(found.loss, logp), differences(lambda at: sum(losses(at)), case.logp), EXACT)

@@ -93,8 +93,8 @@ def test_what_a_message_says_beside_its_content_is_not_lost_in_silence(field: st
 
 
 def test_a_template_that_leaves_out_a_message_is_refused() -> None:
-    silent = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    silent += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    silent = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    silent += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     with pytest.raises(BirlError, match="leaves out messages of role system"):
         load_texts(schema.Texts(), "train", Chat(tiny_tokenizer(template=silent)), 512, given=[{"messages": TALK}])
 

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from birl.data.rows import given, pick, plain, read
+from birl.data.rows import given, pick, plain
+from birl.data.sources import read
 from birl.errors import BirlError
 
 ROWS = [{"prompt": "What is 3 + 4?", "answer": 7}, {"prompt": "Wie viel ist 2 mal 3?\nÄ", "answer": 6}]
@@ -365,7 +366,7 @@ def test_torch_is_not_needed() -> None:
     import subprocess
 
     code = (
-        "import sys, birl.data.rows, birl.data.tasks, birl.data.stream; assert 'datasets' not in sys.modules; "
+        "import sys, birl.data.sources, birl.data.tasks, birl.data.stream; assert 'datasets' not in sys.modules; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
