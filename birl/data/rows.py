@@ -1,5 +1,5 @@
-"""Rows of one source: plain dicts by index, each of which knows its file and row. `sources.py` reads them; `given` takes
-what a Python program has."""
+"""Rows of one source: plain dicts by index, each of which knows its file and row. `sources.py` reads them; `given`
+takes what a Python program has."""
 
 import base64
 import datetime

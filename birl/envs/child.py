@@ -1,5 +1,5 @@
-"""Child processes of environments. Each leads a group of its own (`start_new_session=True`), so that it is ended together
-with all that it started, and ends with the trainer, however that ends."""
+"""Child processes of environments. Each leads a group of its own (`start_new_session=True`), so that it is ended
+together with all that it started, and ends with the trainer, however that ends."""
 
 import contextlib
 import os
