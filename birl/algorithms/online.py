@@ -31,7 +31,7 @@ def online_dpo(
     chosen, rejected = (sign > 0).nonzero()[:, 0], (sign < 0).nonzero()[:, 0]
     chosen, rejected = chosen[of[chosen].argsort()], rejected[of[rejected].argsort()]
     paired = len(chosen) + len(rejected) == len(of) and torch.equal(of[chosen], of[rejected])
-    if not paired or len(of.unique()) < len(chosen):
+    if not paired or bool((of[chosen][1:] == of[chosen][:-1]).any()):
         raise ValueError("online DPO needs one chosen and one rejected answer of each group, in one micro-batch")
     each = dpo(gained[chosen], gained[rejected], beta=beta)
     by_answer = torch.zeros_like(gained).index_add(0, chosen, each).index_add(0, rejected, each)
