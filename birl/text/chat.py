@@ -226,7 +226,7 @@ class Chat:
 
     @cached_property
     def _channels(self) -> bool:
-        return self.format is not None and self.format.channels
+        return self.format is not None and self.format.channels is not None
 
     @cached_property
     def _opening(self) -> str:
