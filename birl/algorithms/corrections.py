@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from birl.algorithms.segments import segment_mean, segment_sum
+from birl.algorithms.surrogates import LOG_LIMIT
 
-LOG_LIMIT = 20.0  # as in surrogates.py
 LEVELS = ("token", "geometric", "sequence")
 MODES = ("truncate", "mask")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LOG_LIMIT = 20.0  # as in surrogates.py
+from birl.algorithms.surrogates import LOG_LIMIT
 
 
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:

@@ -48,8 +48,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """What one row becomes. `sequences`: one, or the chosen and the rejected one. `margin`: by how much the chosen one
-    is better; `good`: whether a single answer is. `key`: what makes two rows ask the same."""
+    """What one row becomes. `id`: of no other row of the run, neither in training nor in validation. `sequences`: one,
+    or the chosen and the rejected one. `margin`: by how much the chosen one is better; `good`: whether a single answer
+    is. `key`: what makes two rows ask the same."""
 
     id: str
     key: str
@@ -116,11 +117,11 @@ def load_pairs(config: schema.Pairs, which: Which, chat: Chat, limit: int, given
 
 
 def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[Rows], Any]) -> list[Examples]:
-    found = []
+    found, side = [], "validation/" if which == "validation" else ""
     for rows, prefix in read_sources(config, which, given):
         build, kept, long = reader(rows), [], 0
         for i in range(len(rows)):
-            example = build.example(prefix + rows.id(i), rows[i], rows.where(i))
+            example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i))
             if max(map(len, example.sequences)) > limit:
                 long += 1
                 example = _cut(example, limit) if config.too_long == "truncate" else None
@@ -210,10 +211,11 @@ class Pairs:
             if sides[0][0] == sides[1][0]:
                 raise BirlError(f"{where}: `{columns[0]}` and `{columns[1]}` are the same. Remove the row.")
             sides = _only_what_differs(sides)
+        sequences = tuple(tokens_of(i, m, where, ["assistant"]) for i, m in sides)
         return Example(
             id=name,
             key=_key(prompt) if prompt else self.chat.decode(sides[0][0][: sides[0][1].index(True)]),
-            sequences=tuple(tokens_of(i, m, where, ["assistant"]) for i, m in sides),
+            sequences=sequences,
             margin=self._margin(row, where),
             good=_truth(pick(row, label), where, label) if label else True,
         )
@@ -241,8 +243,7 @@ class Pairs:
                 f"{where}: `{name}` ends with a message of {talk[-1].role}; the answer to judge is missing."
             )
         if prompt is not None:
-            first = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-            talk = talk if talk[: len(first)] == first else (*first, *talk)
+            talk = _behind((Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt, talk)
         return spoken(self.chat, _system(talk, self.config.system_prompt), ["assistant"], where)
 
     def _margin(self, row: dict[str, Any], where: str) -> float:
@@ -269,7 +270,7 @@ def answered(
         return (*before, *own), (*(_all(roles),) * len(before), *(True,) * len(own))
     asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     talk = (*_system(asked, config.system_prompt), Message(role="assistant", content=answer))
-    return spoken(chat, talk, roles if _all(roles) else [*roles, "assistant"], "", last=not _all(roles))
+    return spoken(chat, talk, roles if _all(roles) else ["assistant"], "", last=not _all(roles))
 
 
 def spoken(chat: Chat, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
@@ -290,6 +291,14 @@ def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:
     while start > 0 and mask[start - 1]:
         start -= 1
     return tuple(start <= i <= end for i in range(len(mask)))
+
+
+def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages of an answer behind their prompt; where they repeat its question, the longer beginning of the two."""
+    asked = [i for i, m in enumerate(talk) if _key((m,)) == _key(prompt[-1:])]
+    if talk[0].role == "assistant" or not asked:
+        return (*prompt, *talk)
+    return talk if asked[-1] >= len(prompt) - 1 else (*prompt, *talk[asked[-1] + 1 :])
 
 
 def _only_what_differs(sides: list[Encoded]) -> list[Encoded]:

@@ -9,14 +9,16 @@ import difflib
 import json
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, overload
 
 from birl.config.schema import Data, Files
-from birl.data.rows import Rows, given, pick, read
+from birl.data.rows import Rows, pick
+from birl.data.rows import given as handed_over
+from birl.data.sources import read
 from birl.errors import BirlError
 from birl.types import Message, Task
 
@@ -24,6 +26,8 @@ PROMPTS = ("messages", "prompt", "question")
 ANSWERS = ("ground_truth", "answer", "solution", "extra_info.answer", "reward_model.ground_truth")
 SOURCES = ("data_source", "extra_info.data_source")
 VALIDATION_SPLITS = ("validation", "test", "train")
+
+CALLS, THOUGHTS = ("tool_calls", "function_call"), ("reasoning_content", "thinking")  # of messages elsewhere
 
 KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
@@ -130,7 +134,8 @@ def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: boo
 def read_sources(config: Files, which: Literal["train", "validation"], given: Any = None) -> list[tuple[Rows, str]]:
     """The rows of each source of data.train or data.validation, and what goes before their ids to tell them apart."""
     if given is not None:
-        sources = [_given(given, which, config.max_samples if which == "train" else config.max_validation_samples)]
+        limit = config.max_samples if which == "train" else config.max_validation_samples
+        sources = [handed_over(given, which, limit)]
     elif which == "train":
         sources = [
             read(p, subset=config.subset, splits=(config.split,), limit=config.max_samples) for p in config.train
@@ -211,11 +216,6 @@ def answer_text(value: Any) -> str:
     return THOUSANDS.sub("", final[1]) if final else text
 
 
-def _given(rows: Any, which: str, limit: int) -> Rows:
-    all_rows = given(rows, which)
-    return Rows(all_rows.name, all_rows.parts, limit)
-
-
 def _reader(rows: Rows, config: Data, chat: bool) -> Reader:
     raw = not (chat and config.apply_chat_template)
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
@@ -242,12 +242,15 @@ def existing(rows: Rows) -> str:
 
 
 def _prefixes(sources: Sequence[Rows]) -> list[str]:
-    """Two files of the same name get their folder into their tasks' ids."""
-    labels = [source.parts[0].label for source in sources]
+    """Sources that have files of the same name get their folder, or else their number, into the ids of their rows."""
+    labels = [[part.label for part in source.parts] for source in sources]
+    often = Counter(label for own in labels for label in own)
     folders = [PurePath(source.name).parent.name for source in sources]
-    prefixes = [f"{f}/" if f and labels.count(label) > 1 else "" for label, f in zip(labels, folders, strict=True)]
-    clash = len({*zip(prefixes, labels, strict=True)}) < len(labels)
-    return [f"{i}:" for i in range(len(sources))] if clash else prefixes
+    prefixes = [
+        f"{f}/" if f and any(often[label] > 1 for label in own) else "" for own, f in zip(labels, folders, strict=True)
+    ]
+    made = {prefix + label for own, prefix in zip(labels, prefixes, strict=True) for label in own}
+    return prefixes if len(made) == often.total() else [f"{i}:" for i in range(len(sources))]
 
 
 def text_of(value: Any, where: str, field: str) -> str:
@@ -259,12 +262,14 @@ def text_of(value: Any, where: str, field: str) -> str:
 
 
 def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tuple[Message, ...]:
-    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer."""
+    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer. Raises
+    `BirlError`, also for what a message says beside its content: a model would learn an answer without it."""
     if not isinstance(value, list):
         raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text or a list of messages.")
     if not value:
         raise BirlError(f"{where}: `{field}` is empty. Remove the row.")
-    found = tuple(_message(m, where, f"{field}[{i}]") for i, m in enumerate(value))
+    unread = (*CALLS, *THOUGHTS) if whole else CALLS
+    found = tuple(_message(m, where, f"{field}[{i}]", unread) for i, m in enumerate(value))
     if whole:
         return found
     if found[-1].role == "assistant":
@@ -276,10 +281,14 @@ def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tupl
     return found
 
 
-def _message(value: Any, where: str, field: str) -> Message:
+def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Message:
     if not isinstance(value, Mapping) or value.get("role") is None or "content" not in value:
         found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
         raise BirlError(f'{where}: {field} {found}; a message is {{"role": "user", "content": "..."}}.')
+    if name := next((name for name in unread if value.get(name)), None):
+        raise BirlError(
+            f"{where}: {field}.{name} is not read. Put what the model says into `content`, as its template writes it."
+        )
     if not isinstance(value["role"], str) or not isinstance(value["content"], str):
         name = "role" if not isinstance(value["role"], str) else "content"
         raise BirlError(f"{where}: {field}.{name} is {kind(value[name])}, it needs to be text.")

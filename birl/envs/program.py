@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.envs.calls import CLOSING, called
+from birl.envs.child import kill, tied
 from birl.envs.function_agent import KEY, prompt, row
 from birl.errors import BirlError
 from birl.types import Model, Task
@@ -77,8 +78,8 @@ class Program:
         self.placed = True
 
     async def run(self, model: Model) -> float | Mapping[str, float] | None:
-        self.folder = Path(tempfile.mkdtemp(prefix="birl-agent-"))
         self.mark = model.base_url
+        self.folder = Path(tempfile.mkdtemp(prefix="birl-agent-"))
         task = self.folder / "task.json"
         task.write_text(json.dumps(row(self.task), ensure_ascii=False, default=str))
         loop = asyncio.get_running_loop()
@@ -188,9 +189,7 @@ def words(config: Config) -> list[str]:
     program = shutil.which(found[0], path=path())
     if program is None:
         raise BirlError(f"env.command={config.command}: there is no program {found[0]}.")
-    # with the trainer killed, agents end as well
-    tie = [setpriv, "--pdeathsig", "KILL", "--"] if (setpriv := shutil.which("setpriv")) else []
-    return [*tie, program, *found[1:]]
+    return tied([program, *found[1:]])
 
 
 def missing(arguments: list[str]) -> str:
@@ -236,12 +235,6 @@ def reward(line: str) -> float | Mapping[str, float] | None:
     return value
 
 
-def kill(group: int) -> None:
-    """All processes of a group. Its number may belong to nobody any more."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
 def clean(folder: Path, mark: str) -> None:
     """End what left the process group, which still has the episode's address in its environment, and remove the folder.
     Raises `RuntimeError` where something stays."""
@@ -258,8 +251,11 @@ def clean(folder: Path, mark: str) -> None:
 
 
 def strays(mark: str) -> list[int]:
-    """Processes with this text in their environment, those that have ended and are not yet collected left out."""
+    """Processes with this text in their environment, those that have ended and are not yet collected left out. None for
+    an empty one, which every process has."""
     found = []
+    if not mark:
+        return found
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (entry / "environ").read_bytes():

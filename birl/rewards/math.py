@@ -21,6 +21,7 @@ GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 # "1,000", "1/2", "50%", "72 dollars"
 PLAIN = re.compile(rf"[$€£]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\s+[a-zA-Z ]+)?")
+BARE = re.compile(rf"[$€£]?(?=[-+]?\.?\d){NUMBER}\s*%?\.?\s*")
 NUMERAL = re.compile(r"\d(?:[\d,.]|[ ]\d{3}(?!\d))*")
 PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,2}")
@@ -29,9 +30,10 @@ SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,2}")
 def math(completions: list[str], gold: Sequence[object], **_: Any) -> list[float]:
     """1 where the last stated value equals the gold answer, else 0.
 
-    The last `<answer>...</answer>` is judged where there is one, else what follows the last `####` (GSM8K), else the
-    whole text, of which math-verify takes a boxed or announced answer, else the last expression or number. Where the
-    gold answer is a number, so must the answer be: "3 + 4" equals 7 but only repeats the question.
+    The last `<answer>...</answer>` is judged where there is one, else what follows the last `####` (GSM8K) that has a
+    number alone behind it or ends the text (others are headings), else the whole text, of which math-verify takes a
+    boxed or announced answer, else the last expression or number. Where the gold answer is a number, so must the answer
+    be: "3 + 4" equals 7 but only repeats the question.
 
     Example: math(["3 + 4 = 7", "3 + 4 = 8", "3 + 4"], gold=["7", "7", "7"]) == [1.0, 0.0, 0.0]
     """
@@ -66,10 +68,10 @@ def _gold(gold: str) -> list[Any]:
 
 
 def _final(text: str) -> str:
-    for pattern in (ANSWER_TAG, GSM8K):
-        if found := pattern.findall(text):
-            return found[-1]
-    return text
+    if tagged := ANSWER_TAG.findall(text):
+        return tagged[-1]
+    marked = [m[1] for m in GSM8K.finditer(text) if BARE.fullmatch(m[1]) or not text[m.end() :].strip()]
+    return marked[-1] if marked else text
 
 
 def _parse(text: str, *how: Any) -> list[Any]:

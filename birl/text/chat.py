@@ -119,7 +119,9 @@ class Chat:
         An assistant's tokens are those that an engine would have sampled: its text up to the token that ends it,
         without the header before and the line break behind. For another role the whole message counts, its header
         included. Each piece is encoded alone, as when the conversation happens. Roles ("all",): everything counts.
+        Raises `BirlError` where the template would leave out a message, `HistoryRewritten` where it changes one later.
         """
+        templates.check(self, [templates.as_dict(m) for m in messages], ())
         if "all" in roles:
             whole = self.encode(self._text(messages, answer=False))
             return whole, (True,) * len(whole)
@@ -224,7 +226,7 @@ class Chat:
 
     @cached_property
     def _channels(self) -> bool:
-        return self.format is not None and self.format.channels
+        return self.format is not None and self.format.channels is not None
 
     @cached_property
     def _opening(self) -> str:

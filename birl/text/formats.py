@@ -64,33 +64,28 @@ def one_voice(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """`marks`: what a chat template of this format holds, `openings`: where a call may begin, `closing`: pattern of
-    what is behind the last argument of the last call, `ends`: tokens that the template puts where the model says
-    another one, `fit`: messages as such templates want them."""
+    """`read`: the calls of a reply without its thinking; `channels`, instead: all of a reply whose thinking, answer and
+    calls stand on channels. `marks`: what a chat template of this format holds, `openings`: where a call may begin,
+    `closing`: pattern of what is behind the last argument of the last call, `ends`: tokens that the template puts where
+    the model says another one, `fit`: messages as such templates want them."""
 
-    read: Callable[[str, Tools], Read]
+    read: Callable[[str, Tools], Read] | None = None
+    channels: Callable[[str, Tools], Parts] | None = None
     marks: tuple[str, ...]
     openings: tuple[str, ...]
     closing: str
     ends: tuple[str, ...] = ()
     fit: Callable[[Sequence[Mapping[str, Any]]], list[Dict]] = unchanged
-    channels: bool = False
-
-
-def _harmony(text: str, tools: Tools) -> Read:
-    found = harmony.parts(text, tools)
-    return found.content, found.calls
 
 
 FORMATS: dict[str, Format] = {
     "harmony": Format(
-        read=_harmony,
+        channels=harmony.parts,
         marks=("<|channel|>", "<|message|>"),
         openings=("<|channel|>", "<|start|>", " to=", "to="),
         closing=r'"\s*\}',
         ends=("<|end|>",),
         fit=one_voice,
-        channels=True,
     ),
     "deepseek": Format(
         read=calls.deepseek,
@@ -135,10 +130,10 @@ FORMATS: dict[str, Format] = {
 
 def parts(text: str, form: Format | None, tags: tuple[str, str] | None, tools: Tools, opened: bool = False) -> Parts:
     """A reply's text, without the token that ended it."""
-    if form is not None and form.channels:
-        return harmony.parts(text, tools)
+    if form is not None and form.channels is not None:
+        return form.channels(text, tools)
     thinking, rest, closed = split(text, tags, opened)
-    said, found = form.read(rest, tools) if form is not None and tools else (rest, ())
+    said, found = form.read(rest, tools) if form is not None and form.read is not None and tools else (rest, ())
     return Parts(thinking=thinking, content=said, calls=found, closed=closed)
 
 

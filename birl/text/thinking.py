@@ -1,5 +1,6 @@
 """What a model says to itself before it answers, set apart from the answer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from birl.types import Message, ToolCall
@@ -65,5 +66,9 @@ class Growing:
         if thinking is None or closed:
             return thinking or "", rest
         inside = self.text if self.opened else start[len(self.tags[0]) :]
-        cut = next((n for n in range(len(self.tags[1]) - 1, 0, -1) if inside.endswith(self.tags[1][:n])), 0)
-        return inside[: len(inside) - cut].strip("\n"), ""
+        return inside[: len(inside) - unfinished(inside, self.tags[1:])].strip("\n"), ""
+
+
+def unfinished(text: str, wanted: Iterable[str]) -> int:
+    """Characters at the end of `text` that may be the beginning of one of `wanted`."""
+    return max((n for s in wanted for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0)

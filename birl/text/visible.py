@@ -1,9 +1,11 @@
 """The text of an answer while it grows, as a reader may see it: whole characters, and nothing of a stop string or
 behind it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
+
+from birl.text.thinking import unfinished
 
 INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
 
@@ -73,8 +75,3 @@ class Visible:
         given = self.text[self.sent : end]
         self.sent = max(self.sent, end)
         return given
-
-
-def unfinished(text: str, wanted: Iterable[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of one of `wanted`."""
-    return max((n for s in wanted for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0)

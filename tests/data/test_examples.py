@@ -1,5 +1,7 @@
 """Rows -> sequences: what is learned is what the right one said, its end token included, and nothing else."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from birl.data.examples import Example, load_pairs, load_texts
 from birl.errors import BirlError
 from birl.text.chat import Chat
 from birl.types import Message
+from tests.text import families
 from tests.tiny import tiny_tokenizer
 
 TALK = [
@@ -72,6 +75,30 @@ def test_prompt_and_response_are_what_a_rollout_would_have_been() -> None:
     assert learned(after) == ["7<|im_end|>"]  # earlier answers are part of the prompt
 
 
+def test_of_a_prompt_nothing_is_learned_where_no_header_parts_it_from_the_answer() -> None:
+    row = {"prompt": "Hi", "response": "Hello."}
+    mistral = families.chat("mistral")
+    config = schema.Texts(train_on=["user", "assistant"])
+    (example,) = load_texts(config, "train", mistral, 512, given=[row])[0]
+    ids = [i for i, m in zip(example.sequences[0].ids, example.sequences[0].mask, strict=True) if m]
+    assert mistral.decode(ids).strip() == "Hello.</s>"
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
+def test_what_a_message_says_beside_its_content_is_not_lost_in_silence(field: str) -> None:
+    talk = [TALK[1], {**TALK[2], field: [{"function": {"name": "add"}}] if field == "tool_calls" else "Hm."}]
+    with pytest.raises(BirlError, match=rf"row 1: messages\[1\]\.{field} is not read"):
+        texts([{"messages": talk}])
+    assert texts([{"messages": [TALK[1], {**TALK[2], field: None}]}])[0].sequences  # as datasets fills it in
+
+
+def test_a_template_that_leaves_out_a_message_is_refused() -> None:
+    silent = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    silent += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    with pytest.raises(BirlError, match="leaves out messages of role system"):
+        load_texts(schema.Texts(), "train", Chat(tiny_tokenizer(template=silent)), 512, given=[{"messages": TALK}])
+
+
 def test_raw_text() -> None:
     example = texts([{"text": "The sum of two."}])[0]
     assert (
@@ -126,6 +153,15 @@ def test_every_form_of_a_pair_is_the_same_pair(form: str) -> None:
     assert example.sequences == first.sequences
 
 
+def test_a_conversation_that_has_the_question_is_whole() -> None:
+    """Also behind a system message that the prompt lacks, and with other blanks around it."""
+    bare = PAIR_FORMS["conversations"]
+    led = {side: [TALK[0], *bare[side]] for side in ("chosen", "rejected")}
+    rendered = str(chat().tokenizer.apply_chat_template(led["chosen"], tokenize=False))
+    for row in ({"prompt": "Capital of China?\n", **led}, {"prompt": led["chosen"][:2], **bare}):
+        assert whole(pairs([row])[0]) == rendered
+
+
 def test_of_two_conversations_only_what_differs_is_judged() -> None:
     chosen = [*TALK[1:4], {"role": "assistant", "content": "It is 7."}]
     rejected = [*TALK[1:4], {"role": "assistant", "content": "It is 8."}]
@@ -139,6 +175,17 @@ def test_margins_and_labels() -> None:
     votes = [{"prompt": "Hi", "answer": "Hello", "good": good} for good in (True, "no", 1)]
     found = pairs(votes, kind=schema.LabelledPairs, chosen_column="answer", label_column="good")
     assert [e.good for e in found] == [True, False, True] and all(len(e.sequences) == 1 for e in found)
+
+
+def test_training_and_validation_have_no_id_in_common(tmp_path: Path) -> None:
+    """Files of the same name in two folders: precomputed references are kept by id."""
+    files = [tmp_path / which / "pairs.jsonl" for which in ("train", "validation")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(json.dumps(PAIR_FORMS["prompt"]))
+    config = schema.RankedPairs(train=[str(files[0])], validation=[str(files[1])])
+    (one,), (other,) = (load_pairs(config, which, chat(), 512)[0] for which in ("train", "validation"))
+    assert one.sequences == other.sequences and one.id != other.id
 
 
 BROKEN = {

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from birl.data.rows import given, pick, plain, read
+from birl.data.rows import given, pick, plain
+from birl.data.sources import read
 from birl.errors import BirlError
 
 ROWS = [{"prompt": "What is 3 + 4?", "answer": 7}, {"prompt": "Wie viel ist 2 mal 3?\nÄ", "answer": 6}]
@@ -175,6 +176,13 @@ def test_text_that_looks_like_something_else_stays_as_it_is(tmp_path: Path) -> N
         {"prompt": "None", "answer": "NA"},
         {"prompt": "two, with\nbreak", "answer": "null"},
     ]
+
+
+def test_digits_with_zeros_in_front_are_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,answer,level\n3 in binary,0011,1\n6 in binary,110,0\nten,1010,10\n")
+    found = [(row["answer"], row["level"]) for row in read(str(path))]
+    assert found == [("0011", 1), ("110", 0), ("1010", 10)]
 
 
 def test_values_are_plain() -> None:
@@ -358,7 +366,7 @@ def test_torch_is_not_needed() -> None:
     import subprocess
 
     code = (
-        "import sys, birl.data.rows, birl.data.tasks, birl.data.stream; assert 'datasets' not in sys.modules; "
+        "import sys, birl.data.sources, birl.data.tasks, birl.data.stream; assert 'datasets' not in sys.modules; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

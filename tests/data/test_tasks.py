@@ -194,6 +194,10 @@ def test_system_prompt() -> None:
         ([{"role": "user", "content": " "}], "prompt[0].content is empty"),
         ([{"from": "human", "value": "x"}], "prompt[0] has from, value"),
         ([{"role": 1, "content": "x"}], "prompt[0].role is a number"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "7"}],
+            "prompt[0].tool_calls is not read",
+        ),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "ends with an assistant message"),
     ],
 )
@@ -245,6 +249,24 @@ def test_ids_are_unique_across_sources(tmp_path: Path) -> None:
     assert [t[0].id for t in loaded] == ["sums/train.jsonl:0", "products/train.jsonl:0"]
     twice = load_tasks(Data(train=paths[:1] * 2), "train", chat=True)
     assert len({t[0].id for t in twice}) == 2
+
+
+@pytest.mark.parametrize(
+    ("sources", "first"),
+    [
+        (["both"], ["math/train.jsonl:0", "words/train.jsonl:0"]),  # two files of a name in one folder
+        (["a", "b"], ["0:train-1.jsonl:0", "0:train-2.jsonl:0", "1:train-2.jsonl:0"]),  # not the first of both
+        (["a", "sums/train-2.jsonl"], ["train-1.jsonl:0", "train-2.jsonl:0", "sums/train-2.jsonl:0"]),
+    ],
+)
+def test_ids_are_unique_within_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], first: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("both/math/train", "both/words/train", "a/train-1", "a/train-2", "b/train-2", "sums/train-2"):
+        write(Path(f"{file}.jsonl"), ["x", "y"])
+    ids = [task.id for source in load_tasks(Data(train=sources), "train", chat=True) for task in source]
+    assert [i for i in ids if i.endswith(":0")] == first and len(set(ids)) == len(ids)
 
 
 def test_tasks_are_a_sequence() -> None:

@@ -21,7 +21,7 @@ import pytest
 from birl.config.schema import Env as Keys
 from birl.envs import calls
 from birl.envs.open import open_world
-from birl.envs.program import reward
+from birl.envs.program import Config, Program, reward, strays
 from birl.errors import BirlError
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
@@ -289,6 +289,25 @@ def test_agents_end_with_the_trainer(folder: Path) -> None:
         trainer.wait(10)
     _, alive = psutil.wait_procs(agents, 10)
     assert not alive
+
+
+def test_an_episode_without_an_address_ends_nobody(folder: Path) -> None:
+    """Its processes are known by the address in their environment; all processes have an empty text in theirs."""
+    assert strays("") == []
+
+    class Nowhere:
+        @property
+        def base_url(self) -> str:
+            raise RuntimeError("no gateway")
+
+    async def main() -> None:
+        agent = Program(TASK, Program.shared(Config(command="python")))
+        with pytest.raises(RuntimeError, match="no gateway"):
+            await agent.run(Nowhere())  # type: ignore[arg-type]
+        assert agent.folder is None
+        await agent.close()
+
+    asyncio.run(main())
 
 
 MISTAKES = {

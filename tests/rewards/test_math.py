@@ -78,6 +78,21 @@ def test_gold_that_cannot_be_used() -> None:
         math(["7"], gold=[""])
 
 
+HEADED = (
+    "#### 1. Find x\nIt is 7.\n\nThe answer is \\boxed{7}.",
+    "#### Step 3: 4 + 5\nSo the answer is 7.",
+    "#### Answer\n7",
+    "#### 7\n\nQuestion: What is 4 + 4?\n#### Part 8\nWell",
+    "#### 7 apples\nDone.",
+    "So\n#### $7.\n\n",
+)
+
+
+@pytest.mark.parametrize("answer", HEADED)
+def test_a_heading_is_no_answer(answer: str) -> None:
+    assert math([answer], gold=["7"]) == [1.0]
+
+
 def test_generated_statements() -> None:
     rng = random.Random(0)
     forms = [

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birl.text.thinking import TAGS, Growing, split
-from birl.text.visible import Visible, unfinished
+from birl.text.thinking import TAGS, Growing, split, unfinished
+from birl.text.visible import Visible
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

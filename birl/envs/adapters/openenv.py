@@ -35,14 +35,14 @@ class OpenEnv:
         """The field of the observation that the model sees. Empty: its only text field, or all of it as JSON."""
 
     @staticmethod
-    def shared(config: Config) -> Server:
-        imported("openenv.core", KIND)
+    async def shared(config: Config) -> Server:
+        await called(imported, "openenv.core", KIND)
         if bool(config.url) == bool(config.command):
             raise BirlError("env=openenv needs either env.url, a server that runs, or env.command, which starts one.")
         server = started(config.command) if config.command else Server(config.url)
         try:
-            server.ready()
-            server.learn(config.action, config.see)
+            await called(server.ready)
+            await called(server.learn, config.action, config.see)
         except BaseException:
             server.close()
             raise
@@ -74,26 +74,30 @@ class OpenEnv:
             await asyncio.sleep(AGAIN)
 
     async def step(self, reply: Message) -> Feedback:
-        found = await called(self.client.step, self.action(reply.content))
+        action = self.action(reply.content)
+        if action is None:
+            again = (Message(role="user", content="That is no action. An action is a JSON object and nothing else."),)
+            return Feedback(messages=again, info={"invalid": 1.0}, done=False)
+        found = await called(self.client.step, action)
         self.rewarded |= found.reward is not None
         if found.done and not self.rewarded:
             raise ValueError("the episode is over, and the server gave no reward for any of its steps")
-        return Feedback(messages=(self.told(found.observation),), reward=float(found.reward or 0), done=found.done)
+        told, reward = (self.told(found.observation),), float(found.reward or 0)
+        return Feedback(messages=told, reward=reward, info={"invalid": 0.0}, done=found.done)
 
     async def close(self) -> None:
         if self.client is not None:
             await called(self.client.close)
 
-    def action(self, text: str) -> dict[str, Any]:
+    def action(self, text: str) -> dict[str, Any] | None:
+        """The action that a reply is; None for none."""
         if self.server.action:
             return {self.server.action: text}
         try:
             action = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             action = None
-        if not isinstance(action, dict):
-            raise ValueError(f"the reply is no JSON object, which this server takes as an action: {text[:200]}")
-        return action
+        return action if isinstance(action, dict) else None
 
     def told(self, observation: dict[str, Any]) -> Message:
         see = self.server.see

@@ -2,17 +2,22 @@
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from birl.envs.adapters.package import unknown
+from birl.envs.child import kill, tied
 from birl.errors import BirlError
+from birl.rewards.requests import LOCAL
 
 STARTS = 60.0  # seconds a server may take
 ANSWERS = 3.0  # seconds until a server that should run must answer
@@ -35,7 +40,7 @@ class Server:
             if self.process is not None and self.process.poll() is not None:
                 raise BirlError(f"env.command: the server ended with status {self.process.returncode}.")
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).is_success:
+                if self.ask("health", 5).is_success:
                     return
                 problem = "its /health is no success"
             except httpx.HTTPError as error:
@@ -46,23 +51,29 @@ class Server:
 
     def learn(self, action: str, see: str) -> None:
         """Which fields are text, of what the server says that it takes and gives. Raises `BirlError`."""
-        found = httpx.get(f"{self.url}/schema", timeout=30).raise_for_status().json()
+        found = self.ask("schema", 30).raise_for_status().json()
         self.action = text_field(found["action"], "env.action", action)
         self.see = text_field(found["observation"], "env.see", see)
 
+    def ask(self, path: str, seconds: float) -> httpx.Response:
+        """Without a proxy where it is on this machine, as OpenEnv's own client does."""
+        return httpx.get(f"{self.url}/{path}", timeout=seconds, trust_env=urlsplit(self.url).hostname not in LOCAL)
+
     def close(self) -> None:
-        if self.process is None or self.process.poll() is not None:
+        """The end of a server that was started here, and of what it started, whether it still runs or not."""
+        if self.process is None:
             return
-        os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(ENDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(ENDS)
+        kill(self.process.pid)
+        self.process.wait()
+        self.process = None
 
 
 def started(command: str) -> Server:
-    """A server on a free port, in a process group of its own, so that what it starts ends with it."""
+    """A server on a free port, which ends with the thread that starts it (`child.py`)."""
     if "{port}" not in command:
         raise BirlError(f"env.command={command}: it needs {{port}} where the server takes its port.")
     with socket.socket() as free:
@@ -71,10 +82,9 @@ def started(command: str) -> Server:
     words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
     if words[0] == "python":
         words[0] = sys.executable  # the one that has the package
-    try:
-        process = subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL)
-    except OSError as error:
-        raise BirlError(f"env.command={command}: {words[0]}: {error.strerror}.") from error
+    if shutil.which(words[0]) is None:
+        raise BirlError(f"env.command={command}: there is no program {words[0]}.")
+    process = subprocess.Popen(tied(words), start_new_session=True, stdin=subprocess.DEVNULL)
     return Server(f"http://127.0.0.1:{port}", process)
 
 

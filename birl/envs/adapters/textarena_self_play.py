@@ -1,6 +1,8 @@
 """TextArena with one model as all players; each player's turns are trained with that player's reward.
 
 birl rl env=textarena_self_play env.id=TicTacToe-v0 env.max_turns=20
+
+A game that a limit cuts is a draw, worth 0 to each player, as TextArena has it where a game's own limit is reached.
 """
 
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import Any
 from birl.envs.adapters.package import seed_of, seeds
 from birl.envs.adapters.textarena import Game, Keys, check
 from birl.envs.calls import called
+from birl.errors import TooLong
 from birl.types import Message, Model, Task
 
 
@@ -34,14 +37,21 @@ class SelfPlay:
     async def run(self, model: Model) -> dict[str, float]:
         game: Game = await called(Game, self.config.id, self.config.players, self.seed)
         said: dict[int, tuple[Message, ...]] = dict.fromkeys(range(self.config.players), ())
-        done = False
+        rewards, done = dict.fromkeys(said, 0.0), False
         while not done:
             me, text = game.seen()
             said[me] += (Message(role="user", content=text),)
-            reply = await model.ask(said[me], agent=f"player_{me}")
+            try:
+                reply = await model.ask(said[me], agent=f"player_{me}")
+            except TooLong:
+                if all(len(talk) < 2 for talk in said.values()):  # no move was made that could have a reward
+                    raise
+                break
             said[me] += (reply,)
             done = await called(game.act, reply.content)
-        return {f"player_{who}": reward for who, reward in game.rewards().items()}
+        if done:
+            rewards = game.rewards()
+        return {f"player_{who}": reward for who, reward in rewards.items()}
 
     async def close(self) -> None:
         pass

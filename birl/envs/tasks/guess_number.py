@@ -8,7 +8,7 @@ from birl.envs.tasks.rows import Drawn, Row, answered, at_least, said
 from birl.types import Conversation, Feedback, Message, Task
 
 GUESS = "\nGuess: "  # what a model without a chat template goes on from
-INTEGER = re.compile(r"\d{1,9}")
+INTEGER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
 class GuessNumber:

@@ -1,7 +1,6 @@
 """Questions that need several look-ups, in the manner of Search-R1: `<search>query</search>` is answered with
 `<information>passages</information>`, `<answer>...</answer>` ends the episode. The index is BM25 (bm25s)."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from birl.data.parse import parse_json
 from birl.envs.tasks.answer import normal
 from birl.envs.tasks.invented import passages, questions
 from birl.envs.tasks.rows import Row, answered, at_least, check_keys, held_out, said
@@ -112,21 +112,13 @@ class Search:
 
 def read(path: Path) -> list[dict[str, str]]:
     """Passages of a JSON Lines file. Raises `BirlError` with the line."""
-    found: list[dict[str, str]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        found = list(parse_json(path))
+    except OSError as error:
         raise BirlError(f"env.corpus={path}: cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise BirlError(f"env.corpus={path}: line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("title", "text")):
-            raise BirlError(f"env.corpus={path}: line {number} needs a `title` and a `text`, both text")
-        found.append(row)
     if not found:
         raise BirlError(f"env.corpus={path}: has no passages")
+    for number, row in enumerate(found, 1):
+        if not all(isinstance(row.get(key), str) for key in ("title", "text")):
+            raise BirlError(f"env.corpus={path}: row {number} needs a `title` and a `text`, both text")
     return found

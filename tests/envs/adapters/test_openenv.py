@@ -2,11 +2,14 @@
 
 import asyncio
 import random
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from birl.envs.open import World
@@ -69,13 +72,57 @@ def test_a_full_server_is_waited_for_and_the_process_ends() -> None:
         httpx.get(f"{url}/health")
 
 
+def sleepers(seconds: int) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", str(seconds)]]
+
+
+def test_what_a_server_that_died_had_started_ends_too() -> None:
+    assert "ended with status 3" in mistake("openenv", command="sh -c 'sleep 4711 & exit 3' {port}")
+    assert not sleepers(4711)
+
+
+def test_no_proxy_is_between_here_and_here(words: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert play(world("openenv", url=words.shared.url), {"prompt": "x", "seed": 1}, word(1))[1][0].reward == 1
+
+
+TRAINER = """
+import asyncio
+from birl.envs.adapters.openenv import OpenEnv
+
+async def main():
+    await OpenEnv.shared(OpenEnv.Config(command="sh -c 'exec sleep 4712' {port}"))
+
+asyncio.run(main())
+"""
+
+
+def test_the_server_ends_with_the_trainer() -> None:
+    """Also when that is killed, and can end nothing."""
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER])
+    try:
+        end = time.monotonic() + 60
+        while not sleepers(4712):
+            assert time.monotonic() < end and trainer.poll() is None
+            time.sleep(0.1)
+    finally:
+        trainer.kill()
+        trainer.wait(10)
+    _, alive = psutil.wait_procs(sleepers(4712), 10)
+    assert not alive
+
+
 def test_an_action_of_several_fields_is_json(words: World) -> None:
     words.shared.action = ""
     try:
         _, found = play(words, {"prompt": "x", "seed": 1}, f'{{"word": "{word(1)}"}}')
         assert found[0].reward == 1
-        with pytest.raises(ValueError, match="no JSON object"):
-            play(words, {"prompt": "x", "seed": 1}, "elm")
+        assert found[0].info == {"invalid": 0.0}
+        for text in ("elm", "[1]", "[" * 100_000):  # the model's mistake, and not the environment's
+            _, found = play(words, {"prompt": "x", "seed": 1}, text, f'{{"word": "{word(1)}"}}')
+            assert (found[0].reward, found[0].done, found[0].info) == (0, False, {"invalid": 1.0})
+            assert "a JSON object" in found[0].messages[0].content and found[1].reward == 1
     finally:
         words.shared.action = "word"
 
@@ -91,5 +138,5 @@ def test_mistakes_are_told() -> None:
     assert "either env.url" in mistake("openenv")
     assert "no OpenEnv server answers there" in mistake("openenv", url="http://127.0.0.1:9")
     assert "needs {port}" in mistake("openenv", command="python server.py")
-    assert "ended with status 3" in mistake("openenv", command="sh -c 'exit 3' {port}")
+    assert "there is no program no-such-server" in mistake("openenv", command="no-such-server {port}")
     assert "pip install 'birl[openenv]'" in without("openenv", "openenv")

@@ -7,7 +7,11 @@ import pytest
 import textarena
 
 from birl.envs.adapters.own_random import OwnRandom
+from birl.rollout.episode import run_episode
+from birl.rollout.session import Limits, Session
+from birl.types import Outcome, SamplingParams
 from tests.envs.adapters.play import Script, mistake, play, task, without, world
+from tests.rollout.scripted import CHAT, Scripted
 
 
 def secret(seed: int) -> int:
@@ -62,6 +66,24 @@ def test_an_invalid_move_loses() -> None:
     found = asyncio.run(made.open(task({"prompt": "x", "seed": 1})).run(script))  # pyright: ignore
     assert found == {"player_0": -1.0, "player_1": 1.0}
     assert "attempted an invalid move" in script.said["player_0"][-2].content
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_game_that_is_cut_is_a_draw(turns: int) -> None:
+    lines = iter(["[0]", "[4]", "[1]"])
+    limits = Limits(turns=turns)
+    session = Session(Scripted(lambda _: next(lines)), CHAT, SamplingParams(max_tokens=20), limits, lambda turn: turn)
+    game = world("textarena_self_play", id="TicTacToe-v0").open(task({"prompt": "x", "seed": 1}))
+    found = asyncio.run(run_episode(game, session))
+    assert (found.outcome, found.reward, len(found.turns)) == (Outcome.TRUNCATED, 0.0, turns), found.detail
+    assert found.rewards == dict.fromkeys(["player_0", "player_1"][:turns], 0.0) and "env.max_turns" in found.detail
+
+
+def test_a_game_without_a_first_answer_has_no_reward() -> None:
+    session = Session(Scripted([]), CHAT, SamplingParams(max_tokens=20), Limits(tokens=4), lambda turn: turn)
+    game = world("textarena_self_play", id="TicTacToe-v0").open(task({"prompt": "x", "seed": 1}))
+    found = asyncio.run(run_episode(game, session))
+    assert found.outcome is Outcome.ENV_ERROR and "leaves no room" in found.detail
 
 
 @pytest.mark.parametrize("id", ["KuhnPoker-v0-short", "Nim-v0", "IteratedPrisonersDilemma-v0", "Briscola-v0"])

@@ -25,6 +25,7 @@ def test_guesses_are_answered() -> None:
     left = "Guess from 9 to 11."
     assert hints("true", *replies) == ["Higher. Guess from 9 to 16.", f"Lower. {left}", f"Say a number. {left}", ""]
     assert hints("true", "10", "12")[1] == "Lower. Guess 11."
+    assert hints("false", "12345678911", "11") == ["Say a number.", ""]  # no guess of 11
 
 
 def started(**options: str) -> list[tuple[str, str]]:
@@ -153,21 +154,19 @@ def test_search_episodes() -> None:
     assert last.done and last.reward == 0
 
 
-WRONG = {"[]\n": "line 1 needs", '{"title": "a"}': "line 1 needs", "{": "line 1 is not JSON", "": "no passages"}
-
-
 def test_a_corpus_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
-    file.write_text('{"title": "Oslo", "text": "Oslo is the capital of Norway."}\n\n{"title": "B", "text": "c"}\n')
+    text = "Oslo is the capital\u2028of Norway."  # a line break to Python, and none to JSON
+    file.write_text(f'{{"title": "Oslo", "text": "{text}"}}\n\n{{"title": "B", "text": "c"}}\n')
     world = opened("search", corpus=str(file))
     assert world.rows is not None and world.rows("train") == []
     (feedback,) = play(world, row(answer="Oslo"), "<search>capital Norway</search>")
     assert "Oslo: Oslo is the capital" in feedback.messages[0].content
     for text, told in [
-        ("[]\n", "line 1 needs"),
-        ('{"title": "a"}', "line 1 needs"),
-        ("{", "line 1 is not JSON"),
-        ("", "no passages"),
+        ('{"title": "a"}', "row 1 needs"),
+        ('{"title": "a", "text": "b"}\n{', "line 2: broken JSON"),
+        ("", "is empty"),
+        ("[]", "has no passages"),
     ]:
         file.write_text(text)
         with pytest.raises(BirlError, match=told):

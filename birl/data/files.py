@@ -1,0 +1,106 @@
+"""One file -> the rows of it.
+
+`datasets` does the reading and keeps big sets on disk. Its errors name no line, it stops at columns whose type changes
+late in a file, and it turns text such as "2024-05-01" into dates. Where that happens, `parse.py` reads the file again.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from birl.data.parse import check_utf8, parse_csv, parse_json
+from birl.data.rows import Part, part, reason
+from birl.errors import BirlError
+
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def read_file(path: Path, label: str = "") -> Part:
+    kind = FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
+    try:
+        if path.stat().st_size == 0:
+            raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
+        table = {"json": _read_json, "csv": _read_csv}.get(kind, _read_binary)(path, kind)
+    except OSError as error:
+        raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return part(label or path.name, SHARD.sub("", path.stem), table)
+
+
+def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
+    check_utf8(path)  # pyarrow lets it pass, and stops at the row when the row is asked for
+    try:
+        table = _load(path, kind)
+    except Exception:
+        return list(parse_json(path))
+    # JSON has no dates, so these were text; and of a column with text and lists, text such as "7." has become a number
+    changed = any(kind in str(table.features) for kind in ("timestamp[", "Json("))
+    return list(parse_json(path)) if changed else table
+
+
+def _read_csv(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
+    zeros: set[str] = set()  # columns of digits such as 007, of which a number would keep the 7
+    for row in parse_csv(path):  # all of it: pandas reads rows with a field too many as something else, without a word
+        zeros |= {name for name, value in row.items() if value[:1] == "0" and value.isdigit() and len(value) > 1}
+    try:
+        # "None" and "NA" are answers
+        return _load(path, kind, keep_default_na=False, converters=dict.fromkeys(zeros, str) or None)
+    except Exception:
+        return list(parse_csv(path))
+
+
+def _read_binary(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
+    try:
+        return _load(path, kind)
+    except OSError:
+        raise
+    except Exception as error:
+        raise BirlError(f"{path} is no readable {kind} file: {reason(error)}.") from error
+
+
+def _load(path: Path, kind: str, **options: Any) -> Any:
+    from datasets import load_dataset
+
+    with quiet():
+        table = load_dataset(kind, _digest(path), data_files=str(path), split="train", **options)
+    return undecoded(table)
+
+
+def _digest(path: Path) -> str:
+    """Part of the cache's key. `datasets` itself looks at the time of the last change only, which copies may keep."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=8)
+    with path.open("rb") as file:
+        digest.update(file.read(2**22))
+        file.seek(max(size - 2**22, 0))
+        digest.update(file.read())
+    return digest.hexdigest()
+
+
+def undecoded(table: Any) -> Any:
+    """Pictures and sounds stay bytes: nothing here looks at them."""
+    for name, feature in table.features.items():
+        if getattr(feature, "decode", False) and type(feature).__name__ in ("Image", "Audio", "Video", "Pdf"):
+            table = table.cast_column(name, type(feature)(decode=False))
+    return table
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no log lines: what goes wrong is raised."""
+    import datasets
+
+    bars, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,151 @@
+"""What `data.train` and `data.validation` name: a file, a folder with splits, or a data set of the hub."""
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from birl.data.files import FORMATS, quiet, read_file, undecoded
+from birl.data.rows import Part, Rows, part, reason
+from birl.errors import BirlError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def read(path: str, *, subset: str = "", splits: Sequence[str] = ("train",), limit: int = 0) -> Rows:
+    """Rows of a file, a folder or a hub name, each optionally as `split@path`.
+
+    `splits`: which to take where `path` names none and has several, in order of preference. `limit`: only the first n
+    rows, 0: all.
+    """
+    split, place = _parse(path)
+    local = Path(place).expanduser()
+    if local.is_file():
+        if split not in ("", "train"):
+            raise BirlError(f"{path}: one file has no splits. Write {place} alone, or put the splits into a folder.")
+        return Rows(str(local), [read_file(local)], limit)
+    if local.is_dir():
+        return Rows(path, _read_folder(local, subset, split, splits), limit)
+    if local.suffix.lower() in FORMATS or not HUB_NAME.fullmatch(place):
+        missing = "" if local.parent.is_dir() else f"The folder {local.parent} does not exist."
+        raise BirlError(f"{place}: no such file or folder. {missing or _nearest(local)}".rstrip())
+    return Rows(path, [_read_hub(place, subset, split, splits)], limit)
+
+
+def _parse(path: str) -> tuple[str, str]:
+    """`split@path` -> (split, path). A path that exists may contain an @ itself."""
+    split, at, place = path.partition("@")
+    if not at or Path(path).expanduser().exists():
+        return "", path
+    if not split or not place:
+        raise BirlError(f"{path}: written as split@path, as in test@openai/gsm8k, both are needed.")
+    return split, place
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    names = [p.name for p in path.parent.iterdir() if p.is_dir() or p.suffix.lower() in FORMATS]
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
+
+
+def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str]) -> list[Part]:
+    from datasets.data_files import EmptyDatasetError
+
+    try:
+        files = _builder(str(path), subset).config.data_files or {}
+    except EmptyDatasetError as error:
+        raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).") from error
+    except (ValueError, OSError) as error:
+        raise BirlError(f"{path}: {_builder_reason(error)}") from error
+    chosen = _choose(str(path), [str(name) for name in files], split, splits)
+    found, folder = sorted(Path(str(file)) for file in files[chosen]), Path(os.path.abspath(path))
+    known = [file for file in found if file.suffix.lower() in FORMATS]
+    if not known:
+        raise BirlError(
+            f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {found[0].name} and the like."
+        )
+    names = [file.name for file in known]
+    return [read_file(f, f.name if names.count(f.name) == 1 else str(f.relative_to(folder))) for f in known]
+
+
+def _read_hub(name: str, subset: str, split: str, splits: Sequence[str]) -> Part:
+    from datasets import load_dataset
+
+    with quiet(), _offline_unless_reachable(name):
+        try:
+            files = _builder(name, subset).config.data_files
+            chosen = _choose(name, [str(s) for s in files], split, splits) if files else split or splits[0]
+            table = undecoded(load_dataset(name, subset or None, split=chosen))
+        except BirlError:
+            raise
+        except ConnectionError as error:
+            raise BirlError(
+                f"{name}: no such file or folder here, and the Hugging Face hub cannot be reached, nor has it been "
+                f"downloaded before. {_nearest(Path(name))}".rstrip()
+            ) from error
+        except Exception as error:
+            raise BirlError(
+                f"{name}: no such file or folder here, and from the hub: {_builder_reason(error)}"
+            ) from error
+    return part(f"{chosen}@{name}", name.rpartition("/")[2], table)
+
+
+def _builder(name: str, subset: str) -> Any:
+    """`datasets`' view of a folder or repository: which files belong to which split."""
+    from datasets import load_dataset_builder
+
+    with quiet():
+        try:
+            return load_dataset_builder(name, subset or None)
+        except ValueError as error:
+            if "['default']" not in str(error):  # it has no subsets: data.subset is meant for another source
+                raise
+            return load_dataset_builder(name)
+
+
+@contextmanager
+def _offline_unless_reachable(name: str) -> Iterator[None]:
+    """Without a network `datasets` tries for half a minute before it looks into its cache. One try tells as much."""
+    from datasets import config
+    from huggingface_hub import HfApi
+
+    before = config.HF_HUB_OFFLINE
+    try:
+        HfApi().dataset_info(name, timeout=10)
+    except Exception as error:
+        if getattr(error, "response", None) is None:  # nobody answered; a refusal is left to `datasets` to explain
+            config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def _choose(name: str, available: Sequence[str], split: str, preferred: Sequence[str]) -> str:
+    if split:
+        if split not in available:
+            close = difflib.get_close_matches(split, available, n=1)
+            hint = f" Did you mean {close[0]}@{name}?" if close else ""
+            raise BirlError(f"{name} has no split {split!r}, only {', '.join(available)}.{hint}")
+        return split
+    for candidate in preferred if len(available) > 1 else available:
+        if candidate in available:
+            return candidate
+    raise BirlError(
+        f"{name} has the splits {', '.join(available)}, but not {' or '.join(preferred)}. "
+        f"Say which to read, as in {available[0]}@{name}."
+    )
+
+
+def _builder_reason(error: BaseException) -> str:
+    text = reason(error)
+    if "onfig" in text:
+        return f"{text.replace('Config name', 'The subset')}. Set data.subset."
+    if "same data file format" in text:
+        return "it holds files of several formats. Name the files one by one."
+    return f"{text}."
