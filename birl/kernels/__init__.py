@@ -53,6 +53,7 @@ class Kernels:
             if hasattr(lib, name):
                 function = getattr(lib, name)
                 function.argtypes, function.restype = [codes[c] for c in signature], None
+        lib.team_size.restype = number
         self.isa = ""
         if dtype == torch.bfloat16:
             lib.gemm_start.restype = ctypes.c_char_p
@@ -71,7 +72,7 @@ class Kernels:
     ) -> Tensor:
         """Add the norm's gradient to grad_x [T, H] float32, and return the weight's; `rounded` receives the new grad_x
         in this type."""
-        parts = torch.zeros(torch.get_num_threads(), x.shape[1])
+        parts = torch.zeros(self.lib.team_size(), x.shape[1])
         self.lib.rms_norm_backward(
             _p(x), _p(weight), _p(rstd), _p(grad_h), _p(grad_x), _p(rounded), _p(parts), x.shape[0], x.shape[1]
         )

@@ -22,6 +22,9 @@ EXPORT void rms_norm(const float *x, const elem *weight, elem *h, float *rstd, l
     rms_norm_part(x, weight, h, rstd, T, H, eps);
 }
 
+/* Rows that `grad_weight` of the next function needs. */
+EXPORT long team_size(void) { return omp_get_max_threads(); }
+
 /* grad_x += d norm / d x (grad_h), grad_weight [threads, H] += its part; `rounded` (may be NULL) is the new grad_x as
    elem.  grad_x = rstd (g - x rstd^2 mean(g x)), g = grad_h weight. */
 EXPORT void rms_norm_backward(const float *x, const elem *weight, const float *rstd, const elem *grad_h, float *grad_x,

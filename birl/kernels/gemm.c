@@ -89,7 +89,7 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
 /* Rows of x [rows, K] with zeros behind them, up to 32; NULL where they fill tiles of 16 anyway. */
 static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
     if (rows % 16 == 0) return NULL;
-    uint16_t *copy = aligned_alloc(64, (32 * K * 2 + 63) / 64 * 64);
+    uint16_t *copy = take(32 * K * 2);
     memset(copy, 0, 32 * K * 2);
     for (long i = 0; i < rows; i++) memcpy(copy + i * K, x + i * ldx, K * 2);
     return copy;

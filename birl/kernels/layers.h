@@ -2,6 +2,7 @@
    for the files that define them. */
 #pragma once
 #include "common.h"
+#include <stdio.h>
 
 #define PAGE 32 /* positions of a tile of keys, or of a cache page */
 
@@ -14,7 +15,9 @@ static inline long pages_of(long n) { return (n + PAGE - 1) / PAGE; }
 
 static inline void *take(size_t bytes) { /* aligned, and with room behind for what vectors read beyond the end */
     void *p = NULL;
-    return posix_memalign(&p, 64, bytes + 4096) ? NULL : p;
+    if (!posix_memalign(&p, 64, bytes + 4096)) return p;
+    fprintf(stderr, "birl: a kernel found no memory for %zu bytes\n", bytes); /* threads of a team cannot raise */
+    abort();
 }
 
 /* A `_part` is called by all threads of a team and does this thread's share; when it returns, all is done. */

@@ -24,7 +24,7 @@ from birl.kernels import Kernels, PackedWeight
 from birl.models.attention import Packed, RowLayout
 from birl.models.paged import Cache, Paged
 
-MADE: "WeakKeyDictionary[nn.Module, tuple[torch.dtype, Decoder | None]]" = WeakKeyDictionary()
+MADE: "WeakKeyDictionary[nn.Module, tuple[tuple[torch.dtype, torch.device], Decoder | None]]" = WeakKeyDictionary()
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer"}
 
 
@@ -395,15 +395,16 @@ class _Norm(torch.autograd.Function):
 
 
 def decoder_for(model: nn.Module) -> Decoder | None:
-    """The model on our kernels, or None where they are not made for it. Made again when the weights' type changed."""
+    """The model on our kernels, or None where they are not made for it. Made again when its weights have another type
+    or place."""
     embeddings = getattr(model, "get_output_embeddings", None)
     if embeddings is None:
         return None
-    dtype = cast(Any, embeddings()).weight.dtype
-    found = MADE.get(model)
-    if found is None or found[0] != dtype:
-        kernel = kernels.load(dtype, head_dim(model)) if fits(model) else None
-        found = (dtype, None if kernel is None else Decoder(model, kernel))
+    weight = cast(Any, embeddings()).weight
+    found, made_for = MADE.get(model), (weight.dtype, weight.device)
+    if found is None or found[0] != made_for:
+        kernel = kernels.load(weight.dtype, head_dim(model)) if fits(model) else None
+        found = (made_for, None if kernel is None else Decoder(model, kernel))
         MADE[model] = found
     return found[1]
 
