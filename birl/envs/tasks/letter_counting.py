@@ -43,7 +43,7 @@ class LetterCounting:
         """Longest word [letters]."""
         absent: float = 0.1
         """Share of questions about a letter that the word does not have [0 to 1]."""
-        rows: int = 800
+        rows: int = 300
         """Training tasks."""
         validation_rows: int = 100
         """Held-out tasks. No word is in both."""
@@ -57,12 +57,18 @@ class LetterCounting:
 
     @staticmethod
     def tasks(config: Config, split: str) -> list[Row]:
+        """Letters that occur once and letters that occur more often are about as many: otherwise three answers in four
+        would be 1, and a model would learn to say that."""
         words = [word for word in WORDS if len(word) <= config.longest]
+        once = [(word, letter) for word in words for letter in sorted(set(word)) if word.count(letter) == 1]
+        often = [(word, letter) for word in words for letter in sorted(set(word)) if word.count(letter) > 1]
 
         def draw(rng: random.Random) -> tuple[str, Row]:
-            word = rng.choice(words)
-            others = sorted(set(LETTERS) - set(word))
-            letter = rng.choice(others if rng.random() < config.absent else sorted(set(word)))
+            if rng.random() < config.absent:
+                word = rng.choice(words)
+                letter = rng.choice(sorted(set(LETTERS) - set(word)))
+            else:
+                word, letter = rng.choice(rng.choice((once, often, often)))  # the few are soon drawn twice
             prompt = f"How many times does the letter {letter} occur in the word {word}?"
             row = {"prompt": prompt, "answer": str(word.count(letter)), "word": word, "letter": letter}
             return word, {**row, "data_source": "letter_counting"}
