@@ -155,11 +155,12 @@ class Sender:
     proof: asyncio.Task[list[float]] | None = None  # of that version, still to come
     gap: float = nan  # of the last proof
     lost: str = ""  # why an engine's canary had no answer
+    resting: bool = False  # those of `sleeping` have no weights
 
     async def publish(self, wait: bool = True) -> Sent:
         """Raises `WeightsFailed` with its cause: the run stops rather than go on with weights nobody is sure of."""
         await self.proved()
-        if self.version == self.learner.version:
+        if self.version == self.learner.version and not self.resting:
             return Sent(version=self.version)
         began, version = time.perf_counter(), self.learner.version
         with self.arriving(version):
@@ -174,6 +175,7 @@ class Sender:
                     raise self.fleet.refused[0]
                 for remote in list(self.sleeping):
                     await remote.resume()
+        self.resting = False
         self.version, self.digest = version, whole(update.digests)
         self.proof = asyncio.create_task(self.proofs())
         if wait:
@@ -276,6 +278,7 @@ class Sender:
         return await self.canary.check(remote, remote.address)
 
     async def rest(self) -> None:
+        self.resting = bool(self.sleeping)
         for remote in list(self.sleeping):
             await remote.sleep()
 

@@ -185,6 +185,23 @@ def test_a_sleeping_engine_wakes_with_the_new_weights(tiny: Path, tmp_path: Path
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_engines_that_slept_wake_after_a_step_that_moved_nothing(tiny: Path, tmp_path: Path, compute) -> None:
+    """All rewards were equal: the learner has no newer weights, and the engines have none at all."""
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        found.sleeping = [local]  # type: ignore[list-item]
+        before = await found.publish()
+        await found.rest()
+        sent = await found.publish()
+        assert not local.engine.asleep and not local.engine.paused
+        assert (sent.version, sent.digest, sent.gap) == (0, before.digest, 0) and len(local.loads) == 2
+        assert (await found.publish()).bytes == 0  # awake, and up to date
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "gone", "adapter", "stale"])
 def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Path, compute, damage: str) -> None:
     causes = {"bytes": "mismatch", "truncated": "truncated", "gone": "missing", "adapter": "missing", "stale": "stale"}
