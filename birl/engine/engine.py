@@ -232,9 +232,11 @@ class EmbeddedEngine:
         try:
             while not self.paused:
                 await self._settle()
-                for request in self._arrivals:
-                    self._accept(request)
-                self._arrivals.clear()
+                if self._arrivals:
+                    for request in self._arrivals:
+                        self._accept(request)
+                    self._arrivals.clear()
+                    self.scheduler.drafts.trim(REMEMBERED)  # it may never be idle
                 if not self.scheduler.busy:
                     self.runner.release()
                     # where bits depend on a step's rows, these must not depend on what a resumed run has not seen
