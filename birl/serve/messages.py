@@ -80,7 +80,10 @@ def typed(data: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
         words = {bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
         words[str] = "text"
         raise invalid(key, f"must be {words[kind]}, got {json.dumps(value)[:80]}")
-    return float(value) if kind is float else value
+    try:
+        return float(value) if kind is float else value
+    except OverflowError:
+        raise invalid(key, "is too large") from None
 
 
 def invalid(key: str, what: str) -> Refused:

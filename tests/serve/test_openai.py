@@ -223,6 +223,7 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI, server: Runnin
         ({"n": 129}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"max_completion_tokens": -1, "max_tokens": None}, "max_completion_tokens"),
