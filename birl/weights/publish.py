@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -166,15 +166,13 @@ class Sender:
         with self.arriving(version):
             async with asyncio.timeout(self.timeout):
                 update = await asyncio.get_running_loop().run_in_executor(self.compute, self.update)
-                for remote in list(self.sleeping):
-                    await remote.wake()
+                await self.each(lambda remote: remote.wake())
                 if self.recreate is not None:
                     await self.recreate(update.folder)
                 held = await self.fleet.load(update)
                 if self.fleet.refused:
                     raise self.fleet.refused[0]
-                for remote in list(self.sleeping):
-                    await remote.resume()
+                await self.each(lambda remote: remote.resume())
         self.resting = False
         self.version, self.digest = version, whole(update.digests)
         self.proof = asyncio.create_task(self.proofs())
@@ -279,8 +277,13 @@ class Sender:
 
     async def rest(self) -> None:
         self.resting = bool(self.sleeping)
+        await self.each(lambda remote: remote.sleep())
+
+    async def each(self, call: Callable[[Remote], Awaitable[None]]) -> None:
+        """Of `sleeping`. One that does not answer stops nothing: it is brought up to date when it is back."""
         for remote in list(self.sleeping):
-            await remote.sleep()
+            with suppress(EngineDown):
+                await call(remote)
 
     def close(self) -> None:
         """What is in shared memory goes; folders on a disk stay where they are."""

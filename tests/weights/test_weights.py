@@ -202,6 +202,26 @@ def test_engines_that_slept_wake_after_a_step_that_moved_nothing(tiny: Path, tmp
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_one_that_is_lost_does_not_keep_the_others_from_sleeping(tiny: Path, tmp_path: Path, compute) -> None:
+    class Lost:
+        async def gone(self) -> None:
+            raise EngineDown("connection refused")
+
+        sleep = wake = resume = gone
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        found.sleeping = [Lost(), local]  # type: ignore[list-item]
+        await found.publish()
+        await found.rest()
+        assert local.engine.asleep
+        train(found.learner)
+        assert (await found.publish()).gap == 0 and not local.engine.paused
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "gone", "adapter", "stale"])
 def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Path, compute, damage: str) -> None:
     causes = {"bytes": "mismatch", "truncated": "truncated", "gone": "missing", "adapter": "missing", "stale": "stale"}
