@@ -28,7 +28,10 @@ class Endless:
 def test_rewards_are_added_and_it_stays_known_why_an_episode_was_cut() -> None:
     async def score(task: Task, texts: list[str]) -> Sequence[Score]:
         assert texts == ["word", "word"]
-        return [Score(value=0.5, parts={"half": 0.5}), Score(value=float("nan"), outcome=Outcome.TIMEOUT, detail="slow")]
+        return [
+            Score(value=0.5, parts={"half": 0.5}),
+            Score(value=float("nan"), outcome=Outcome.TIMEOUT, detail="slow"),
+        ]
 
     room = len(CHAT.render((Message(role="user", content="Go"),))) + 10
     rollout = Rollout(
