@@ -122,6 +122,7 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Returns when whoever asked has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
