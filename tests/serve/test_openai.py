@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +14,10 @@ import openai
 import pytest
 
 from birl.engine import scheduler
+from birl.serve.ask import Ask
+from birl.serve.pieces import Pieces
 from birl.serve.service import Service
+from birl.types import SamplingParams
 from tests.serve.running import Running, running, slowed, until
 from tests.text.test_tools import QWEN
 from tests.tiny import tiny_model_folder
@@ -157,6 +162,18 @@ def test_prompts_of_every_kind(client: openai.OpenAI, server: Running) -> None:
     assert all(
         alone[at:].startswith(t) for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True) if t.isascii()
     )
+
+
+def test_log_probs_of_a_long_text_take_no_longer_for_each_token() -> None:
+    """What is computed for one answer keeps all others waiting."""
+    speaker: Any = SimpleNamespace(chat=SimpleNamespace(decode=lambda tokens: "ab"))
+    pieces = Pieces(speaker, Ask(chat=False, prompts=((1,),), params=SamplingParams(max_tokens=1), n=1, stream=False,
+                                 usage=False, logprobs=True, token_ids=False))  # fmt: skip
+    assert pieces.logprobs([5, 6, 7], [-1.0] * 3, 10)["text_offset"] == [10, 12, 14]
+    assert pieces.logprobs([], [], 10)["text_offset"] == []
+    began = time.perf_counter()
+    assert pieces.logprobs([5] * 50_000, [-1.0] * 50_000, 0)["text_offset"][-1] == 99_998
+    assert time.perf_counter() - began < 5
 
 
 def test_ids_that_stop(client: openai.OpenAI, server: Running, monkeypatch) -> None:
