@@ -35,6 +35,10 @@ class Lookup:
         """Tokens."""
         return self.indexed + sum(len(request) - len(text) for request, text in self.texts)
 
+    @property
+    def growing(self) -> bool:
+        return any(request.stop is None for request, _ in self.texts)
+
     def index(self, text: list[int], start: int) -> None:
         for place in range(max(start, SHORTEST), len(text)):
             for n in range(SHORTEST, min(LONGEST, place) + 1):
@@ -98,7 +102,10 @@ class Drafts:
         request.guess_from = len(request.tokens) + (0 if right else REST)
 
     def trim(self, most: int) -> None:
-        """Forget the oldest prompts until at most `most` tokens are left."""
+        """Forget the oldest prompts until at most `most` tokens are left; not those that are still being answered."""
         size = sum(map(len, self.lookups.values()))
-        while size > most:
-            size -= len(self.lookups.popitem(last=False)[1])
+        for prompt, lookup in tuple(self.lookups.items()):
+            if size <= most:
+                return
+            if not lookup.growing:
+                size -= len(self.lookups.pop(prompt))

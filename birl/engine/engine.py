@@ -90,6 +90,7 @@ class EmbeddedEngine:
         self._arrivals: list[Request] = []
         self._open: set[Request] = set()  # everybody who waits for a completion
         self._pump: asyncio.Task[None] | None = None
+        self._closed: EngineDown | None = None
 
     @property
     def version(self) -> int:
@@ -111,6 +112,8 @@ class EmbeddedEngine:
         room = min(params.max_tokens, self.context - len(prompt_ids))
         if not prompt_ids:
             raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        if self._closed is not None:
+            raise self._closed
         if room <= 0:
             return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
         request = Request(
@@ -218,12 +221,15 @@ class EmbeddedEngine:
         return self.weights
 
     async def close(self) -> None:
-        """Ends what is open: whoever waits gets `EngineDown`."""
+        """For good: whoever waits gets `EngineDown`, and whoever asks from now on."""
+        self._closed = EngineDown("the engine was closed")
         for request in self._open:
             request.aborted = True
+            if not request.future.done():
+                request.future.set_exception(self._closed)
         if self._pump is not None and not self._pump.done():
             await asyncio.wait([self._pump])
-        self._fail(EngineDown("the engine was closed"))
+        self._fail(self._closed)
         self.runner.release(cache=True)
 
     async def _run(self) -> None:
@@ -232,9 +238,11 @@ class EmbeddedEngine:
         try:
             while not self.paused:
                 await self._settle()
-                for request in self._arrivals:
-                    self._accept(request)
-                self._arrivals.clear()
+                if self._arrivals:
+                    for request in self._arrivals:
+                        self._accept(request)
+                    self._arrivals.clear()
+                    self.scheduler.drafts.trim(REMEMBERED)  # it may never be idle
                 if not self.scheduler.busy:
                     self.runner.release()
                     # where bits depend on a step's rows, these must not depend on what a resumed run has not seen

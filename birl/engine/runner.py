@@ -71,8 +71,8 @@ class Runner:
         return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
 
     def bursts(self, plan: Sequence[Work]) -> bool:
-        """Is this plan for captured graphs: single next tokens, from the whole distribution or greedy?"""
-        if self.graphs is None or not plan:
+        """Is this plan for captured graphs: single next tokens, drawn from the whole distribution or greedy?"""
+        if self.graphs is None or not plan or any(w.request.forced for w in plan):
             return False
         return all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
 

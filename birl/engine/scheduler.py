@@ -204,7 +204,7 @@ class Scheduler:
             self.give_back(request)
         self.waiting.clear()
         self.running.clear()
-        self.drafts.trim(0)
+        self.drafts.lookups.clear()
 
     def give_back(self, request: Request) -> None:
         for page in request.pages:

@@ -4,7 +4,7 @@ stage   read the new tensors beside the old ones, compare names, shapes, types a
 swap    copy them over the old ones (compute thread, between two steps), and digest what is there then
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,15 +35,11 @@ class Weights:
         """The new tensors in this module's type. Raises `WeightsFailed`."""
         check_age(update, self.version)
         found = dict(update.tensors) or read(Path(update.folder))
-        problems = [f"{name} is missing" for name in sorted(self.shapes.keys() - found.keys())]
-        problems += [f"{name} is not in the model" for name in sorted(found.keys() - self.shapes.keys())]
-        if problems:
-            raise WeightsFailed("missing", _told(f"Version {update.version} of the weights", problems))
-        for name, (shape, dtype) in self.shapes.items():
-            if found[name].shape != shape or found[name].dtype != dtype:
-                problems.append(f"{name} is {_shape(found[name])} and should be {list(shape)} {dtype}")
-        if problems:
-            raise WeightsFailed("mismatch", _told(f"Version {update.version} of the weights", problems))
+        check_layouts(
+            f"Version {update.version} of the weights",
+            {name: layout(t.shape, t.dtype) for name, t in found.items()},
+            {name: layout(*own) for name, own in self.shapes.items()},
+        )
         if update.digests:
             arrived = digests(found)
             problems = [name for name in self.shapes if update.digests.get(name) != arrived[name]]
@@ -102,10 +98,23 @@ def read(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def layout(shape: Sequence[int], dtype: torch.dtype | str) -> str:
+    """Example: layout((2, 3), torch.float32) == "float32 [2, 3]" """
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def check_layouts(what: str, found: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Layouts by name, of tensors that are to take the place of a model's own. Raises `WeightsFailed` that names the
+    first that differ."""
+    problems = [f"{name} is missing" for name in sorted(own.keys() - found.keys())]
+    problems += [f"{name} is not in the model" for name in sorted(found.keys() - own.keys())]
+    if problems:
+        raise WeightsFailed("missing", _told(what, problems))
+    problems = [f"{n} is {found[n]} and should be {own[n]}" for n in sorted(own) if found[n] != own[n]]
+    if problems:
+        raise WeightsFailed("mismatch", _told(what, problems))
+
+
 def _told(what: str, problems: list[str]) -> str:
     more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
     return f"{what}: {'; '.join(problems[:4])}{more}."
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype}"

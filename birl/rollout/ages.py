@@ -20,8 +20,7 @@ class Ages:
 
     def of(self, version: int) -> int:
         """0: the step that began last began with these weights."""
-        newer = sum(start > version for start in self.starts)
-        return newer
+        return sum(start > version for start in self.starts)
 
     def histogram(self, samples: Iterable[Sample]) -> Counter[int]:
         """Trained tokens by age."""

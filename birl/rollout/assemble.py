@@ -33,17 +33,17 @@ def has_signal(group: Group, usage: Usage) -> bool:
 
 
 def by_agent(group: Group) -> list[Group]:
-    """The group itself; of several agents, one group for each with its own turns and rewards. Failed episodes stay in
-    each, without turns, so that they are counted as such."""
-    agents = sorted({turn.agent for t in group.trajectories for turn in t.turns if t.rewards})
-    return [replace(group, agent=a, trajectories=tuple(_own(t, a) for t in group.trajectories)) for a in agents] or [
-        group
-    ]
+    """The group itself; of several agents, one group for each with its own turns and rewards. A single reward of an
+    episode is each agent's. Failed episodes stay in each, without turns, so that they are counted as such."""
+    if not any(t.rewards for t in group.trajectories):
+        return [group]
+    agents = sorted({turn.agent for t in group.trajectories for turn in t.turns})
+    return [replace(group, agent=a, trajectories=tuple(_own(t, a) for t in group.trajectories)) for a in agents]
 
 
 def _own(trajectory: Trajectory, agent: str) -> Trajectory:
     turns = tuple(turn for turn in trajectory.turns if turn.agent == agent)
-    reward = trajectory.rewards.get(agent, nan)
+    reward = trajectory.rewards.get(agent, nan) if trajectory.rewards else trajectory.reward
     return replace(trajectory, turns=turns, reward=reward, score=reward, rewards={})
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import birl
 from birl.envs.calls import AGENTS, CLOSING, called
-from birl.errors import BirlError
-from birl.rollout.session import Aborted, EngineFailed, Session, TooLong, following
+from birl.errors import Aborted, BirlError, EngineFailed, TooLong
+from birl.rollout.session import Session, following
 from birl.types import Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
 from birl.waits import waiting
 
@@ -39,14 +39,17 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
         if hasattr(env, "admit"):  # its place among those that run at once; the clock starts behind it
             with waiting(session.name, "its place", "other episodes"):
                 await env.admit()  # pyright: ignore[reportAttributeAccessIssue]
-        async with asyncio.timeout(limits.timeout):
-            if hasattr(env, "run"):
-                await _run(env, session, played)  # pyright: ignore[reportArgumentType]
-            else:
-                await _play(env, session, played)  # pyright: ignore[reportArgumentType]
-    except TimeoutError:
-        played.outcome = Outcome.TIMEOUT
-        played.detail = f"the episode took longer than env.timeout={limits.timeout:g} s"
+        try:
+            async with asyncio.timeout(limits.timeout) as clock:
+                if hasattr(env, "run"):
+                    await _run(env, session, played)  # pyright: ignore[reportArgumentType]
+                else:
+                    await _play(env, session, played)  # pyright: ignore[reportArgumentType]
+        except TimeoutError:
+            if not clock.expired():  # somebody else's deadline
+                raise
+            played.outcome = Outcome.TIMEOUT
+            played.detail = f"the episode took longer than env.timeout={limits.timeout:g} s"
     except Exception as error:
         # What an agent makes of the engine's failure is not what went wrong.
         failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error

@@ -92,7 +92,7 @@ class Rollout:
                 score=before.score + scored.value,
                 parts={**before.parts, **scored.parts},
                 outcome=before.outcome if good else scored.outcome,
-                detail=scored.detail,
+                detail=scored.detail or before.detail,
             )
         return result
 

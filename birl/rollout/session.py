@@ -209,8 +209,6 @@ class Session:
     async def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
         try:
             return await self.engine.generate(prompt, params, self.id)
-        except TimeoutError:
-            raise
         except Exception as error:
             raise EngineFailed from error
 

@@ -86,12 +86,9 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
 def completion(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/completions. Raises `Refused`."""
     known(data, (*SHARED, "prompt"), service)
-    logprobs = typed(data, "logprobs", int, -1)
-    if logprobs > 0:
-        raise invalid("logprobs", f"is {logprobs}: only the sampled tokens have log-probs here; set logprobs=0")
     return common(
         data, service, chat=False, prompts=prompts(data.get("prompt"), service), key="max_tokens", default=16,
-        logprobs=logprobs == 0,
+        logprobs=sampled_logprobs(data),
     )  # fmt: skip
 
 
@@ -113,9 +110,7 @@ def common(
         except BirlError as error:
             code = "context_length_exceeded" if ids else None
             raise Refused(400, str(error), param="messages" if chat else "prompt", code=code) from error
-    n, stream = typed(data, "n", int, 1), typed(data, "stream", bool, False)
-    if not 1 <= n <= CHOICES:
-        raise invalid("n", f"must be at least 1 and at most {CHOICES}, got {n}")
+    n, stream = choices(data), typed(data, "stream", bool, False)
     options = typed(data, "stream_options", dict, {})
     if options and not stream:
         raise invalid("stream_options", "goes with stream=true only")
@@ -137,10 +132,6 @@ def common(
 
 
 def params(data: Mapping[str, Any], service: Service, key: str, default: int | None) -> SamplingParams:
-    stop = data.get("stop")
-    stop = [stop] if isinstance(stop, str) else typed(data, "stop", list, [])
-    if not all(isinstance(s, str) for s in stop):
-        raise invalid("stop", "must be a text or a list of texts")
     stop_ids = typed(data, "stop_token_ids", list, [])
     if not all(type(i) is int for i in stop_ids):
         raise invalid("stop_token_ids", "must be a list of token ids")
@@ -151,7 +142,7 @@ def params(data: Mapping[str, Any], service: Service, key: str, default: int | N
         top_p=typed(data, "top_p", float, 1.0),
         top_k=max(top_k, 0) if top_k == -1 else top_k,  # vLLM's -1: off
         min_p=typed(data, "min_p", float, 0.0),
-        stop=tuple(stop),
+        stop=stops(data),
         stop_ids=tuple(stop_ids),
         ignore_eos=typed(data, "ignore_eos", bool, False),
         seed=None if seed is None else seed % 2**64,  # OpenAI's may be negative
@@ -159,6 +150,30 @@ def params(data: Mapping[str, Any], service: Service, key: str, default: int | N
     if wrong := problem(found, service.vocabulary):
         raise invalid({"max_tokens": key, "stop_ids": "stop_token_ids"}.get(wrong[0], wrong[0]), wrong[1])
     return found
+
+
+def choices(data: Mapping[str, Any]) -> int:
+    """How many answers to each prompt."""
+    n = typed(data, "n", int, 1)
+    if not 1 <= n <= CHOICES:
+        raise invalid("n", f"must be at least 1 and at most {CHOICES}, got {n}")
+    return n
+
+
+def stops(data: Mapping[str, Any]) -> tuple[str, ...]:
+    given = data.get("stop")
+    found = [given] if isinstance(given, str) else typed(data, "stop", list, [])
+    if not all(isinstance(s, str) for s in found):
+        raise invalid("stop", "must be a text or a list of texts")
+    return tuple(found)
+
+
+def sampled_logprobs(data: Mapping[str, Any]) -> bool:
+    """Of /v1/completions, where 0 asks for those of the sampled tokens alone."""
+    logprobs = typed(data, "logprobs", int, -1)
+    if logprobs > 0:
+        raise invalid("logprobs", f"is {logprobs}: only the sampled tokens have log-probs here; set logprobs=0")
+    return logprobs == 0
 
 
 def prompts(given: Any, service: Service) -> tuple[tuple[int, ...], ...]:

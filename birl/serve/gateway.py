@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
 from birl.serve import gateway_anthropic, gateway_openai
-from birl.serve.limits import Gone, Refused, json_object
+from birl.serve.limits import Gone, Refused, disconnected, json_object
 from birl.serve.terms import Terms
 from birl.serve.visit import Reply, Session, Visit
 from birl.text.chat import Chat
@@ -139,7 +139,7 @@ class Gateway:
 async def answered(visit: Visit, reply: Reply, request: Request) -> Any:
     """The answer in one piece; as a stream once it is there. Raises `Gone` when nobody waits for it any more."""
     asking = visit.ask(reply)
-    gone = asyncio.ensure_future(disconnected(request))
+    gone = asyncio.ensure_future(disconnected(request.receive))
     finished = False
     try:
         first = PING if reply.stream else None
@@ -192,11 +192,6 @@ class Stream:
             if self.gone.done() or not self.asking.done():
                 await self.visit.drop(self.asking)
             self.gone.cancel()
-
-
-async def disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def refusal(failure: BaseException) -> Refused:

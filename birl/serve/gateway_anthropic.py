@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.serve.limits import OVERLOADED, Refused
-from birl.serve.messages import invalid, typed
+from birl.serve.messages import invalid, text, typed
 from birl.serve.pieces import call_id
 from birl.serve.terms import SAMPLING, WISHES, Terms, speaker
 from birl.serve.visit import Answers, Reply, Visit
@@ -140,18 +140,6 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
     if results and not said:
         return results
     return [*results, Message(role=role, content=said, thinking=thinking, tool_calls=tuple(calls))]
-
-
-def text(given: Any, where: str) -> str:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise invalid(where, "must be text or a list of blocks")
-    for block in given:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, dict) else block
-            raise invalid(where, f"has a block of type {kind!r}; the model reads text only"[:200])
-    return "".join(block["text"] for block in given)
 
 
 def tool(given: Any, place: int) -> Block:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from birl.serve.ask import CHOICES, HARMLESS, Ask, check_keys
+from birl.serve.ask import HARMLESS, Ask, check_keys, choices, sampled_logprobs, stops
 from birl.serve.limits import Refused
 from birl.serve.messages import invalid, message, typed
 from birl.serve.pieces import Pieces, event
@@ -96,26 +96,16 @@ def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIRep
         prompt = prompt[0]
     if not isinstance(prompt, str):
         raise invalid("prompt", "must be text: an episode keeps the token ids itself")
-    logprobs = typed(data, "logprobs", int, -1)
-    if logprobs > 0:
-        raise invalid("logprobs", f"is {logprobs}: only the sampled tokens have log-probs here; set logprobs=0")
-    return _reply(data, terms, visit, said=prompt, limit="max_tokens", logprobs=logprobs == 0, talk=False)
+    return _reply(data, terms, visit, said=prompt, limit="max_tokens", logprobs=sampled_logprobs(data), talk=False)
 
 
 def _reply(data: Mapping[str, Any], terms: Terms, visit: Visit, *, limit: str, **own: Any) -> OpenAIReply:
-    stop = data.get("stop")
-    stop = [stop] if isinstance(stop, str) else typed(data, "stop", list, [])
-    if not all(isinstance(s, str) for s in stop):
-        raise invalid("stop", "must be a text or a list of texts")
-    n = typed(data, "n", int, 1)
-    if not 1 <= n <= CHOICES:
-        raise invalid("n", f"must be at least 1 and at most {CHOICES}, got {n}")
     options = typed(data, "stream_options", dict, {})
     return OpenAIReply(
-        params=terms.params(data, visit.session.params, stop, limit),
+        params=terms.params(data, visit.session.params, stops(data), limit),
         tools=terms.tools(typed(data, "tools", list, []), data.get("tool_choice")),
         agent=speaker(data.get("model")),
-        n=n,
+        n=choices(data),
         stream=typed(data, "stream", bool, False),
         chat=terms.chat,
         model=str(data.get("model") or "birl"),

@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
-import math
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from birl.types import SamplingParams
 
 T = TypeVar("T")
 COLDEST = 0.001  # logits divided by less leave what float32 can hold; 0 is greedy
+HOTTEST = sys.float_info.max  # JSON's whole numbers have no bound
 INVALID, OVERLOADED, TIMEOUT = "invalid_request_error", "overloaded", "timeout"
 
 
@@ -105,7 +106,7 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
     """Raises `Refused` where the body is no JSON object; an empty one counts as {}."""
     raw = await body(request, most)
     try:
-        found = json.loads(raw) if raw.strip() else {}
+        found = json.loads(raw.decode()) if raw.strip() else {}  # from bytes it takes other encodings, and halves
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not JSON: {error}.") from None
     if not isinstance(found, dict):
@@ -121,6 +122,7 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Returns when whoever asked has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -170,7 +172,7 @@ def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
     p = params
     ranges = (
         ("max_tokens", p.max_tokens >= 1, "must be at least 1"),
-        ("temperature", p.temperature == 0 or COLDEST <= p.temperature < math.inf, f"must be 0 or at least {COLDEST}"),
+        ("temperature", p.temperature == 0 or COLDEST <= p.temperature <= HOTTEST, f"must be 0 or at least {COLDEST}"),
         ("top_p", 0 < p.top_p <= 1, "must be more than 0 and at most 1"),
         ("top_k", 0 <= p.top_k < 2**31, "must be at least 0 (0: off) and less than 2^31"),
         ("min_p", 0 <= p.min_p <= 1, "must be at least 0 and at most 1"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from birl.engine.weights import check_layouts, layout
 from birl.errors import WeightsFailed
 from birl.serve.collective import GLOO, Group, Shapes, backend, gpu
 from birl.serve.limits import Refused
@@ -49,6 +50,7 @@ class Membership:
             self.group = None
 
     def check(self, given: Invitation) -> None:
+        """Raises `WeightsFailed` and `Refused` where nothing good would come of it."""
         if given.backend != GLOO and given.backend != backend(self.device):
             raise Refused(
                 400,
@@ -57,16 +59,8 @@ class Membership:
             )
         if given.gpu and given.gpu == gpu(self.device):
             raise Refused(400, "Learner and engine are on one GPU, and NCCL wants two: use weights.method=shared.")
-        own = {name: (list(shape), str(dtype).removeprefix("torch.")) for name, (shape, dtype) in self.shapes.items()}
-        sent = {name: (list(shape), dtype) for name, shape, dtype in given.tensors}
-        problems = [f"{name} is missing" for name in sorted(own.keys() - sent.keys())]
-        problems += [f"{name} is not in the model" for name in sorted(sent.keys() - own.keys())]
-        if problems:
-            raise WeightsFailed("missing", f"What would be broadcast: {_told(problems)}.")
-        problems = [f"{n} is {sent[n]} and should be {own[n]}" for n in sorted(own) if sent[n] != own[n]]
-        if problems:
-            raise WeightsFailed("mismatch", f"What would be broadcast: {_told(problems)}.")
-
-
-def _told(problems: list[str]) -> str:
-    return "; ".join(problems[:4]) + (f" (and {len(problems) - 4} more)" if len(problems) > 4 else "")
+        check_layouts(
+            "What would be broadcast",
+            {name: layout(shape, dtype) for name, shape, dtype in given.tensors},
+            {name: layout(*own) for name, own in self.shapes.items()},
+        )

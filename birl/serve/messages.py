@@ -25,22 +25,23 @@ def message(given: Any, place: int) -> Message:
     thinking = given.get("reasoning_content")
     return Message(
         role=given["role"],
-        content=content(given.get("content"), where),
+        content="" if given.get("content") is None else text(given["content"], f"{where}.content"),
         thinking=thinking if isinstance(thinking, str) else "",
         tool_calls=tuple(call(one, f"{where}.tool_calls.{i}") for i, one in enumerate(calls)),
         **told,
     )
 
 
-def content(given: Any, where: str) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
+def text(given: Any, where: str) -> str:
+    """A text, or the texts of a list of parts. Raises `Refused`."""
+    if isinstance(given, str):
+        return given
     if not isinstance(given, list):
-        raise invalid(f"{where}.content", "must be text or a list of parts")
+        raise invalid(where, "must be text or a list of parts")
     for part in given:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise invalid(f"{where}.content", f"has a part of type {kind!r}; the model reads text only"[:200])
+            raise invalid(where, f"has a part of type {kind!r}; the model reads text only"[:200])
     return "".join(part["text"] for part in given)
 
 
@@ -61,6 +62,7 @@ def call(given: Any, where: str) -> ToolCall:
 
 
 def check_tool(tool: Any, place: int) -> None:
+    """A tool that a client offers. Raises `Refused`."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"tools.{place}", 'must be {"type": "function", "function": {"name": ...}}')
@@ -80,7 +82,10 @@ def typed(data: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
         words = {bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
         words[str] = "text"
         raise invalid(key, f"must be {words[kind]}, got {json.dumps(value)[:80]}")
-    return float(value) if kind is float else value
+    try:
+        return float(value) if kind is float else value
+    except OverflowError:
+        raise invalid(key, "is too large") from None
 
 
 def invalid(key: str, what: str) -> Refused:

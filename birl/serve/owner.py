@@ -10,7 +10,10 @@ from birl.serve.limits import Refused
 
 HEADER = "birl-run"  # host:folder of the run that asks
 LIFE = 30.0  # seconds; a router looks at its engines every two
-GUARDED = ("/generate", "/load", "/stage/{version:int}", "/pause", "/resume", "/abort", "/sleep", "/wake")
+GUARDED = (
+    *("/generate", "/load", "/stage/{version:int}", "/join", "/leave"),
+    *("/pause", "/resume", "/abort", "/sleep", "/wake"),
+)
 SHARED = ("/generate",)  # also for those who are no run: they change nothing
 
 

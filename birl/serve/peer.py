@@ -30,7 +30,6 @@ class Peer:
         self.client = httpx.AsyncClient(
             base_url=self.address,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx.Timeout(timeout, connect=10.0),
             # These servers drop a connection that was idle for 5 s, maybe while the next request is on its way.
             limits=httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=256, keepalive_expiry=2.0),
             trust_env=False,  # a proxy in between would cut long answers
@@ -39,11 +38,12 @@ class Peer:
 
     async def call(self, method: str, path: str, *, timeout: float | None = None, **keys: Any) -> httpx.Response:
         """Raises `EngineDown` when there is no answer, or one of 500 or more; `BirlError` when it refuses (400-499)."""
-        if timeout is not None:
-            keys["timeout"] = timeout
+        seconds = self.timeout if timeout is None else timeout
         try:
-            response = await self.client.request(method, path, **keys)
-        except httpx.TimeoutException as error:
+            async with asyncio.timeout(seconds):  # httpx's own deadlines are for each read, not for the answer
+                limits = httpx.Timeout(seconds, connect=min(10.0, seconds))
+                response = await self.client.request(method, path, timeout=limits, **keys)
+        except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineDown(f"{self.address}{path} did not answer in time ({type(error).__name__}).") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineDown(f"{self.address}{path}: {str(error) or type(error).__name__}") from error

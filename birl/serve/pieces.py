@@ -4,6 +4,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from birl.serve.ask import Ask
@@ -142,7 +143,7 @@ class Pieces:
                 for text, lp in zip(texts, logprobs, strict=True)
             ]
             return {"content": rows, "refusal": None}
-        offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+        *offsets, _ = accumulate(map(len, texts), initial=offset)
         return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, int]:

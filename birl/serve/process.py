@@ -171,6 +171,14 @@ def answers(ask: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[bool
     return ready
 
 
+def flags(values: Mapping[str, object]) -> list[str]:
+    """The words of a command; None leaves a flag out.
+
+    Example: flags({"--port": 8000, "--dtype": None}) == ["--port", "8000"]
+    """
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+
+
 def free_port() -> int:
     """One that nobody listens at on this machine's loopback now. Somebody else may take it before the child does; then
     the child ends, and says so in its log."""

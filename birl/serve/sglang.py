@@ -211,11 +211,11 @@ class SGLang:
     async def release(self) -> None:
         """Let go who waits for a broken engine."""
         self._going.set()
-        for body in ({"mode": "abort"}, None):
-            try:
-                await self.peer.call("POST", "/pause_generation" if body else "/continue_generation", json=body or {})
-            except (EngineDown, BirlError):
-                return  # it is down as well: whoever waits has heard so
+        try:
+            await self.peer.call("POST", "/pause_generation", json={"mode": "abort"}, timeout=QUICK)
+            await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)
+        except (EngineDown, BirlError):
+            return  # it is down as well: whoever waits has heard so
 
     async def go_on(self) -> None:
         await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)

@@ -3,9 +3,10 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from birl.errors import BirlError
+from birl.serve.limits import is_loopback
+from birl.serve.process import flags
 
 
 def command(
@@ -27,11 +28,11 @@ def command(
 ) -> list[str]:
     """How birl starts SGLang, with `environment`. `python` is an interpreter that has SGLang, `context` and `kv_tokens`
     (room in the cache) are in tokens. With another host than the loopback a token is required."""
-    if host not in ("127.0.0.1", "::1", "localhost") and not token:
+    if not is_loopback(host) and not token:
         raise BirlError(f"SGLang would listen on {host} for everybody: give it a token, or use 127.0.0.1.")
     found = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
     found += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
-    options: dict[str, Any] = {
+    options = {
         "--tp-size": tensor_parallel if tensor_parallel > 1 else None,
         "--pp-size": pipeline_parallel if pipeline_parallel > 1 else None,
         "--mem-fraction-static": memory_fraction,
@@ -41,8 +42,7 @@ def command(
         "--api-key": token or None,
         "--admin-api-key": token or None,
     }
-    for flag, value in options.items():
-        found += [flag, str(value)] if value is not None else []
+    found += flags(options)
     if cpu:  # what the build from PyPI can do there
         found += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         found += ["--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"]

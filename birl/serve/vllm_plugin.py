@@ -1,7 +1,7 @@
 """Mixed into vLLM's workers (`--worker-extension-cls birl_vllm_plugin.Weights`): new weights come from a folder, and
 are compared with what was sent before the model takes them. This file runs inside vLLM's processes, in vLLM's
-environment: it imports nothing of birl, and vLLM only where the model changes. `birl.serve.vllm.write_plugin` puts a
-copy of it where vLLM finds it. Called by POST /collective_rpc, with one result for each worker:
+environment: it imports nothing of birl, and vLLM only where the model changes. `vllm_process.write_plugin` puts a copy
+of it where vLLM finds it. Called by POST /collective_rpc, with one result for each worker:
 
     birl_hashes   which hashes are there?
     birl_stage    read the folder and compare, in a thread: tokens are sampled meanwhile, and the model is not touched
@@ -113,7 +113,7 @@ class Weights:
     def birl_take(self) -> dict[str, Any]:
         staged, self._birl_staged = self._birl_staged, None
         if staged is None:
-            return {"refused": "missing", "message": "nothing was staged", "untouched": True}
+            return {"refused": "missing", "message": "nothing was staged"}
         began = time.perf_counter()
         try:
             take(self, staged)

@@ -8,10 +8,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from birl.errors import BirlError
 from birl.serve import vllm_plugin
+from birl.serve.limits import is_loopback
+from birl.serve.process import flags
 
 
 def write_plugin(folder: Path | None = None) -> Path:
@@ -43,7 +44,7 @@ def command(
     extra: Sequence[str] = (),
 ) -> list[str]:
     """How birl starts vLLM, with `environment`. `python` is an interpreter that has vLLM, `context` in tokens."""
-    if host not in ("127.0.0.1", "::1", "localhost"):
+    if not is_loopback(host):
         raise BirlError(
             f"vLLM would listen on {host}, and no token guards the endpoints by which it takes weights: use 127.0.0.1."
         )
@@ -51,7 +52,7 @@ def command(
     found = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
     found += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     found += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
-    options: dict[str, Any] = {
+    options = {
         "--tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,
         "--pipeline-parallel-size": pipeline_parallel if pipeline_parallel > 1 else None,
         "--gpu-memory-utilization": memory_fraction,
@@ -59,9 +60,7 @@ def command(
         "--max-model-len": context,
         "--worker-extension-cls": "birl_vllm_plugin.Weights" if method == "birl" else None,
     }
-    for flag, value in options.items():
-        found += [flag, str(value)] if value is not None else []
-    return [*found, *extra]
+    return [*found, *flags(options), *extra]
 
 
 def environment(

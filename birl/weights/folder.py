@@ -41,7 +41,7 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
         part.rename(target)
     except Exception as error:  # safetensors has an error of its own for a full disk
         shutil.rmtree(part, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
         raise WeightsFailed(
             "truncated",
             f"Version {version} of the weights could not be written to {root}: {reason}. Make room, or name another "

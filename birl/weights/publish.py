@@ -14,9 +14,9 @@ What differs between the methods is how an engine comes to the tensors:
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -86,8 +86,8 @@ class Memory:
         return
 
 
-@dataclass(frozen=True, slots=True)
-class Refresh:
+@dataclass(frozen=True)
+class Refresh(Memory):
     """The embedded engine has weights of its own, because the learner's are split over several ranks."""
 
     refresh: Callable[[], None]
@@ -97,15 +97,6 @@ class Refresh:
         began = time.perf_counter()
         await asyncio.get_running_loop().run_in_executor(self.compute, self.refresh)
         return Sent(seconds=time.perf_counter() - began)
-
-    async def proved(self) -> float:
-        return nan
-
-    async def rest(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
@@ -155,25 +146,25 @@ class Sender:
     proof: asyncio.Task[list[float]] | None = None  # of that version, still to come
     gap: float = nan  # of the last proof
     lost: str = ""  # why an engine's canary had no answer
+    resting: bool = False  # those of `sleeping` have no weights
 
     async def publish(self, wait: bool = True) -> Sent:
         """Raises `WeightsFailed` with its cause: the run stops rather than go on with weights nobody is sure of."""
         await self.proved()
-        if self.version == self.learner.version:
+        if self.version == self.learner.version and not self.resting:
             return Sent(version=self.version)
         began, version = time.perf_counter(), self.learner.version
         with self.arriving(version):
             async with asyncio.timeout(self.timeout):
                 update = await asyncio.get_running_loop().run_in_executor(self.compute, self.update)
-                for remote in list(self.sleeping):
-                    await remote.wake()
+                await self.each(lambda remote: remote.wake())
                 if self.recreate is not None:
                     await self.recreate(update.folder)
                 held = await self.fleet.load(update)
                 if self.fleet.refused:
                     raise self.fleet.refused[0]
-                for remote in list(self.sleeping):
-                    await remote.resume()
+                await self.each(lambda remote: remote.resume())
+        self.resting = False
         self.version, self.digest = version, whole(update.digests)
         self.proof = asyncio.create_task(self.proofs())
         if wait:
@@ -218,31 +209,26 @@ class Sender:
 
     def update(self) -> Update:
         """A snapshot of the weights as they are now (compute thread)."""
-        if self.gathered is not None:
-            return self.gathered_update(self.gathered)
-        tensors, version = self.tensors(self.learner.model), self.learner.version
-        found = digests(tensors)
+        version, place = self.learner.version, ""
+        sent: Mapping[str, Tensor] = {}
+        if self.gathered is not None:  # no rank has all of them: they are on a disk before they are sent
+            path = folder.write(self.root, version, self.gathered, self.beside).resolve()
+            found = dict(self.gathered.digests)
+            if self.method == "direct":
+                sent = Stored(path / "model.safetensors")
+            else:
+                place = str(path)
+        else:
+            tensors = self.tensors(self.learner.model)
+            found = digests(tensors)
+            if self.broadcast is not None:
+                self.broadcast.source = tensors
+            if self.method in ("direct", "nccl"):  # of nccl for an engine that comes back alone
+                sent = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
+            else:
+                place = str(folder.write(self.root, version, tensors, self.beside).resolve())
         self.canary.compute()
-        if self.broadcast is not None:
-            self.broadcast.source = tensors
-        if self.method in ("direct", "nccl"):  # of nccl for an engine that comes back alone
-            copies = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
-            return Update(version=version, digests=found, tensors=copies, anew=self.version < 0)
-        path = folder.write(self.root, version, tensors, self.beside).resolve()
-        update = Update(version=version, digests=found, folder=str(path), anew=self.version < 0)
-        if self.method == "volume":
-            folder.announce(self.root, update)
-        return update
-
-    def gathered_update(self, tensors: Gathered) -> Update:
-        """The same where no rank has all of them: they are on a disk before they are sent, also with method=direct."""
-        version, anew = self.learner.version, self.version < 0
-        path = folder.write(self.root, version, tensors, self.beside).resolve()
-        found = dict(tensors.digests)
-        self.canary.compute()
-        if self.method == "direct":
-            return Update(version=version, digests=found, tensors=Stored(path / "model.safetensors"), anew=anew)
-        update = Update(version=version, digests=found, folder=str(path), anew=anew)
+        update = Update(version=version, digests=found, folder=place, tensors=sent, anew=self.version < 0)
         if self.method == "volume":
             folder.announce(self.root, update)
         return update
@@ -276,8 +262,14 @@ class Sender:
         return await self.canary.check(remote, remote.address)
 
     async def rest(self) -> None:
+        self.resting = bool(self.sleeping)
+        await self.each(lambda remote: remote.sleep())
+
+    async def each(self, call: Callable[[Remote], Awaitable[None]]) -> None:
+        """Of `sleeping`. One that does not answer stops nothing: it is brought up to date when it is back."""
         for remote in list(self.sleeping):
-            await remote.sleep()
+            with suppress(EngineDown):
+                await call(remote)
 
     def close(self) -> None:
         """What is in shared memory goes; folders on a disk stay where they are."""

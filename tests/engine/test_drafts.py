@@ -1,5 +1,7 @@
 """Guessed tokens change how fast something is sampled, and nothing else."""
 
+import asyncio
+import contextlib
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from birl.engine.drafts import Drafts
 from birl.engine.pages import Pages, pages_for
 from birl.engine.scheduler import Scheduler
 from birl.kernels import PAGE
-from birl.types import SamplingParams
+from birl.types import SamplingParams, Stop
 from tests.engine.test_engine import PAGE_BYTES, Bench
 from tests.engine.test_scheduler import compute as computed
 from tests.engine.test_scheduler import request
@@ -152,8 +154,30 @@ def test_what_is_remembered_is_bounded() -> None:
         r = request(10, 5, first=n * 100)
         drafts.add(r)
         r.append(1, -1.0, 0)
-    drafts.trim(50)
-    assert sum(map(len, drafts.lookups.values())) <= 50
-    assert list(drafts.lookups)[-1][0] == 1900  # the newest stay
+        r.stop = Stop.STOP if n else None
+    drafts.trim(61)
+    assert sum(map(len, drafts.lookups.values())) <= 61
+    assert [prompt[0] for prompt in drafts.lookups] == [0, 1600, 1700, 1800, 1900]  # the newest stay, and who goes on
     drafts.trim(0)
-    assert not drafts.lookups
+    assert [prompt[0] for prompt in drafts.lookups] == [0]
+
+
+def test_what_is_remembered_is_bounded_while_somebody_always_asks(
+    tiny: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An asynchronous run, or a busy server: the engine is never idle."""
+    monkeypatch.setattr("birl.engine.engine.REMEMBERED", 100)
+    engine = Bench(tiny, compute).engine
+
+    async def main() -> int:
+        long = asyncio.create_task(engine.generate(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True)))
+        for n in range(40):
+            await engine.generate(tuple(range(n, n + 20)), SamplingParams(max_tokens=2, ignore_eos=True))
+        assert not long.done() and engine.scheduler.busy
+        known = len(engine.scheduler.drafts.lookups)
+        await engine.close()
+        with contextlib.suppress(Exception):
+            await long
+        return known
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) <= 6

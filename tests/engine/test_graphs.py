@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from birl.engine import graphs, runner
+from birl.engine import graphs, runner, scheduler
 from birl.engine.graphs import AHEAD, Graphs
 from birl.models import fused_decoder
 from birl.models.fused_decoder import FusedDecoder
-from birl.types import Completion
+from birl.types import Completion, SamplingParams
 from tests.engine.test_engine import PROMPTS, Bench, seeded
 
 
@@ -69,6 +69,21 @@ def test_nor_do_slots_or_preemption_matter(
 def test_top_p_takes_single_steps(plain: Path, compute: ThreadPoolExecutor, sizes: list[tuple[int, int]]) -> None:
     Bench(plain, compute).generate(PROMPTS, seeded(len(PROMPTS), top_p=0.9))
     assert not sizes
+
+
+def test_given_tokens_are_not_drawn(
+    plain: Path, compute: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, int]]
+) -> None:
+    """More of them than one step scores, or behind a prompt of one token: the next step looks like one for a burst."""
+    bench = Bench(plain, compute)
+    free = bench.generate(PROMPTS, [SamplingParams(max_tokens=40, seed=i, ignore_eos=True) for i in range(6)])
+    monkeypatch.setattr(scheduler, "FORCED", 8)
+    for most in (40, 60):  # all of the answer, or its beginning
+        params = [SamplingParams(max_tokens=most, seed=99, forced=c.tokens, ignore_eos=True) for c in free]
+        found = bench.generate(PROMPTS, params)
+        assert [c.tokens[:40] for c in found] == tokens(free) and {len(c.tokens) for c in found} == {most}
+        for a, b in zip(found, free, strict=True):
+            assert a.logprobs[:40] == pytest.approx(b.logprobs, abs=1e-5)
 
 
 def test_graphs_are_made_for_powers_of_two_and_kept_while_nothing_moves(

@@ -282,14 +282,21 @@ def test_who_watches_hears_every_token_once(folders, compute) -> None:
     run(main)
 
 
-def test_closing_tells_whoever_waits(folders, compute) -> None:
+@pytest.mark.parametrize("paused", [True, False])
+def test_closing_tells_whoever_waits(folders, compute, paused) -> None:
+    """Half an answer is none: a router asks another engine, and a canary is not said to have failed."""
+
     async def main() -> None:
         own = engine(folders[0], compute)
-        await own.pause()
-        task = asyncio.create_task(own.generate(PROMPT, params(50)))
-        await asyncio.sleep(0)
+        if paused:
+            await own.pause()
+        task = asyncio.create_task(own.generate(PROMPT, params(400), watch=step_by_step))
+        await (asyncio.sleep(0) if paused else after(own, 5))
         await own.close()
-        with pytest.raises(EngineDown):
+        with pytest.raises(EngineDown, match="closed"):
             await task
+        assert own.counters.dropped == own.counters.tokens and not own.scheduler.busy
+        with pytest.raises(EngineDown, match="closed"):
+            await own.generate(PROMPT, params(1))
 
     run(main)

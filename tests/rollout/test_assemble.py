@@ -96,5 +96,10 @@ def test_agents_are_compared_with_their_like() -> None:
     assert Usage().usable(first) == [0, 2] == Usage().usable(second)
     assert not has_signal(group(talk(1.0, 1.0), talk(1.0, 1.0)), Usage())
     assert has_signal(group(talk(1.0, -1.0), talk(-1.0, 1.0)), Usage())  # the means are equal
+    whole = replace(talk(9.0, 9.0), reward=0.25, rewards={})  # one reward for all of the episode
+    assert [[t.reward for t in g.trajectories] for g in by_agent(group(talk(1.0, -1.0), whole))] == [
+        [1.0, 0.25],
+        [-1.0, 0.25],
+    ]
     alone = group(trajectory(1.0))
     assert by_agent(alone) == [alone]

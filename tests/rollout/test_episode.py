@@ -162,6 +162,26 @@ def test_the_engines_failure_is_not_the_environments() -> None:
     assert found.outcome is Outcome.ENGINE_ERROR and "gone" in found.detail and env.closed == 1
 
 
+async def late() -> None:
+    raise TimeoutError("no page within 5 s")
+
+
+@pytest.mark.parametrize("where", ["start", "step"])
+def test_a_deadline_within_an_environment_is_its_own(where: str) -> None:
+    """A socket that times out raises TimeoutError too; nobody should raise env.timeout for it."""
+    found = play(Countdown(1, **{where: late}))
+    assert found.outcome is Outcome.ENV_ERROR and found.detail.endswith("TimeoutError: no page within 5 s")
+
+
+def test_a_deadline_within_an_engine_is_its_own() -> None:
+    class Slow(Scripted):
+        async def generate(self, *args: Any, **keys: Any) -> Any:
+            await late()
+
+    found = play(Countdown(), Slow([]))
+    assert found.outcome is Outcome.ENGINE_ERROR and "no page within 5 s" in found.detail
+
+
 def test_cancelling_closes() -> None:
     async def cancel() -> Countdown:
         env, engine = Countdown(1, step=hangs), Scripted(["one"])

@@ -1,6 +1,8 @@
 """What every engine in another process does the same way, vLLM by both of its ways to take weights, and SGLang."""
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
+from birl.serve.peer import Peer
 from birl.serve.sglang import SGLang
 from birl.serve.vllm import VLLM
 from birl.types import SamplingParams, Stop, Update
@@ -238,5 +241,32 @@ def test_errors_say_whose_fault_it_is(folders, compute, kind) -> None:
             await closed.load(update(folders[1], 1))
         assert caught.value.cause == "unreachable"
         await closed.close()
+
+    run(main)
+
+
+def test_an_answer_that_trickles_in_is_late() -> None:
+    """Each byte comes in time, and the last one never."""
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(100):
+                    writer.write(b" ")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        peer = Peer(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.3)
+        began = time.monotonic()
+        for keys in ({}, {"timeout": 0.2}):
+            with pytest.raises(EngineDown, match="in time"):
+                await peer.json("GET", "/x", **keys)
+        assert time.monotonic() - began < 3
+        await peer.close()
+        server.close()
 
     run(main)

@@ -1,7 +1,6 @@
 """The client against a real engine behind HTTP, and against servers that answer nonsense or nothing."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import uvicorn
 
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError, EngineDown, WeightsFailed
@@ -20,7 +18,8 @@ from birl.models.load import cast, load_model
 from birl.serve.client import Client, buckets, packed
 from birl.serve.process import free_port
 from birl.types import SamplingParams, Stop, Update
-from tests.serve.app import app, tiny_engine
+from tests.serve.app import tiny_engine
+from tests.serve.running import running
 from tests.tiny import tiny_model_folder
 
 PROMPT = (1, 9, 4, 45, 7)
@@ -33,18 +32,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @contextmanager
 def served(folder: Path, token: str = "", slow: float = 0.0) -> Iterator[tuple[str, EmbeddedEngine]]:
-    engine, port = tiny_engine(folder, slow), free_port()
-    server = uvicorn.Server(uvicorn.Config(app(engine, token), port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        deadline = time.monotonic() + 20
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}", engine
-    finally:
-        server.force_exit = server.should_exit = True
-        thread.join(20)
+    """Each step of its engine takes `slow` seconds longer."""
+    with running(folder, token) as server:
+        engine = server.service.engine
+        step = engine.step
+        engine.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
+        yield server.url, engine
 
 
 def params(n: int, **keys: Any) -> SamplingParams:
@@ -180,7 +173,7 @@ def test_a_wrong_request_and_a_wrong_token(folders) -> None:
     async def main() -> None:
         with served(folders[0], token="secret") as (address, _):
             client = Client(address, "secret")
-            with pytest.raises(BirlError, match="The prompt is empty"):
+            with pytest.raises(BirlError, match="prompt_ids is empty"):
                 await client.generate((), params(4))
             assert (await client.info()).version == 0
             for wrong in (Client(address), Client(address, "other")):

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +14,10 @@ import openai
 import pytest
 
 from birl.engine import scheduler
+from birl.serve.ask import Ask
+from birl.serve.pieces import Pieces
 from birl.serve.service import Service
+from birl.types import SamplingParams
 from tests.serve.running import Running, running, slowed, until
 from tests.text.test_tools import QWEN
 from tests.tiny import tiny_model_folder
@@ -159,6 +164,18 @@ def test_prompts_of_every_kind(client: openai.OpenAI, server: Running) -> None:
     )
 
 
+def test_log_probs_of_a_long_text_take_no_longer_for_each_token() -> None:
+    """What is computed for one answer keeps all others waiting."""
+    speaker: Any = SimpleNamespace(chat=SimpleNamespace(decode=lambda tokens: "ab"))
+    pieces = Pieces(speaker, Ask(chat=False, prompts=((1,),), params=SamplingParams(max_tokens=1), n=1, stream=False,
+                                 usage=False, logprobs=True, token_ids=False))  # fmt: skip
+    assert pieces.logprobs([5, 6, 7], [-1.0] * 3, 10)["text_offset"] == [10, 12, 14]
+    assert pieces.logprobs([], [], 10)["text_offset"] == []
+    began = time.perf_counter()
+    assert pieces.logprobs([5] * 50_000, [-1.0] * 50_000, 0)["text_offset"][-1] == 99_998
+    assert time.perf_counter() - began < 5
+
+
 def test_ids_that_stop(client: openai.OpenAI, server: Running, monkeypatch) -> None:
     says(monkeypatch, server, "abc")
     b = server.service.chat.encode("b")[0]
@@ -223,6 +240,7 @@ def test_a_conversation_with_tools_goes_on(client: openai.OpenAI, server: Runnin
         ({"n": 129}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"max_completion_tokens": -1, "max_tokens": None}, "max_completion_tokens"),

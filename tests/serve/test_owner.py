@@ -18,8 +18,9 @@ def test_the_first_run_keeps_others_out() -> None:
         owner.admit(path, A)
         with pytest.raises(Refused, match="host:/runs/first run"):
             owner.admit(path, B)
-    with pytest.raises(Refused):
-        owner.admit("/load", {})  # somebody's curl
+    for path in ("/load", "/join", "/leave"):
+        with pytest.raises(Refused):
+            owner.admit(path, {})  # somebody's curl
     owner.admit("/generate", {})  # who is no run may sample
     owner.admit("/v1/chat/completions", {})
     owner.admit("/info", B)

@@ -110,6 +110,7 @@ def test_what_it_is(server: Running, folders: list[Path]) -> None:
         ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": float("nan")}}, "params.temperature must be"),
         ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": 1e-30}}, "must be 0 or at least 0.001"),
         ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": float("inf")}}, "params.temperature must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": 10**400}}, "params.temperature must be"),
         ({"prompt_ids": [1], "params": {"max_tokens": 1, "top_p": 0}}, "params.top_p must be"),
         ({"prompt_ids": [1], "params": {"max_tokens": 1, "seed": -1}}, "params.seed must be"),
         ({"prompt_ids": [1], "params": {"max_tokens": 1, "stop": [""]}}, "params.stop must not"),
@@ -157,8 +158,10 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
 
 
 def test_bodies_that_are_none(shared: Running) -> None:
-    for body in (b"{", b"[1]", b"\xff", b"[" * 20_000):
-        assert shared.http.post("/generate", content=body).status_code == 400
+    half, words = b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "x"}'  # bytes that mean half a character
+    for body in (b"{", b"[1]", b"\xff", b"[" * 20_000, half, words.encode("utf-16")):
+        for path in ("/generate", "/v1/completions"):
+            assert shared.http.post(path, content=body).status_code == 400
     assert shared.http.get("/generate").status_code == 405
     assert "/generate" in shared.http.get("/nothing").json()["error"]["message"]
     assert shared.http.post("/generate", content=b" " * 60_000).status_code == 413

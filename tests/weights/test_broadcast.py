@@ -185,7 +185,7 @@ def test_a_refusal_is_told_and_the_others_are_not_kept() -> None:
         found, joined = broadcast(there)
         answers = await give(found, joined)
         assert [getattr(a, "cause", "") for a in answers] == ["stale", "", "mismatch"] and answers[1].version == 1
-        assert "a.bias is ([5], 'float32') and should be ([6], 'float32')" in str(answers[2])
+        assert "a.bias is float32 [5] and should be float32 [6]" in str(answers[2])
         found.close()
 
     scenario(main)

@@ -185,6 +185,43 @@ def test_a_sleeping_engine_wakes_with_the_new_weights(tiny: Path, tmp_path: Path
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_engines_that_slept_wake_after_a_step_that_moved_nothing(tiny: Path, tmp_path: Path, compute) -> None:
+    """All rewards were equal: the learner has no newer weights, and the engines have none at all."""
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        found.sleeping = [local]  # type: ignore[list-item]
+        before = await found.publish()
+        await found.rest()
+        sent = await found.publish()
+        assert not local.engine.asleep and not local.engine.paused
+        assert (sent.version, sent.digest, sent.gap) == (0, before.digest, 0) and len(local.loads) == 2
+        assert (await found.publish()).bytes == 0  # awake, and up to date
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_one_that_is_lost_does_not_keep_the_others_from_sleeping(tiny: Path, tmp_path: Path, compute) -> None:
+    class Lost:
+        async def gone(self) -> None:
+            raise EngineDown("connection refused")
+
+        sleep = wake = resume = gone
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+        found.sleeping = [Lost(), local]  # type: ignore[list-item]
+        await found.publish()
+        await found.rest()
+        assert local.engine.asleep
+        train(found.learner)
+        assert (await found.publish()).gap == 0 and not local.engine.paused
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "gone", "adapter", "stale"])
 def test_damage_on_the_way_stops_the_run_with_its_cause(tiny: Path, tmp_path: Path, compute, damage: str) -> None:
     causes = {"bytes": "mismatch", "truncated": "truncated", "gone": "missing", "adapter": "missing", "stale": "stale"}
@@ -278,17 +315,18 @@ def test_an_engine_that_hangs_does_not_hang_the_run(tiny: Path, tmp_path: Path, 
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_full_disk_leaves_nothing_half_written(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError()], ids=repr)
+def test_a_full_disk_leaves_nothing_half_written(tiny: Path, tmp_path: Path, error: Exception) -> None:
     tensors = {"a": torch.zeros(4)}
     (tmp_path / "w").mkdir()
     folder.write(tmp_path / "w", 1, tensors, tiny)
 
     def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder, "save_file", full)
-        with pytest.raises(WeightsFailed, match="No space left"):
+        with pytest.raises(WeightsFailed, match=r"No space left|RuntimeError"):
             folder.write(tmp_path / "w", 2, tensors, tiny)
     assert [p.name for p in (tmp_path / "w").iterdir()] == ["v000001"]
 
