@@ -98,6 +98,17 @@ def test_help_survives_a_closed_pipe():
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+def test_another_closed_pipe_is_an_error():
+    code = (
+        "import sys, types; from birl.cli import main; import birl.loops\n"
+        "def train(*args, **options): raise BrokenPipeError('of a worker')\n"
+        "sys.modules['birl.loops.rl'] = types.SimpleNamespace(train=train)\n"
+        "sys.exit(main(['rl', 'data.train=a.jsonl']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "BrokenPipeError: of a worker" in done.stderr
+
+
 def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[object, ...]] = []
     fake(monkeypatch, "birl.loops.rl", train=lambda *args, **options: calls.append((*args, options)))
