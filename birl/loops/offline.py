@@ -51,8 +51,9 @@ class Objective(Protocol):
         """The model as it is trained."""
         ...
 
-    def before(self, run: Path, examples: Sequence[Example]) -> None:
-        """Called once on all rows, training and held-out, before anything is trained or resumed; on every rank."""
+    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+        """Called once on all rows, training and held-out, before anything is trained or resumed; on every rank. `run`:
+        the folder where something may be kept; None for --dry-run."""
         ...
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
@@ -262,7 +263,7 @@ class _Run(Run):
             "longest": max(sizes),
             "steps": parts.total_steps,
         }
-        await self.together("begin", str(parts.run), rows, parts.total_steps)
+        await self.together("begin", "", rows, parts.total_steps)
         stats = await self.together("gradients", rows)
         found |= {**parts.objective.figures(stats), "seconds": time.perf_counter() - before, "memory": peak_memory()}
         for name, value in found.items():
@@ -270,9 +271,9 @@ class _Run(Run):
         return found
 
     def begin(self, folder: str, examples: Sequence[Example], total_steps: int) -> None:
-        """(every rank)"""
+        """(every rank) `folder`: of the run; empty where nothing may be written."""
         self.parts.run, self.parts.total_steps = Path(folder), total_steps
-        self.parts.objective.before(self.parts.run, examples)
+        self.parts.objective.before(Path(folder) if folder else None, examples)
 
     async def train(self, rows: list[Example]) -> None:
         """One optimizer step on some rows, then its report."""

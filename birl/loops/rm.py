@@ -53,7 +53,7 @@ class Ranking:
         add_score_head(policy.model, self.config.seed)
         return build.make_learner(self.config, policy.model, ranks)
 
-    def before(self, run: Path, examples: Sequence[Example]) -> None:
+    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
