@@ -306,7 +306,7 @@ class _Run(Run):
         self.rate = self.learning_rate()
         stats = self.gradients(rows)
         stats.grad_norm = self.parts.learner.optim_step(self.rate)
-        self.check_finite(stats)
+        self.check_finite(stats, stats.grad_norm)
         return stats
 
     def gradients(self, rows: Sequence[Example]) -> Stats:

@@ -26,7 +26,7 @@ from birl.config import schema
 from birl.config.load import run_folder
 from birl.data.pack import Batch, pack, packing
 from birl.errors import BirlError
-from birl.learner.learner import Stats
+from birl.learner.learner import Learner, Stats
 from birl.loops import build, checks, ranks
 from birl.loops import plan as planning
 from birl.loops.credit import Credited
@@ -286,8 +286,7 @@ class _Run(Run):
         batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
         stats.other |= packing(batches, size, shares, pair_cost)
         value_weight = 1 / max(sum(lengths), 1)
-        if parts.critic is not None:
-            self.update_critic(batches, value_weight, stats)
+        norms = [] if parts.critic is None else [self.update_critic(parts.critic, batches, value_weight, stats)]
         if parts.critic is None or self.step >= config.critic.freeze_steps:
             known = parts.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
             losses = [parts.objective.loss(of, self.kl.coef, value_weight) for of in known]
@@ -303,18 +302,17 @@ class _Run(Run):
                     checks.gap(stats.first_gap, config.learner.max_logprob_gap)
             stats.grad_norm = parts.learner.optim_step(self.rate)
             stats.updates += 1
-            self.check_finite(stats)
+            norms.append(stats.grad_norm)
+        self.check_finite(stats, *norms)
 
-    def update_critic(self, batches: Sequence[Batch], weight: float, stats: Stats) -> None:
-        """The same for a critic with a model of its own. Its figures are means over the same tokens."""
-        critic, own = self.parts.critic, Stats()
-        assert critic is not None
-        loss = critic_loss(self.config.critic.clip, weight)
+    def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
+        """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same
+        tokens."""
+        own, loss = Stats(), critic_loss(self.config.critic.clip, weight)
         critic.learn([(batch, loss) for batch in batches], own)
-        own.grad_norm = critic.optim_step(self.config.critic.lr)
-        self.check_finite(own)
-        stats.nonfinite += own.nonfinite
-        stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": own.grad_norm}
+        norm = critic.optim_step(self.config.critic.lr)
+        stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": norm}
+        return norm
 
     async def finish_step(self, metrics: dict[str, float], reported: float) -> None:
         """Validate where it is time, then report."""
