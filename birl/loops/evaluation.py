@@ -12,6 +12,7 @@ from pathlib import Path
 
 from birl.algorithms.pass_at_k import wilson
 from birl.config import schema
+from birl.config.load import flatten
 from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.envs.open import check_world, open_world
@@ -142,8 +143,10 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     output = Path(config.output)
     with _writing(output):  # better to know now than when the answers are there
         output.parent.mkdir(parents=True, exist_ok=True)
-        if config.output:
+        if output.is_file():
             output.open("a").close()
+        elif config.output:  # nothing is there before the results are: `birl reproduce` takes the file for them
+            tempfile.TemporaryFile(dir=output.parent).close()
     parts = await evaluation(config, compute)
     try:
         metrics, groups = await evaluate(parts.plan, parts.rollout)
@@ -159,7 +162,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
             for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
         ]
         about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
-        found = {**about, "n": parts.plan.samples, "metrics": metrics, "answers": records}
+        about |= {"n": parts.plan.samples, "config": flatten(config)}
+        found = {**about, "metrics": metrics, "answers": records}
         text = json.dumps(found, indent=1, default=str)
         with _writing(output):
             output.write_text(text)

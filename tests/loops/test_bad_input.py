@@ -495,6 +495,16 @@ def test_an_evaluation_that_cannot_work_says_why(bench: Bench, words: list[str],
     assert [text for text in expected if text not in said] == [], said
 
 
+def test_an_evaluation_that_fails_leaves_no_results(bench: Bench) -> None:
+    assert evaluation(bench, "reward.functions=rewards.py:raises", "output=new/out.json")[0] == 2
+    assert not list(Path("new").iterdir())
+    assert evaluation(bench, "output=new/out.json")[0] == 0
+    before = Path("new/out.json").read_bytes()
+    assert json.loads(before)["config"]["validation.max_tokens"] == 8
+    assert evaluation(bench, "reward.functions=rewards.py:raises", "output=new/out.json")[0] == 2
+    assert Path("new/out.json").read_bytes() == before
+
+
 def test_an_evaluation_counts_what_could_not_be_scored_or_asked(bench: Bench) -> None:
     code, said = evaluation(bench, "reward.functions=rewards.py:picky")
     assert code == 0 and "1 of 5 answers could not be scored" in said and "ValueError: bad one" in said
