@@ -68,10 +68,10 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         asked = (context - answer if world.turns else longest_prompt(questions, model.chat, context), answer)
         if isinstance(model, Policy):
             engine = await in_thread(embedded, config, model, context, asked)
+            opened.push_async_callback(engine.close)
             found = await in_thread(lambda: whole(digests({n: p.data for n, p in model.model.named_parameters()})))
         else:
-            engine, found = await served(config, model, context, asked)
-        opened.push_async_callback(engine.close)
+            engine, found = await served(config, model, context, asked, opened)
         if config.env.sampling == "agent" and not world.agent:
             raise BirlError(f"env.sampling=agent: env.kind={world.kind} has no client that could ask for anything.")
         gateway = Gateway(model.chat, config.env.sampling) if world.agent else None
@@ -105,8 +105,11 @@ def embedded(config: schema.Eval, policy: Policy, context: int, asked: tuple[int
     return engine
 
 
-async def served(config: schema.Eval, reader: Reader, context: int, asked: tuple[int, int]) -> tuple[Servers, str]:
-    """Servers, and the digest of what they hold where all say the same."""
+async def served(
+    config: schema.Eval, reader: Reader, context: int, asked: tuple[int, int], opened: AsyncExitStack
+) -> tuple[Servers, str]:
+    """Servers, and the digest of what they hold where all say the same. Their logs go when `opened` is closed."""
+    logs = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-engines-"))
     servers = await open_servers(
         config.engine,
         Wanted(
@@ -117,15 +120,15 @@ async def served(config: schema.Eval, reader: Reader, context: int, asked: tuple
             longest=min(sum(asked), context),
             kv_cache_gb=config.engine.kv_cache_gb or 1.0,
             end_ids=reader.chat.end_ids,
-            logs=Path(tempfile.mkdtemp(prefix="birl-engines-")),
+            logs=Path(logs),
             words=words(reader.chat.tokenizer.get_vocab(), reader.chat.end_ids),
         ),
     )
+    opened.push_async_callback(servers.close)
     infos = {remote.address: await remote.info() for remote in servers.remotes.values()}
     for address, info in infos.items() if config.engine.attach else ():
         print(f"{address} has version {info.version} of {info.model}.", flush=True)
     if len({info.digest for info in infos.values()}) > 1:
-        await servers.close()
         raise BirlError(
             "engine.attach: the servers hold different weights, so the result would belong to no model. Evaluate "
             "one at a time."
