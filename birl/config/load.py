@@ -129,10 +129,24 @@ def _read_argument(argument: str, schema: type) -> Setting:
     return Setting(key=key, value=value, source=f"{key}={value}")
 
 
+class _Texts(yaml.BaseLoader):
+    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean. A key that is
+    there twice is an error: YAML would forget the first, with all that is below it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is there twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _read_file(name: str) -> list[Setting]:
-    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean."""
     try:
-        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=_Texts)
     except FileNotFoundError:
         near = did_you_mean(name, _yaml_files(Path(name).parent))
         raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None

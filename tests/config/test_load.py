@@ -139,6 +139,14 @@ def test_mistakes_in_a_yaml_file_name_the_file(tmp_path: Path):
     assert "cannot be read" in message(str(tmp_path / "none.yaml"))
 
 
+def test_a_section_that_is_there_twice_is_refused(tmp_path: Path):
+    """YAML itself would forget the first."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("optimizer: {lr: 1e-5}\ndata:\n  train: a.jsonl\noptimizer: {schedule: cosine}\n")
+    assert "recipe.yaml, line 4, column 1" in message(str(recipe))
+    assert "optimizer is there twice" in message(str(recipe))
+
+
 def test_printed_yaml_loads_to_the_same_values(tmp_path: Path):
     words = ["data.train=[a,b]", "data.system_prompt=cost \\${x}, 'quoted'", "track.console=off", "optimizer.lr=3e-7"]
     config = load(RL, [*words, "algorithm=dapo", "rollout.stop=[yes,'1']"])
