@@ -108,7 +108,7 @@ def _strings_under_fields(cls: type) -> dict[str, str]:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    found = re.search(r" ?\[([^\]=,\"]+)\]", text)
+    found = re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text)
     return (text[: found.start()] + text[found.end() :], found[1]) if found else (text, "")
 
 
