@@ -195,6 +195,8 @@ def test_plan_reads_neither_weights_nor_data(tiny: Path, tmp_path: Path, capsys:
     [
         (["--memory"], "--memory takes a number"),
         (["--memory", "much"], "--memory takes a number"),
+        (["--memory", "nan"], "--memory takes a number"),
+        (["--memory=-1"], "--memory takes a number"),
         (["optimizer.offload=cpu"], "in CPU memory already"),
         (["model.path=nowhere.gguf"], "no such file"),
         (["lr=1"], "optimizer.lr"),
