@@ -387,7 +387,7 @@ def test_a_run_folder_of_another_configuration_is_refused_untouched(bench: Bench
     assert "run=ANOTHER_FOLDER" in said
     assert "resume=never" in bench.refused("resume=never")
     assert contents("run") == before
-    bench.done("steps=2", "learner.tokens_per_microbatch=2048", "engine.max_batch=3")
+    bench.done("steps=2", "learner.tokens_per_microbatch=2048", "engine.max_batch=3", "watchdog=7200")
 
 
 def test_a_try_that_ended_before_its_first_step_is_no_obstacle(bench: Bench) -> None:
