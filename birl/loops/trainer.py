@@ -285,6 +285,9 @@ def _rows(dataset: Any) -> Any:
 
 
 def _written(value: Any) -> str:
+    """As one types it behind `key=`; None as null, which no key takes: not as a folder of the name None."""
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
