@@ -196,7 +196,7 @@ def test_where_failures_are_allowed_they_are_typed_and_train_nothing(
     bench.done(f"reward.functions=rewards.py:{name}", "reward.timeout=0.1", "rollout.max_failure_rate=1")
     (metrics,) = bench.metrics()
     assert metrics[f"outcome/{outcome}"] == metrics["outcome/asked"] == 4
-    assert metrics["updates/done"] == 0 and metrics["reward/mean"] is None
+    assert metrics["updates/done"] == 0 and metrics["reward/mean"] is None and metrics["score/mean"] is None
     records = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
     assert len(records) == 4
     assert all(r["outcome"] == outcome and r["reward"] is None and r["advantage"] is None for r in records)
