@@ -112,6 +112,9 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
     assert later["gradient, float32"] == 4 * sum(p.numel() for p in model.parameters())
     assert sum(later.values()) > sum(base["training"].values())
     assert found("algorithm.kl_coef=0.1")["generation"]["reference model"] > 0
+    assert found("algorithm=online_dpo")["generation"]["reference model"] > 0
+    assert found("algorithm.teacher=m")["generation"]["teacher, if as large"] > 0
+    assert found("algorithm.teacher=http://localhost:8000/v1/completions") == base
     assert "weights, bfloat16" in base["training"] and not found("model.dtype=float32")["training"]["weights, bfloat16"]
 
 
