@@ -140,7 +140,8 @@ def assembled(
     parts.rollout = rollout(engine=engine, limits=limits, seed=config.seed)
     parts.params = sampling(config.rollout)
     parts.resume_from, parts.total_steps = resume_from, total
-    parts.credit.weights = rewards.weights if rewards is not None else ()
+    if rewards is not None:
+        parts.credit.weights = dict(zip(rewards.names, rewards.weights, strict=True))
     if validation:
         parts.plan_validation = plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
     if servers is not None:
