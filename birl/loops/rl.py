@@ -8,7 +8,7 @@ through `train()`.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -231,7 +231,7 @@ class _Run(Run):
         trained = [(s, self.parts.has_gradient(s)) for s in credited.samples]
         self.ledger.settle(step.number, step.groups, step.refused, settle(step.groups, self.parts.usage, trained))
 
-    def begin(self, total_steps: int | None, weights: Sequence[float]) -> None:
+    def begin(self, total_steps: int | None, weights: Mapping[str, float]) -> None:
         """(every rank) What only rank 0 knows, as it has the data and the rewards."""
         self.parts.total_steps, self.parts.credit.weights = total_steps, weights
 
@@ -340,10 +340,12 @@ class _Run(Run):
         began = time.perf_counter()
         work = asyncio.create_task(evaluate(self.parts.plan_validation, self.parts.validation_rollout))
         stopped = asyncio.create_task(self.stop.wait())
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not work.done():
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where something else ends the run
+            stopped.cancel()
             work.cancel()
+        if not work.done():
             await asyncio.wait({work})
             return False
         metrics, groups = work.result()
