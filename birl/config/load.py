@@ -410,7 +410,7 @@ def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable
     swept)."""
     if config.run:
         return config.run
-    left_out = {key.split(".")[0] for key in without if key != "reward"}
+    left_out = {key.split(".")[0] for key in without}
     parts = {
         "model": _short_name(config.model.path),
         "data": _short_name(config.data.train[0]) if config.data.train else _environment(config),

@@ -19,7 +19,7 @@ from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.loops import checks
 from birl.loops.engines import Servers, Wanted, open_servers
-from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan
+from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan, versions_of
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
 from birl.loops.rewards import make_rewards, scorer, started
@@ -188,7 +188,7 @@ def check_failures(groups: Sequence[Group]) -> None:
 
 
 def check_versions(groups: Sequence[Group]) -> None:
-    found = {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
+    found = versions_of(groups)
     if len(found) > 1:
         raise BirlError(
             f"engine.attach: the weights changed meanwhile (answers come from the versions "

@@ -321,11 +321,6 @@ class _Run(Run):
     def plans_validation(self) -> bool:
         return self.config.validation.every > 0 and bool(self.parts.held_out)
 
-    def validation_due(self) -> bool:
-        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
-        due = self.plans_validation() and self.step % self.config.validation.every == 0
-        return due and self.last_validation_step() != self.step
-
     async def validate(self) -> bool:
         """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""
         self.parts.tracker.phase("validating")

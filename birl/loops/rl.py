@@ -31,7 +31,7 @@ from birl.loops import build, checks, ranks
 from birl.loops import plan as planning
 from birl.loops.credit import Credited
 from birl.loops.engines import learner_threads
-from birl.loops.evaluate import answers, evaluate
+from birl.loops.evaluate import answers, evaluate, versions_of
 from birl.loops.ledger import Ledger, settle
 from birl.loops.machine import compute_thread
 from birl.loops.metrics import episode_records, step_metrics
@@ -149,7 +149,7 @@ class _Run(Run):
             )
         self.ledger.close()
         finished = not self.stop.is_set()
-        if finished and config.validation.every and parts.plan_validation and self.last_validation_step() != self.step:
+        if finished and self.plans_validation() and self.last_validation_step() != self.step:
             await self.validate()
         await self.save_last()
         return self.summary(finished)
@@ -322,11 +322,8 @@ class _Run(Run):
         metrics["time/step"] = validated - self.clock
         await self.report(metrics, ("tokens/generated", "tokens/trained", "outcome/asked"), improved)
 
-    def validation_due(self) -> bool:
-        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
-        every, last = self.config.validation.every, self.last_validation
-        planned = every > 0 and self.parts.plan_validation is not None and self.step % every == 0
-        return planned and (last is None or last["step"] != self.step)
+    def plans_validation(self) -> bool:
+        return self.config.validation.every > 0 and self.parts.plan_validation is not None
 
     async def validate(self) -> bool:
         """Measure the weights as they are now; True when they are the best so far. A signal abandons it.
@@ -367,8 +364,7 @@ class _Run(Run):
     def measured(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What a validation says about itself. Raises `BirlError` where its answers are not from one snapshot."""
         version, plan = self.parts.learner.version, self.parts.plan_validation
-        turns = [turn for g in groups for t in g.trajectories for turn in t.turns]
-        if others := {v for turn in turns for v in turn.completion.versions} - {version}:
+        if others := versions_of(groups) - {version}:
             raise BirlError(
                 f"Validation of step {self.step}: answers come from version {sorted(others)} of the weights instead "
                 f"of {version} alone, so the result would belong to no policy."
@@ -381,11 +377,6 @@ class _Run(Run):
             "seed": self.parts.validation_rollout.seed,
             "n": plan.samples,
         }
-
-
-def versions_of(groups: Sequence[Group]) -> set[int]:
-    """All versions of the weights that sampled a token of them."""
-    return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

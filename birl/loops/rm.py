@@ -10,11 +10,11 @@ from torch import Tensor
 
 from birl.algorithms.preference import bradley_terry
 from birl.config import schema
-from birl.data.examples import Example, load_pairs
+from birl.data.examples import Example
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
 from birl.loops import build, offline
-from birl.loops.dpo import preferred
+from birl.loops.dpo import pairs, preferred
 from birl.loops.policy import Policy
 from birl.loops.scorer import scored
 from birl.models.heads import add_score_head
@@ -32,10 +32,6 @@ def train(
 def follow(config: schema.RM) -> None:
     """Every rank but 0, until the run ends."""
     offline.follow(config, Ranking)
-
-
-def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
-    return load_pairs(data, which, policy.chat, limit, given)
 
 
 @dataclass

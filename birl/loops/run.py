@@ -122,6 +122,15 @@ class Run:
                 "they are. Try a lower optimizer.lr, or model.dtype=float32."
             )
 
+    def plans_validation(self) -> bool:
+        """Is there anything to validate on, every so many steps?"""
+        raise NotImplementedError
+
+    def validation_due(self) -> bool:
+        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
+        due = self.plans_validation() and self.step % self.config.validation.every == 0
+        return due and self.last_validation_step() != self.step
+
     def last_validation_step(self) -> int | None:
         return None if self.last_validation is None else self.last_validation["step"]
 
