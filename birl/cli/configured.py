@@ -83,7 +83,7 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
             continue
         if word in ONLY:
             raise BirlError(f"{word} {ONLY[word][1]}; `birl {command}` has {', '.join(known)}")
-        from birl.config.load import nearest_keys
+        from birl.config.nearest import nearest_keys
         from birl.config.schema import COMMANDS
 
         keys = nearest_keys(word.lstrip("-"), COMMANDS[command])

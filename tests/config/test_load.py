@@ -7,7 +7,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from birl.config.help import documentation, presets
-from birl.config.load import flatten, load, load_with_choices, nearest_keys, run_folder, to_yaml
+from birl.config.load import flatten, load, load_with_choices, run_folder, to_yaml
+from birl.config.nearest import nearest_keys
 from birl.config.schema import RL, Eval
 from birl.config.sweep import sweep, swept_keys
 from birl.errors import BirlError
