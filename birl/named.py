@@ -1,6 +1,5 @@
 """Things by name: a word of a table, `my_file.py:NAME` or `package.module:NAME`."""
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 
 TEMPLATES = ("hermes",)  # chat templates of the package
 
@@ -23,9 +22,8 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     """What `name` stands for; it is the value of `key`. Raises `BirlError`."""
     place, colon, attribute = name.rpartition(":")
     if not colon:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise BirlError(f"{key}={name}: must be {' | '.join(table)}, or my_file.py:my_function.{hint}")
+        near = did_you_mean(name, table)
+        raise BirlError(f"{key}={name}: must be {' | '.join(table)}, or my_file.py:my_function.{near}")
     try:
         if place.endswith(".py"):
             path = Path(place).expanduser()

@@ -138,7 +138,7 @@ class Watchdog:
             if reason := stalled(self.limit):
                 report = f"birl: stopped by the watchdog: {reason}.\n{TABLE.text()}\n"
                 with suppress(OSError):
-                    self.file.write_text(report)
+                    self.file.write_text(report, encoding="utf-8", errors="backslashreplace")
                 self.act(report)
                 return
 

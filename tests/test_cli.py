@@ -43,6 +43,16 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"birl {command}" in capsys.readouterr().out
 
 
+def test_help_names_the_flags_that_a_command_has(capsys: pytest.CaptureFixture[str]):
+    for command, flags in (
+        ("rl", "[--print-config] [--multirun] [--dry-run] [--help [WORD ...]]"),
+        ("eval", "[--print-config] [--multirun] [--validate] [--help [WORD ...]]"),
+        ("serve", "[key=value ...] [--print-config] [--help [WORD ...]]"),
+    ):
+        assert main([command, "--help"]) == 0
+        assert flags in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_lists_an_environments_own_keys(capsys: pytest.CaptureFixture[str]):
     for words in (["rl", "env=guess_number", "--help"], ["eval", "--help", "env.kind=guess_number", "lr"]):
         assert main(words) == 0
@@ -59,7 +69,9 @@ def test_help_lists_an_environments_own_keys(capsys: pytest.CaptureFixture[str])
         (["seed=1"], "a command comes first"),
         (["rl"], "birl rl data.train=my.jsonl"),
         (["rl", TRAIN, "--dryrun"], "Did you mean --dry-run?"),
-        (["eval", "data.validation=a.jsonl", "--dry-run"], "belongs to training"),
+        (["eval", "data.validation=a.jsonl", "--dry-run"], "`birl eval` has --help, --print-config, --multirun, --val"),
+        (["sft", TRAIN, "--validate"], "belongs to `birl eval`"),
+        (["serve", "--multirun"], "a server does not end; start one for each; `birl serve` has --help, --print-config"),
         (["rl", TRAIN, "lr=1"], "Did you mean optimizer.lr"),
         (["checkpoints"], "Name a run folder"),
         (["doctor", "please"], "takes no words"),
@@ -96,6 +108,17 @@ def test_help_survives_a_closed_pipe():
         f"{sys.executable} -m birl rl --help | head -1", shell=True, capture_output=True, text=True, check=True
     )
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_another_closed_pipe_is_an_error():
+    code = (
+        "import sys, types; from birl.cli import main; import birl.loops\n"
+        "def train(*args, **options): raise BrokenPipeError('of a worker')\n"
+        "sys.modules['birl.loops.rl'] = types.SimpleNamespace(train=train)\n"
+        "sys.exit(main(['rl', 'data.train=a.jsonl']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "BrokenPipeError: of a worker" in done.stderr
 
 
 def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):

@@ -49,6 +49,15 @@ def test_silence_is_a_stall_and_life_is_none(table: waits.Table) -> None:
     assert not waits.stalled(5)
 
 
+def test_a_stall_is_acted_on_whatever_somebody_waits_for(table: waits.Table, tmp_path: Path) -> None:
+    table.last -= 10
+    reports: list[str] = []
+    with waits.waiting("group \ud83d", "rewards", "reward workers"):  # half of a character, as a row may have
+        dog = waits.Watchdog(5, reports.append, tmp_path / "stall.txt", interval=0.0)
+        dog._watch()
+    assert "nothing has happened" in reports[0] and "reward workers" in (tmp_path / "stall.txt").read_text()
+
+
 PROGRAM = """
 import sys, time
 from pathlib import Path

@@ -6,6 +6,7 @@ interrupted.
 """
 
 import os
+import select
 import sys
 from importlib import import_module
 from io import TextIOWrapper
@@ -33,9 +34,18 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("birl: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `birl rl --help | head`; Python would complain once more when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _nobody_reads():  # the pipe to a worker, say
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
         return 0
+
+
+def _nobody_reads() -> bool:
+    """Is our output closed at its other end, as in `birl rl --help | head`?"""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors are told of unasked
+    return bool(output.poll(0))
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -63,6 +73,5 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-
     what = "a command comes first, as in `birl rl key=value`" if "=" in name else f"there is no command {name}"
     return f"{what}; the commands are {', '.join(COMMANDS)}.{did_you_mean(name, (*COMMANDS, '--version', '--help'))}"

@@ -13,6 +13,11 @@ from birl.errors import BirlError, did_you_mean
 
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
+ONLY = {  # flag -> the commands that take it, and why others do not
+    "--dry-run": (TRAINING, "belongs to training"),
+    "--validate": (("eval",), "belongs to `birl eval`, which plays the right answers"),
+    "--multirun": ((*TRAINING, "eval"), "runs one job after another, and a server does not end; start one for each"),
+}
 
 
 def run(command: str, words: list[str]) -> int:
@@ -68,30 +73,25 @@ def _ranks() -> Any:
 
 def flags_of(command: str) -> tuple[str, ...]:
     """Those that it takes."""
-    wrong = {"--dry-run": command not in TRAINING, "--validate": command != "eval", "--multirun": command == "serve"}
-    return tuple(flag for flag in FLAGS if not wrong.get(flag, False))
+    return tuple(flag for flag in FLAGS if command in ONLY.get(flag, ((command,), ""))[0])
 
 
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
-    words = [SHORT_FLAGS.get(word, word) for word in words]
-    flags = {word for word in words if word in FLAGS}
-    if "--dry-run" in flags and command not in TRAINING:
-        raise BirlError(f"--dry-run belongs to training; `birl {command}` has {', '.join(set(FLAGS) - {'--dry-run'})}")
-    if "--validate" in flags and command != "eval":
-        raise BirlError(f"--validate belongs to `birl eval`, which plays the right answers; `birl {command}` has none")
-    if "--multirun" in flags and command == "serve":
-        raise BirlError("--multirun runs one job after another, and a server does not end; start one for each")
+    words, known = [SHORT_FLAGS.get(word, word) for word in words], flags_of(command)
     for word in words:
-        if word.startswith("--") and "=" not in word and word not in FLAGS:
-            from birl.config.load import nearest_keys
-            from birl.config.schema import COMMANDS
+        if word in known or not word.startswith("--") or "=" in word:
+            continue
+        if word in ONLY:
+            raise BirlError(f"{word} {ONLY[word][1]}; `birl {command}` has {', '.join(known)}")
+        from birl.config.nearest import nearest_keys
+        from birl.config.schema import COMMANDS
 
-            keys = nearest_keys(word.lstrip("-"), COMMANDS[command])
-            near = f" Did you mean {keys[0]}=...?" if keys else did_you_mean(word, FLAGS)
-            raise BirlError(
-                f"{word}: there is no such flag ({', '.join(FLAGS)}); keys are written key=value, without dashes.{near}"
-            )
-    return flags, [word for word in words if word not in FLAGS]
+        keys = nearest_keys(word.lstrip("-"), COMMANDS[command])
+        near = f" Did you mean {keys[0]}=...?" if keys else did_you_mean(word, known)
+        raise BirlError(
+            f"{word}: there is no such flag ({', '.join(known)}); keys are written key=value, without dashes.{near}"
+        )
+    return {word for word in words if word in known}, [word for word in words if word not in known]
 
 
 def _help(command: str, schema: type, words: list[str]) -> None:
@@ -105,7 +105,8 @@ def _help(command: str, schema: type, words: list[str]) -> None:
         from birl.envs.open import own_section
 
         own = Own(kind=kinds[-1], section=own_section(kinds[-1]))
-    print(render(command, schema, shutil.get_terminal_size((100, 24)).columns, only, bold, own))
+    width, flags = shutil.get_terminal_size((100, 24)).columns, tuple(f for f in flags_of(command) if f != "--help")
+    print(render(command, schema, width, only, bold, own, flags))
 
 
 def _multirun(command: str, schema: type[Any], overrides: list[str], flags: set[str]) -> int:

@@ -1,10 +1,19 @@
 """`birl plan`: the memory of a training, --simulate and --cluster."""
 
 from collections.abc import Sequence
+from math import inf
 
 from birl.flags import JSON, Flag, taken
 
-MEMORY = Flag(name="--memory", value="GIB", takes="a number of GiB, as in `birl plan --memory 16`", read=float)
+
+def gib(text: str) -> float:
+    """A finite number above 0. Raises ValueError."""
+    if not 0 < float(text) < inf:
+        raise ValueError
+    return float(text)
+
+
+MEMORY = Flag(name="--memory", value="GIB", takes="a number of GiB, as in `birl plan --memory 16`", read=gib)
 MEASURED = Flag(name="--measured", value="FILE", takes="a file, as in `birl plan --simulate --measured async.json`")
 SIMULATE, CLUSTER = Flag(name="--simulate"), Flag(name="--cluster")
 

@@ -1,8 +1,9 @@
 """The script for bash, 3.2 (macOS) or newer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from birl.completion.vocabulary import Vocabulary
+from birl.completion.vocabulary import Vocabulary, filled, same_answers
+from birl.config.schema import TRAINING
 
 SCRIPT = """\
 # Completion of birl for bash, made by `birl completion bash`.
@@ -66,26 +67,16 @@ def script(known: Vocabulary) -> str:
         for name, c in known.commands.items()
     }
     values = {**{key: "\\n".join(choices) for key, choices in known.values.items()}, **dict.fromkeys(known.free, "")}
-    filled = {
-        "TAKES": _cases(takes),
-        "VALUES": _cases({key: f"printf '{text}'" for key, text in values.items()}),
-        "PLACES": _lines(known.places),
-        "TRAINED": _lines(name for name, c in known.commands.items() if c.keys and name != "plan"),
-        "COMMANDS": _lines(known.commands),
+    parts = {
+        "TAKES": cases(takes),
+        "VALUES": cases({key: f"printf '{text}'" for key, text in values.items()}),
+        "PLACES": "\n".join(known.places),
+        "TRAINED": "\n".join(TRAINING),
+        "COMMANDS": "\n".join(known.commands),
     }
-    text = SCRIPT
-    for mark, what in filled.items():
-        text = text.replace(f"@{mark}@", what)
-    return text
+    return filled(SCRIPT, parts)
 
 
-def _cases(cases: Mapping[str, str]) -> str:
-    """Those with the same answer share a line."""
-    keys: dict[str, list[str]] = {}
-    for key, answer in cases.items():
-        keys.setdefault(answer, []).append(key)
-    return "\n".join(f"  {'|'.join(same)}) {answer} ;;" for answer, same in keys.items())
-
-
-def _lines(words: Iterable[str]) -> str:
-    return "\n".join(words)
+def cases(answers: Mapping[str, str]) -> str:
+    """For bash and zsh."""
+    return "\n".join(f"  {'|'.join(keys)}) {answer} ;;" for answer, keys in same_answers(answers).items())

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from birl.completion.vocabulary import Vocabulary
+from birl.completion.vocabulary import Vocabulary, filled, same_answers
+from birl.config.schema import TRAINING
 
 SCRIPT = """\
 # Completion of birl for fish, made by `birl completion fish`.
@@ -43,17 +44,14 @@ def script(known: Vocabulary) -> str:
     values = {key: " ".join(choices) for key, choices in known.values.items()}
     takes = {name: _takes(c.words, c.keys, c.files) for name, c in known.commands.items()}
     nothing = dict.fromkeys(known.free, "true")
-    filled = {
+    parts = {
         "TAKES": _cases(takes, 8),
         "VALUES": _cases({key: f'printf "$key=%s\\n" {text}' for key, text in values.items()} | nothing, 12),
         "PLACES": " ".join(known.places),
-        "TRAINED": " ".join(name for name, c in known.commands.items() if c.keys and name != "plan"),
+        "TRAINED": " ".join(TRAINING),
         "COMMANDS": " ".join(f"{name} {_quoted(c.text)}" for name, c in known.commands.items()),
     }
-    text = SCRIPT
-    for mark, what in filled.items():
-        text = text.replace(f"@{mark}@", what)
-    return text
+    return filled(SCRIPT, parts)
 
 
 def _takes(words: tuple[str, ...], keys: tuple[str, ...], files: str) -> str:
@@ -64,12 +62,8 @@ def _takes(words: tuple[str, ...], keys: tuple[str, ...], files: str) -> str:
 
 
 def _cases(cases: Mapping[str, str], indent: int) -> str:
-    """Those with the same answer share a case."""
-    keys: dict[str, list[str]] = {}
-    for key, answer in cases.items():
-        keys.setdefault(answer, []).append(key)
     lines = []
-    for answer, same in keys.items():
+    for answer, same in same_answers(cases).items():
         lines += [f"case {' '.join(same)}", *(f"    {line}" for line in answer.splitlines())]
     return "\n".join(" " * indent + line for line in lines)
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from birl.config.help import documentation, presets
 from birl.config.load import SHORTHANDS
 from birl.config.ranges import CHOICES
-from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
+from birl.config.schema import COMMANDS
 
-SCHEMAS: Mapping[str, type] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL, "eval": Eval, "serve": Serve}
 NOTHING = ("int", "float")  # types of keys that only the user knows the value of
 
 
@@ -33,6 +32,21 @@ class Vocabulary:
     places: tuple[str, ...]
 
 
+def filled(script: str, parts: Mapping[str, str]) -> str:
+    """A shell's script with each @NAME@ replaced."""
+    for name, text in parts.items():
+        script = script.replace(f"@{name}@", text)
+    return script
+
+
+def same_answers(cases: Mapping[str, str]) -> dict[str, list[str]]:
+    """answer -> the keys that have it: they share a line of a script."""
+    keys: dict[str, list[str]] = {}
+    for key, answer in cases.items():
+        keys.setdefault(answer, []).append(key)
+    return keys
+
+
 def vocabulary(
     texts: Mapping[str, str],
     flags: Mapping[str, tuple[str, ...]],
@@ -42,7 +56,7 @@ def vocabulary(
     """`texts`: one line on each command. `flags`: words of each command."""
     found = {}
     for name, text in texts.items():
-        schema = SCHEMAS.get("rl" if name == "plan" else name)
+        schema = COMMANDS.get("rl" if name == "plan" else name)
         keys = _keys(schema) if schema else ()
         files = "any" if schema else "folders" if name not in ("doctor", "cache", "completion") else ""
         found[name] = Command(text=text, words=flags.get(name, ("--help",)), keys=keys, files=files)
@@ -56,13 +70,13 @@ def _keys(schema: type) -> tuple[str, ...]:
 
 
 def _values(environments: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    booleans = {key for schema in SCHEMAS.values() for key, doc in documentation(schema).items() if doc.type == "bool"}
+    booleans = {key for schema in COMMANDS.values() for key, doc in documentation(schema).items() if doc.type == "bool"}
     known = {**CHOICES, **dict.fromkeys(sorted(booleans), ("true", "false"))}
-    for schema in SCHEMAS.values():
+    for schema in COMMANDS.values():
         known |= {group: tuple(files) for group, files in presets(schema).items() if group != "model"}
     return known | dict.fromkeys(("env", "env.kind"), environments) | {"resume": ("auto", "never")}
 
 
 def _free() -> tuple[str, ...]:
-    docs = {key: doc for schema in SCHEMAS.values() for key, doc in documentation(schema).items()}
+    docs = {key: doc for schema in COMMANDS.values() for key, doc in documentation(schema).items()}
     return tuple(sorted(key for key, doc in docs.items() if doc.type in NOTHING))

@@ -1,7 +1,8 @@
 """The script for zsh."""
 
-from birl.completion.bash import _cases
-from birl.completion.vocabulary import Vocabulary
+from birl.completion.bash import cases
+from birl.completion.vocabulary import Vocabulary, filled
+from birl.config.schema import TRAINING
 
 SCRIPT = """\
 #compdef birl
@@ -49,17 +50,14 @@ def script(known: Vocabulary) -> str:
         for name, c in known.commands.items()
     }
     values = {**{key: " ".join(choices) for key, choices in known.values.items()}, **dict.fromkeys(known.free, "")}
-    filled = {
-        "TAKES": _cases(takes),
-        "VALUES": _cases({key: f"values=({text})" for key, text in values.items()}),
+    parts = {
+        "TAKES": cases(takes),
+        "VALUES": cases({key: f"values=({text})" for key, text in values.items()}),
         "PLACES": " ".join(known.places),
-        "TRAINED": " ".join(name for name, c in known.commands.items() if c.keys and name != "plan"),
+        "TRAINED": " ".join(TRAINING),
         "COMMANDS": "\n".join(f"      {_quoted(f'{name}:{c.text}')}" for name, c in known.commands.items()),
     }
-    text = SCRIPT
-    for mark, what in filled.items():
-        text = text.replace(f"@{mark}@", what)
-    return text
+    return filled(SCRIPT, parts)
 
 
 def _quoted(text: str) -> str:

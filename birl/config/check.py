@@ -30,9 +30,7 @@ ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
     "trackio": "export TRACKIO_SERVER_URL=..., then track.trackio=online",
     "swanlab": "swanlab login --host ..., then track.swanlab=online",
 }
-
-
-ONLY_TRAINING = (
+ONLY_TRAINING = (  # what `birl eval` shares with training but has no use for
     "data.train",
     "data.weights",
     "data.validation_split",
@@ -162,8 +160,8 @@ def _judge(config: RL | Eval, functions: list[str]) -> list[str]:
             found += without_effect(config, "reward.concurrency", "no reward is asked for over HTTP")
         return found
     if not reward.judge.startswith(web):
-        said = f"reward.judge={reward.judge}" if reward.judge else "reward.functions=judge"
-        found.append(f"{said}: say where the judge is, as in reward.judge=http://localhost:8000/v1#MODEL.")
+        key = f"reward.judge={reward.judge}" if reward.judge else "reward.functions=judge"
+        found.append(f"{key}: say where the judge is, as in reward.judge=http://localhost:8000/v1#MODEL.")
     if reward.judge_prompt and not Path(reward.judge_prompt).expanduser().is_file():
         found.append(f"reward.judge_prompt={reward.judge_prompt}: there is no such file.")
     return found
@@ -295,11 +293,10 @@ def _sampling(config: RL) -> list[str]:
             "rollout.temperature=0: greedy answers are all the same, so there is nothing to compare; use 1 "
             "(validation.temperature may be 0)."
         )
-    for key, values in (("rollout.stop", rollout.stop),):
-        if "" in values:
-            found.append(f"{key}: an empty string would end every answer at once; remove it.")
-        if any(value in ("\\n", "\\n\\n", "\\t") for value in values):
-            found.append(f"{key}: a backslash and a letter is not a line break; in bash write {key}=$'\\n'.")
+    if "" in rollout.stop:
+        found.append("rollout.stop: an empty string would end every answer at once; remove it.")
+    if any(text in ("\\n", "\\n\\n", "\\t") for text in rollout.stop):
+        found.append("rollout.stop: a backslash and a letter is not a line break; in bash write rollout.stop=$'\\n'.")
     return found
 
 

@@ -108,7 +108,7 @@ def _strings_under_fields(cls: type) -> dict[str, str]:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    found = re.search(r" ?\[([^\]=,\"]+)\]", text)
+    found = re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text)
     return (text[: found.start()] + text[found.end() :], found[1]) if found else (text, "")
 
 
@@ -135,10 +135,16 @@ class Own:
 
 
 def render(
-    command: str, schema: type, width: int, only: tuple[str, ...] = (), bold: bool = False, own: Own | None = None
+    command: str,
+    schema: type,
+    width: int,
+    only: tuple[str, ...] = (),
+    bold: bool = False,
+    own: Own | None = None,
+    flags: tuple[str, ...] = (),
 ) -> str:
     """The help page, at most `width` columns wide. `only` keeps the keys that contain one of these words. `own` comes
-    behind them."""
+    behind them. `flags`: those of the command beside --help."""
     strong = (lambda text: f"\033[1m{text}\033[0m") if bold else str
     docs = [doc for doc in documentation(schema).values() if not only or any(word in doc.key for word in only)]
     keys = _keys(docs, width, strong)
@@ -146,11 +152,7 @@ def render(
         keys = keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
         return keys if own is None else f"{keys}\n\n{_own_keys(own, width, strong)}"
     title = " ".join((inspect.getdoc(schema) or "").split())
-    usage = f"birl {command} [FILE.yaml] [key=value ...] [--print-config] [--dry-run] [--multirun] [--help [WORD ...]]"
-    if command in ("eval", "serve"):
-        usage = usage.replace("[--dry-run] ", "[--validate] " if command == "eval" else "")
-    if command == "serve":
-        usage = usage.replace("[--multirun] ", "")
+    usage = f"birl {command} [FILE.yaml] [key=value ...] {' '.join(f'[{flag}]' for flag in flags)} [--help [WORD ...]]"
     parts = [
         _wrap(title, width, ""),
         _wrap(usage, width, strong("Usage: "), "       "),

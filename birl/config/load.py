@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from birl.config.help import PRESETS, Doc, documentation, presets, written
+from birl.config.nearest import meant, suggest
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
 from birl.config.words import command
@@ -31,33 +32,6 @@ Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
-
-# What other systems call our keys: a name that difflib cannot find.
-ELSEWHERE = {
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "batch_size": "rollout.prompts",
-    "beta": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "kl_beta": "algorithm.kl_coef",
-    "learning_rate": "optimizer.lr",
-    "logging_dir": "run",
-    "max_completion_length": "rollout.max_tokens",
-    "max_new_tokens": "rollout.max_tokens",
-    "max_response_length": "rollout.max_tokens",
-    "max_steps": "steps",
-    "model_name_or_path": "model.path",
-    "n_samples": "rollout.group_size",
-    "num_generations": "rollout.group_size",
-    "num_train_epochs": "epochs",
-    "output_dir": "run",
-    "reward_funcs": "reward.functions",
-    "save_steps": "checkpoint.every",
-    "train_batch_size": "rollout.prompts",
-    "train_dataset": "data.train",
-    "total_epochs": "epochs",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +95,7 @@ def _read_argument(argument: str, schema: type) -> Setting:
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")
     if not equals:
-        raise BirlError(f"{argument}: expected key=value or a .yaml file.{_suggest(key, schema)}{_meant(key, schema)}")
+        raise BirlError(f"{argument}: expected key=value or a .yaml file.{suggest(key, schema)}{meant(key, schema)}")
     if key[:1] in ("+", "~"):
         raise BirlError(f"{argument}: keys can neither be added (+) nor removed (~), only set: {key.lstrip('+~')}=...")
     if not key:
@@ -129,10 +103,24 @@ def _read_argument(argument: str, schema: type) -> Setting:
     return Setting(key=key, value=value, source=f"{key}={value}")
 
 
+class _Texts(yaml.BaseLoader):
+    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean. A key that is
+    there twice is an error: YAML would forget the first, with all that is below it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is there twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _read_file(name: str) -> list[Setting]:
-    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean."""
     try:
-        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=_Texts)
     except FileNotFoundError:
         near = did_you_mean(name, _yaml_files(Path(name).parent))
         raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None
@@ -293,43 +281,11 @@ def _unknown_key(setting: Setting, schema: type) -> str:
     if inside:
         return f"{setting.source}: {key} is a section; set one of its keys: {', '.join(inside)}"
     where = f"`birl {command(schema)} --help` lists all keys."
-    return f"{setting.source}: there is no key {key}.{_suggest(key, schema)} {where}"
+    return f"{setting.source}: there is no key {key}.{suggest(key, schema)} {where}"
 
 
 def _yaml_files(folder: Path) -> list[str]:
     return [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
-
-
-def _meant(word: str, schema: type) -> str:
-    """Which key a file or a folder without one belongs to."""
-    path, keys = Path(word), documentation(schema)
-    if path.is_dir():
-        return f" For the model of that folder: model={word}."
-    if path.is_file():
-        if "data.train" not in keys:
-            return f" For a model: model.path={word}."
-        return f" For the data in that file: {'data.validation' if schema is Eval else 'data.train'}={word}."
-    return ""
-
-
-def _suggest(key: str, schema: type) -> str:
-    found = nearest_keys(key, schema)
-    return f" Did you mean {' or '.join(found)}?" if found else ""
-
-
-def nearest_keys(key: str, schema: type) -> list[str]:
-    """At most three keys that `key` may stand for: same last part, its name in another system, similar spelling."""
-    key = key.lower().replace("-", "_").strip("+~ ")
-    keys = list(documentation(schema))
-    last = key.rpartition(".")[2]
-    parts = {name: name.rpartition(".")[2] for name in keys}
-    found = [name for name in keys if parts[name] == last]
-    found += [ELSEWHERE[last]] if ELSEWHERE.get(last) in keys else []
-    if not found:
-        found += difflib.get_close_matches(key, keys, n=3, cutoff=0.7)
-        close = difflib.get_close_matches(last, list(parts.values()), n=3, cutoff=0.7)
-        found += [name for part in close for name in keys if parts[name] == part]
-    return list(dict.fromkeys(found))[:3]
 
 
 def _to_object(config: DictConfig) -> Any:
@@ -396,7 +352,7 @@ def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable
     swept)."""
     if config.run:
         return config.run
-    left_out = {key.split(".")[0] for key in without if key != "reward"}
+    left_out = {key.split(".")[0] for key in without}
     parts = {
         "model": _short_name(config.model.path),
         "data": _short_name(config.data.train[0]) if config.data.train else _environment(config),

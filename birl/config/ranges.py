@@ -192,5 +192,3 @@ RANGES: dict[str, Range] = {
     "request_timeout": POSITIVE,
     "drain_timeout": ANY,
 }
-
-# What `birl eval` shares with training but has no use for.

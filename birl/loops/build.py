@@ -25,17 +25,16 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
 from birl.loops.credit import Credit
-from birl.loops.custom import part
 from birl.loops.engines import Servers, open_servers, sender, wanted
 from birl.loops.evaluate import plan
-from birl.loops.objective import ALL_SURROGATES, TENSORS, Objective
+from birl.loops.objective import Objective, keeps_reference, surrogate_of
 from birl.loops.parts import Parts, replays
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.ranks import check_split
 from birl.loops.rewards import make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.loops.tasks import check_lengths, lengths, load_data, report_data, total_steps
-from birl.loops.teacher import ServedTeacher
+from birl.loops.teacher import ServedTeacher, served
 from birl.models.device import device_of
 from birl.models.heads import add_score_head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
@@ -141,7 +140,8 @@ def assembled(
     parts.rollout = rollout(engine=engine, limits=limits, seed=config.seed)
     parts.params = sampling(config.rollout)
     parts.resume_from, parts.total_steps = resume_from, total
-    parts.credit.weights = rewards.weights if rewards is not None else ()
+    if rewards is not None:
+        parts.credit.weights = dict(zip(rewards.names, rewards.weights, strict=True))
     if validation:
         parts.plan_validation = plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
     if servers is not None:
@@ -169,7 +169,7 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
     """What every rank has: the policy's learner, what it minimises, how its answers are judged; copies of the first
     weights come first."""
     keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
-    surrogate = part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
+    surrogate = surrogate_of(keys)
     frozen = partial(
         Learner,
         dtype=DTYPES[config.model.dtype],
@@ -178,9 +178,9 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
         ranks=crew.ranks,
     )
     reference = teacher = critic = None
-    if keys.kl_coef > 0 or "ref_logp" in surrogate.tensors:
+    if keeps_reference(keys, surrogate):
         reference = frozen(deepcopy(policy.model))
-    if keys.teacher.startswith(("http://", "https://")):
+    if served(keys.teacher):
         teacher = ServedTeacher(keys.teacher)
     elif keys.teacher:
         teacher = frozen(other_model(config, keys.teacher, policy, "algorithm.teacher", crew.ranks))

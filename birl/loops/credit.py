@@ -9,7 +9,7 @@ Where an episode has several agents, each is an episode of its own, compared wit
 What needs a model (reference, critic, teacher) is computed here for the whole batch of rollouts, before any update.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,7 +94,7 @@ class Credit:
     critic: Callable[[Sequence[Batch]], list[Tensor]] | None = None
     teacher: Learner | ServedTeacher | None = None
     learner: Learner | None = None  # where its log-probs before the first update are wanted
-    weights: Sequence[float] = ()  # of the reward functions
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
     pair_cost: float = 0.0  # of `pack`
     estimator: Part | None = field(init=False)
 
@@ -175,12 +175,13 @@ class Credit:
         """rewards [U] -> advantages [U]."""
         assert self.estimator is not None
         order = dict.fromkeys((g.index, g.agent, turn) for g, _, turn in units)
-        names = list(dict.fromkeys(n for g, i, _ in units for n in g.trajectories[i].parts))
+        told = dict.fromkeys((n for g, i, _ in units for n in g.trajectories[i].parts), 1.0)
+        weights = self.weights or told  # without functions, the figures of the environment
         tensors = {
             "lengths": _lengths(units),
             "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order]),
-            "parts": torch.tensor([[g.trajectories[i].parts.get(n, 0.0) for n in names] for g, i, _ in units]),
-            "weights": torch.tensor([*self.weights] or [1.0] * len(names)),
+            "parts": torch.tensor([[g.trajectories[i].parts.get(n, 0.0) for n in weights] for g, i, _ in units]),
+            "weights": torch.tensor(list(weights.values())),
             "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units]),
         }
         try:

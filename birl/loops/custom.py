@@ -6,13 +6,12 @@ options) -> advantages`. An option is found by its name: among the tensors of th
 key. Whatever is missing, unknown or of another type is told before the run begins.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.named import load
 
 
@@ -50,11 +49,9 @@ def part(
             )
     if given:
         known = [p.name for p in _options(function, key, name) if p.name not in offered]
-        near = difflib.get_close_matches(next(iter(given)), known, n=1)
-        raise BirlError(
-            f"{key}_args: {name} has no option {next(iter(given))}."
-            + (f" Did you mean {near[0]}?" if near else f" It has: {', '.join(known) or 'none'}.")
-        )
+        wrong = next(iter(given))
+        hint = did_you_mean(wrong, known) or f" It has: {', '.join(known) or 'none'}."
+        raise BirlError(f"{key}_args: {name} has no option {wrong}.{hint}")
     return Part(function, options, tuple(tensors))
 
 

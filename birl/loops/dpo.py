@@ -5,7 +5,7 @@ One loss of `algorithms/preference.py`, chosen by preference.loss. KTO judges ev
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,7 +84,7 @@ class Preferences:
     longest: int
     reference: Learner | None = None
     trained: Learner = field(init=False)
-    known: dict[str, list[float]] = field(default_factory=dict)  # reference=precomputed: row -> sum of each answer
+    known: dict[str, list[float]] = field(default_factory=dict)  # reference=precomputed: tokens -> sum of each answer
 
     def __post_init__(self) -> None:
         self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
@@ -101,30 +101,29 @@ class Preferences:
         self.trained = build.make_learner(self.config, policy.model, ranks)
         return self.trained
 
-    def before(self, run: Path, examples: Sequence[Example]) -> None:
+    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         """reference=precomputed: the sums of all answers under the first weights, once for the run."""
         if self.kind != "precomputed":
             return
-        file, mark, ranks = run / "reference.json", self._mark(examples), self.trained.ranks
-        stored = json.loads(file.read_text()) if ranks.rank == 0 and file.is_file() else {}
+        rows, ranks = {_identity(e): e for e in examples}, self.trained.ranks
+        file, mark = None if run is None else run / "reference.json", self._mark(rows)
+        stored = json.loads(file.read_text()) if ranks.rank == 0 and file is not None and file.is_file() else {}
         self.known = ranks.told(stored["sums"] if stored.get("of") == mark else {})
         if not self.known:
-            for start in range(0, len(examples), self.config.batch_size):
-                part = examples[start : start + self.config.batch_size]
-                samples, owners = self._samples(part), [e for e in part for _ in e.sequences]
-                sums = self._sums(self.trained, samples)
-                for owner, total in zip(owners, sums.tolist(), strict=True):
-                    self.known.setdefault(owner.id, []).append(total)
-            if run.is_dir() and ranks.rank == 0:
+            names, different = list(rows), list(rows.values())
+            for start in range(0, len(different), self.config.batch_size):
+                part = different[start : start + self.config.batch_size]
+                sums = iter(self._sums(self.trained, self._samples(part)).tolist())
+                for name, example in zip(names[start:], part, strict=False):
+                    self.known[name] = [next(sums) for _ in example.sequences]
+            if file is not None and ranks.rank == 0:
                 write_whole(file, json.dumps({"of": mark, "sums": self.known}).encode())
 
-    def _mark(self, examples: Sequence[Example]) -> str:
-        """What the sums belong to: these weights and these tokens."""
+    def _mark(self, rows: Iterable[str]) -> str:
+        """What the sums belong to: these weights and these rows."""
         found = hashlib.sha256(digest(self.trained.model))
-        for example in examples:
-            found.update(example.id.encode())
-            for side in example.sequences:
-                found.update(side.ids.tobytes() + side.mask)
+        for name in rows:
+            found.update(name.encode())
         return found.hexdigest()
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
@@ -158,7 +157,7 @@ class Preferences:
             return [answers(logp.cpu(), batch).total for batch, logp in zip(batches, said, strict=True)]
         found = [answers(batch.logprobs, batch) for batch in batches]
         if self.kind == "precomputed":
-            sums = torch.tensor([x for e in examples for x in self.known[e.id]])
+            sums = torch.tensor([x for e in examples for x in self.known[_identity(e)]])
             return [sums[a.number] for a in found]
         return [torch.zeros_like(a.total) for a in found]
 
@@ -242,6 +241,14 @@ class Preferences:
 
     def score(self, figures: Mapping[str, float]) -> float:
         return figures["accuracy"]
+
+
+def _identity(example: Example) -> str:
+    """Of an example's tokens. Its id will not do: rows of data.train and data.validation may have the same."""
+    found = hashlib.sha256()
+    for side in example.sequences:
+        found.update(side.ids.tobytes() + side.mask + b"|")
+    return found.hexdigest()
 
 
 def _joined(prompt: Tokens, answer: Tokens) -> Tokens:

@@ -103,6 +103,11 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
+def versions_of(groups: Sequence[Group]) -> set[int]:
+    """All versions of the weights that sampled a token of them."""
+    return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
+
+
 def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None) -> list[dict]:
     """First answer of each task, as text, for reports."""
     found = []

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from birl.algorithms.pass_at_k import wilson
 from birl.config import schema
+from birl.config.load import flatten
 from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.loops import checks
 from birl.loops.engines import Servers, Wanted, open_servers
-from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan
+from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan, versions_of
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
 from birl.loops.rewards import make_rewards, scorer, started
@@ -67,10 +68,10 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         asked = (context - answer if world.turns else longest_prompt(questions, model.chat, context), answer)
         if isinstance(model, Policy):
             engine = await in_thread(embedded, config, model, context, asked)
+            opened.push_async_callback(engine.close)
             found = await in_thread(lambda: whole(digests({n: p.data for n, p in model.model.named_parameters()})))
         else:
-            engine, found = await served(config, model, context, asked)
-        opened.push_async_callback(engine.close)
+            engine, found = await served(config, model, context, asked, opened)
         if config.env.sampling == "agent" and not world.agent:
             raise BirlError(f"env.sampling=agent: env.kind={world.kind} has no client that could ask for anything.")
         gateway = Gateway(model.chat, config.env.sampling) if world.agent else None
@@ -104,8 +105,11 @@ def embedded(config: schema.Eval, policy: Policy, context: int, asked: tuple[int
     return engine
 
 
-async def served(config: schema.Eval, reader: Reader, context: int, asked: tuple[int, int]) -> tuple[Servers, str]:
-    """Servers, and the digest of what they hold where all say the same."""
+async def served(
+    config: schema.Eval, reader: Reader, context: int, asked: tuple[int, int], opened: AsyncExitStack
+) -> tuple[Servers, str]:
+    """Servers, and the digest of what they hold where all say the same. Their logs go when `opened` is closed."""
+    logs = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-engines-"))
     servers = await open_servers(
         config.engine,
         Wanted(
@@ -116,15 +120,15 @@ async def served(config: schema.Eval, reader: Reader, context: int, asked: tuple
             longest=min(sum(asked), context),
             kv_cache_gb=config.engine.kv_cache_gb or 1.0,
             end_ids=reader.chat.end_ids,
-            logs=Path(tempfile.mkdtemp(prefix="birl-engines-")),
+            logs=Path(logs),
             words=words(reader.chat.tokenizer.get_vocab(), reader.chat.end_ids),
         ),
     )
+    opened.push_async_callback(servers.close)
     infos = {remote.address: await remote.info() for remote in servers.remotes.values()}
     for address, info in infos.items() if config.engine.attach else ():
         print(f"{address} has version {info.version} of {info.model}.", flush=True)
     if len({info.digest for info in infos.values()}) > 1:
-        await servers.close()
         raise BirlError(
             "engine.attach: the servers hold different weights, so the result would belong to no model. Evaluate "
             "one at a time."
@@ -142,8 +146,10 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     output = Path(config.output)
     with _writing(output):  # better to know now than when the answers are there
         output.parent.mkdir(parents=True, exist_ok=True)
-        if config.output:
+        if output.is_file():
             output.open("a").close()
+        elif config.output:  # nothing is there before the results are: `birl reproduce` takes the file for them
+            tempfile.TemporaryFile(dir=output.parent).close()
     parts = await evaluation(config, compute)
     try:
         metrics, groups = await evaluate(parts.plan, parts.rollout)
@@ -159,7 +165,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
             for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
         ]
         about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
-        found = {**about, "n": parts.plan.samples, "metrics": metrics, "answers": records}
+        about |= {"n": parts.plan.samples, "config": flatten(config)}
+        found = {**about, "metrics": metrics, "answers": records}
         text = json.dumps(found, indent=1, default=str)
         with _writing(output):
             output.write_text(text)
@@ -181,7 +188,7 @@ def check_failures(groups: Sequence[Group]) -> None:
 
 
 def check_versions(groups: Sequence[Group]) -> None:
-    found = {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
+    found = versions_of(groups)
     if len(found) > 1:
         raise BirlError(
             f"engine.attach: the weights changed meanwhile (answers come from the versions "

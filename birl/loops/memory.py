@@ -29,7 +29,9 @@ from birl.engine.runner import cache_shape
 from birl.engine.scheduler import PREFILL
 from birl.kernels import PAGE
 from birl.learner.lora import targets
+from birl.loops.objective import keeps_reference, surrogate_of
 from birl.loops.policy import DTYPES, SHARE
+from birl.loops.teacher import served
 from birl.models.decoder import head_dim, shaped
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import CHUNK, GPU_CHUNK
@@ -190,9 +192,9 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     if split > 1 and config.engine.kind == "embedded":
         always["the engine's own weights"] = shape.wide * shape.parameters
     frozen = shape.wide * parameters + (laid_out if shape.on_kernels else 0)
-    if config.algorithm.kl_coef > 0:
+    if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
         always["reference model"] = frozen
-    if config.algorithm.teacher:
+    if config.algorithm.teacher and not served(config.algorithm.teacher):
         always["teacher, if as large"] = frozen
     critic = config.algorithm.advantage in CRITIC and not config.critic.shared
     if config.checkpoint.asynchronous:

@@ -163,7 +163,7 @@ def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Over the episodes that have a reward; those that failed are counted elsewhere."""
     scored = [t for g in groups for t in g.trajectories if t.outcome.scored]
-    rewards = [t.reward for t in scored] or [nan]
+    rewards, scores = [t.reward for t in scored] or [nan], [t.score for t in scored] or [nan]
     parts: dict[str, list[float]] = {}
     for trajectory in scored:
         for name, value in trajectory.parts.items():
@@ -174,8 +174,8 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
             by_agent.setdefault(name, []).append(value)
     return {
         **{f"reward/agent/{name}": fmean(values) for name, values in by_agent.items()},
-        "reward/mean": fmean(rewards),
+        **{f"reward/{name}": fmean(values) for name, values in parts.items()},
+        "reward/mean": fmean(rewards),  # behind the parts: a function may be called mean
         "reward/std": pstdev(rewards) if scored else nan,
-        "score/mean": sum(t.score for t in scored) / max(len(scored), 1),
-        **{f"reward/{name}": sum(values) / len(values) for name, values in parts.items()},
+        "score/mean": fmean(scores),
     }

@@ -23,10 +23,20 @@ from birl.config.rules_algorithm import corrects, proximal, remembers
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss
-from birl.loops.custom import Part
+from birl.loops.custom import Part, part
 
 TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # what a surrogate may ask for by name
 ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
+
+
+def surrogate_of(keys: schema.Algorithm) -> Part:
+    """algorithm.surrogate and its options. Raises `BirlError`."""
+    return part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
+
+
+def keeps_reference(keys: schema.Algorithm, surrogate: Part) -> bool:
+    """Is a frozen copy of the first weights kept?"""
+    return keys.kl_coef > 0 or "ref_logp" in surrogate.tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,9 @@ class Objective(Protocol):
         """The model as it is trained."""
         ...
 
-    def before(self, run: Path, examples: Sequence[Example]) -> None:
-        """Called once on all rows, training and held-out, before anything is trained or resumed; on every rank."""
+    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+        """Called once on all rows, training and held-out, before anything is trained or resumed; on every rank. `run`:
+        the folder where something may be kept; None for --dry-run."""
         ...
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
@@ -262,7 +263,7 @@ class _Run(Run):
             "longest": max(sizes),
             "steps": parts.total_steps,
         }
-        await self.together("begin", str(parts.run), rows, parts.total_steps)
+        await self.together("begin", "", rows, parts.total_steps)
         stats = await self.together("gradients", rows)
         found |= {**parts.objective.figures(stats), "seconds": time.perf_counter() - before, "memory": peak_memory()}
         for name, value in found.items():
@@ -270,9 +271,9 @@ class _Run(Run):
         return found
 
     def begin(self, folder: str, examples: Sequence[Example], total_steps: int) -> None:
-        """(every rank)"""
+        """(every rank) `folder`: of the run; empty where nothing may be written."""
         self.parts.run, self.parts.total_steps = Path(folder), total_steps
-        self.parts.objective.before(self.parts.run, examples)
+        self.parts.objective.before(Path(folder) if folder else None, examples)
 
     async def train(self, rows: list[Example]) -> None:
         """One optimizer step on some rows, then its report."""
@@ -305,7 +306,7 @@ class _Run(Run):
         self.rate = self.learning_rate()
         stats = self.gradients(rows)
         stats.grad_norm = self.parts.learner.optim_step(self.rate)
-        self.check_finite(stats)
+        self.check_finite(stats, stats.grad_norm)
         return stats
 
     def gradients(self, rows: Sequence[Example]) -> Stats:
@@ -319,11 +320,6 @@ class _Run(Run):
 
     def plans_validation(self) -> bool:
         return self.config.validation.every > 0 and bool(self.parts.held_out)
-
-    def validation_due(self) -> bool:
-        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
-        due = self.plans_validation() and self.step % self.config.validation.every == 0
-        return due and self.last_validation_step() != self.step
 
     async def validate(self) -> bool:
         """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""

@@ -82,7 +82,7 @@ class Parts:
 
     @property
     def usage(self) -> Usage:
-        return Usage(failed=self.config.rollout.failed, truncated=self.config.rollout.truncated)
+        return self.credit.usage
 
     @property
     def chat(self) -> Chat:

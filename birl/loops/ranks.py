@@ -168,8 +168,6 @@ def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], An
 
 def main() -> None:
     """python -m birl.loops.ranks COMMAND < the configuration"""
-    import tempfile
-
     from birl.loops import dpo, rl, rm, sft
 
     command, text = sys.argv[1], sys.stdin.read()

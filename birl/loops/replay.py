@@ -112,9 +112,14 @@ async def replay(
     version: Callable[[], int],
     again: Callable[[list[Step], int], Awaitable[int]] | None,
 ) -> tuple[int, int]:
-    """Train on every recorded step, and compare. `metrics`: those of the step that was just trained; `again`: samples
-    what a version sampled. Returns steps and tokens that were compared."""
-    steps, before = list(steps_of(run)), {row["step"]: row for row in read_jsonl(run / "metrics.jsonl")}
+    """Train on every recorded step that has figures (one in which the run was killed has none), and compare. `metrics`:
+    those of the step that was just trained; `again`: samples what a version sampled. Returns steps and tokens that were
+    compared. Raises `BirlError` where there are none, and at the first difference."""
+    recorded, figures = list(steps_of(run)), run / "metrics.jsonl"
+    before = {row["step"]: row for row in read_jsonl(figures)} if figures.is_file() else {}
+    steps = [step for step in recorded if step.number in before]
+    if not steps:
+        raise BirlError(f"debug.replay={run}: {len(recorded)} recorded steps, and no figures of them to compare with.")
     done: set[int] = set()
     tokens = 0
     for step in steps:
@@ -122,7 +127,7 @@ async def replay(
             done.add(version())
             tokens += await again(steps, version())
         await train(step)
-        if found := differences(step.number, before.get(step.number, {}), metrics()):
+        if found := differences(step.number, before[step.number], metrics()):
             raise BirlError(f"The replay of {run} is another run: " + "; ".join(found[:4]) + ".")
     return len(steps), tokens
 

@@ -8,7 +8,7 @@ through `train()`.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,12 @@ from birl.config import schema
 from birl.config.load import run_folder
 from birl.data.pack import Batch, pack, packing
 from birl.errors import BirlError
-from birl.learner.learner import Stats
+from birl.learner.learner import Learner, Stats
 from birl.loops import build, checks, ranks
 from birl.loops import plan as planning
 from birl.loops.credit import Credited
 from birl.loops.engines import learner_threads
-from birl.loops.evaluate import answers, evaluate
+from birl.loops.evaluate import answers, evaluate, versions_of
 from birl.loops.ledger import Ledger, settle
 from birl.loops.machine import compute_thread
 from birl.loops.metrics import episode_records, step_metrics
@@ -149,7 +149,7 @@ class _Run(Run):
             )
         self.ledger.close()
         finished = not self.stop.is_set()
-        if finished and config.validation.every and parts.plan_validation and self.last_validation_step() != self.step:
+        if finished and self.plans_validation() and self.last_validation_step() != self.step:
             await self.validate()
         await self.save_last()
         return self.summary(finished)
@@ -231,7 +231,7 @@ class _Run(Run):
         trained = [(s, self.parts.has_gradient(s)) for s in credited.samples]
         self.ledger.settle(step.number, step.groups, step.refused, settle(step.groups, self.parts.usage, trained))
 
-    def begin(self, total_steps: int | None, weights: Sequence[float]) -> None:
+    def begin(self, total_steps: int | None, weights: Mapping[str, float]) -> None:
         """(every rank) What only rank 0 knows, as it has the data and the rewards."""
         self.parts.total_steps, self.parts.credit.weights = total_steps, weights
 
@@ -286,8 +286,7 @@ class _Run(Run):
         batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
         stats.other |= packing(batches, size, shares, pair_cost)
         value_weight = 1 / max(sum(lengths), 1)
-        if parts.critic is not None:
-            self.update_critic(batches, value_weight, stats)
+        norms = [] if parts.critic is None else [self.update_critic(parts.critic, batches, value_weight, stats)]
         if parts.critic is None or self.step >= config.critic.freeze_steps:
             known = parts.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
             losses = [parts.objective.loss(of, self.kl.coef, value_weight) for of in known]
@@ -303,18 +302,17 @@ class _Run(Run):
                     checks.gap(stats.first_gap, config.learner.max_logprob_gap)
             stats.grad_norm = parts.learner.optim_step(self.rate)
             stats.updates += 1
-            self.check_finite(stats)
+            norms.append(stats.grad_norm)
+        self.check_finite(stats, *norms)
 
-    def update_critic(self, batches: Sequence[Batch], weight: float, stats: Stats) -> None:
-        """The same for a critic with a model of its own. Its figures are means over the same tokens."""
-        critic, own = self.parts.critic, Stats()
-        assert critic is not None
-        loss = critic_loss(self.config.critic.clip, weight)
+    def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
+        """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same
+        tokens."""
+        own, loss = Stats(), critic_loss(self.config.critic.clip, weight)
         critic.learn([(batch, loss) for batch in batches], own)
-        own.grad_norm = critic.optim_step(self.config.critic.lr)
-        self.check_finite(own)
-        stats.nonfinite += own.nonfinite
-        stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": own.grad_norm}
+        norm = critic.optim_step(self.config.critic.lr)
+        stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": norm}
+        return norm
 
     async def finish_step(self, metrics: dict[str, float], reported: float) -> None:
         """Validate where it is time, then report."""
@@ -324,11 +322,8 @@ class _Run(Run):
         metrics["time/step"] = validated - self.clock
         await self.report(metrics, ("tokens/generated", "tokens/trained", "outcome/asked"), improved)
 
-    def validation_due(self) -> bool:
-        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
-        every, last = self.config.validation.every, self.last_validation
-        planned = every > 0 and self.parts.plan_validation is not None and self.step % every == 0
-        return planned and (last is None or last["step"] != self.step)
+    def plans_validation(self) -> bool:
+        return self.config.validation.every > 0 and self.parts.plan_validation is not None
 
     async def validate(self) -> bool:
         """Measure the weights as they are now; True when they are the best so far. A signal abandons it.
@@ -342,10 +337,12 @@ class _Run(Run):
         began = time.perf_counter()
         work = asyncio.create_task(evaluate(self.parts.plan_validation, self.parts.validation_rollout))
         stopped = asyncio.create_task(self.stop.wait())
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not work.done():
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where something else ends the run
+            stopped.cancel()
             work.cancel()
+        if not work.done():
             await asyncio.wait({work})
             return False
         metrics, groups = work.result()
@@ -367,8 +364,7 @@ class _Run(Run):
     def measured(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What a validation says about itself. Raises `BirlError` where its answers are not from one snapshot."""
         version, plan = self.parts.learner.version, self.parts.plan_validation
-        turns = [turn for g in groups for t in g.trajectories for turn in t.turns]
-        if others := {v for turn in turns for v in turn.completion.versions} - {version}:
+        if others := versions_of(groups) - {version}:
             raise BirlError(
                 f"Validation of step {self.step}: answers come from version {sorted(others)} of the weights instead "
                 f"of {version} alone, so the result would belong to no policy."
@@ -381,11 +377,6 @@ class _Run(Run):
             "seed": self.parts.validation_rollout.seed,
             "n": plan.samples,
         }
-
-
-def versions_of(groups: Sequence[Group]) -> set[int]:
-    """All versions of the weights that sampled a token of them."""
-    return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from birl.algorithms.preference import bradley_terry
 from birl.config import schema
-from birl.data.examples import Example, load_pairs
+from birl.data.examples import Example
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
 from birl.loops import build, offline
-from birl.loops.dpo import preferred
+from birl.loops.dpo import pairs, preferred
 from birl.loops.policy import Policy
 from birl.loops.scorer import scored
 from birl.models.heads import add_score_head
@@ -34,10 +34,6 @@ def follow(config: schema.RM) -> None:
     offline.follow(config, Ranking)
 
 
-def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
-    return load_pairs(data, which, policy.chat, limit, given)
-
-
 @dataclass
 class Ranking:
     """Each row is a pair; both sides are in one micro-batch, their prompt is computed once."""
@@ -53,7 +49,7 @@ class Ranking:
         add_score_head(policy.model, self.config.seed)
         return build.make_learner(self.config, policy.model, ranks)
 
-    def before(self, run: Path, examples: Sequence[Example]) -> None:
+    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:

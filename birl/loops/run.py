@@ -5,6 +5,7 @@ The loops themselves (`rl.py`, `offline.py`) say what a step is.
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -109,14 +110,26 @@ class Run:
             min_ratio=optimizer.min_lr_ratio,
         )
 
-    def check_finite(self, stats: Stats) -> None:
-        self.nonfinite = 0 if torch.tensor(stats.grad_norm).isfinite() else self.nonfinite + 1
-        stats.nonfinite += self.nonfinite > 0
+    def check_finite(self, stats: Stats, *norms: float) -> None:
+        """`norms`: of all gradients of one update, the critic's too. Raises `BirlError` after too many in a row of
+        which one is not finite."""
+        left_out = sum(not math.isfinite(norm) for norm in norms)
+        stats.nonfinite += left_out
+        self.nonfinite = self.nonfinite + 1 if left_out else 0
         if self.nonfinite >= NONFINITE_LIMIT:
             raise BirlError(
                 f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights were left as "
                 "they are. Try a lower optimizer.lr, or model.dtype=float32."
             )
+
+    def plans_validation(self) -> bool:
+        """Is there anything to validate on, every so many steps?"""
+        raise NotImplementedError
+
+    def validation_due(self) -> bool:
+        """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
+        due = self.plans_validation() and self.step % self.config.validation.every == 0
+        return due and self.last_validation_step() != self.step
 
     def last_validation_step(self) -> int | None:
         return None if self.last_validation is None else self.last_validation["step"]

@@ -27,7 +27,7 @@ except ImportError:  # not on Windows: there, nothing keeps two processes out of
 # Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding
 # at most.
 FREE = (
-    *("steps", "epochs", "resume", "run", "threads"),
+    *("steps", "epochs", "resume", "run", "threads", "watchdog"),
     *("learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.max_logprob_gap"),
     *("weights.method", "weights.folder", "weights.bucket_mb", "weights.timeout", "weights.canary", "weights.max_gap"),
     *("reward.timeout", "reward.workers", "env.timeout", "rollout.max_failure_rate"),

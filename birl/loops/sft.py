@@ -54,7 +54,7 @@ class Likelihood:
     def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         return build.make_learner(self.config, policy.model, ranks)
 
-    def before(self, run: Path, examples: Sequence[Example]) -> None:
+    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:

@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from birl.types import Sample
 
 AT_ONCE = 8  # requests
 TIMEOUT = 300.0  # seconds a request may take
+
+
+def served(teacher: str) -> bool:
+    """Is algorithm.teacher behind an address, or a model to load?"""
+    return teacher.startswith(("http://", "https://"))
 
 
 class ServedTeacher:
@@ -57,5 +63,7 @@ class ServedTeacher:
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
             raise BirlError(f"algorithm.teacher={self.address}: the server says {error.code}: {said}") from error
-        except (urllib.error.URLError, TimeoutError) as error:
+        except OSError as error:
             raise BirlError(f"algorithm.teacher={self.address}: cannot be reached ({error}).") from error
+        except (HTTPException, ValueError) as error:
+            raise BirlError(f"algorithm.teacher={self.address}: its answer is cut, or no JSON ({error!r}).") from error

@@ -238,7 +238,7 @@ def _in_event_loop() -> bool:
 
 def _unknown(name: str) -> str:
     """The message about a parameter that does not exist, with what it may stand for."""
-    from birl.config.load import ELSEWHERE, nearest_keys
+    from birl.config.nearest import ELSEWHERE, nearest_keys
     from birl.config.schema import RL
 
     known = [p for p in inspect.signature(Trainer).parameters if p != "unknown"]
@@ -285,6 +285,9 @@ def _rows(dataset: Any) -> Any:
 
 
 def _written(value: Any) -> str:
+    """As one types it behind `key=`; None as null, which no key takes: not as a folder of the name None."""
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

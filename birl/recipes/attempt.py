@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from birl.errors import BirlError
 from birl.recipes.band import Finding, Points, compare
 from birl.recipes.recipe import Recipe, Stage, models_in
 from birl.track.runs import mapping, summary
 
-ELSEWHERE = ("run", "resume", "threads")  # keys in which a finished run may differ from one that would start now
+ELSEWHERE = ("run", "resume", "threads", "output")  # in which what is done may differ from what would start now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +84,15 @@ class Attempt:
         if command[0] == "checkpoints":
             return self.model(stage.name).is_dir()
         if command[0] == "eval":
-            return self.result(stage).is_file()
+            return self._same(stage, mapping(self.result(stage)).get("config", {}))
         run = self.folder / stage.name
-        return bool(summary(run).get("finished")) and self._same(stage, run)
+        return bool(summary(run).get("finished")) and self._same(stage, mapping(run / "config.json"))
 
-    def _same(self, stage: Stage, run: Path) -> bool:
-        """A finished run of another configuration is not done: the command says what differs."""
+    def _same(self, stage: Stage, before: dict[str, Any]) -> bool:
+        """What has another configuration is not done: an evaluation is repeated, a run says what differs."""
         from birl.config.load import flatten, load
         from birl.config.schema import COMMANDS
 
-        before = mapping(run / "config.json")
         now = json.loads(json.dumps(flatten(load(COMMANDS[stage.command], self.command(stage)[1:]))))
         return all(before.get(key) == now.get(key) for key in {*before, *now} if key not in ELSEWHERE)
 

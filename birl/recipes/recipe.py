@@ -234,7 +234,6 @@ class _Reader:
         return found.strip()
 
     def known(self, entry: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
-
         for key in entry:
             if key not in keys:
                 hint = did_you_mean(str(key), keys)

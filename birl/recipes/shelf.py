@@ -28,7 +28,6 @@ def names() -> dict[str, Path]:
 
 def find(name: str) -> tuple[Recipe, Path]:
     """The recipe of a name, or in a file, and the folder that its paths start from. Raises `BirlError`."""
-
     if name.endswith((".yaml", ".yml")):
         file = Path(name) if name.endswith(ENDING) else Path(name).with_suffix(ENDING)
         if not file.is_file():

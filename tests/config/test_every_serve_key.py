@@ -97,4 +97,3 @@ def test_no_key_is_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_of_help() -> None:
     page = render("serve", Serve, 100)
     assert all(f"{key}=" in page for key in documentation(Serve)) and all(d.text for d in documentation(Serve).values())
-    assert "--dry-run" not in page and "--multirun" not in page

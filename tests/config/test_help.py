@@ -15,6 +15,8 @@ class Sample:
     """How many there are, in two
     lines [tokens]; more."""
     bare: str = ""
+    listed: str = ""
+    """As in [one] or [one,two]; `pip install birl[more]`."""
 
 
 @dataclass
@@ -32,6 +34,7 @@ def test_documentation_reads_text_unit_and_type():
     assert docs["documented"].text == "How many there are, in two lines; more."
     assert (docs["documented"].unit, docs["documented"].type, docs["documented"].default) == ("tokens", "int", 3)
     assert docs["bare"].text == ""
+    assert (docs["listed"].unit, docs["listed"].text) == ("", "As in [one] or [one,two]; `pip install birl[more]`.")
 
 
 def test_documentation_of_real_keys():
@@ -69,7 +72,7 @@ def test_an_environments_own_keys_stand_behind_the_others():
     assert page.index("env.max_turns=") < page.index(
         "env: keys of mine\n  env.documented=3  int [tokens]\n      How many"
     )
-    assert page.endswith("  env.bare=  str")  # it has no text, and no empty line
+    assert "  env.bare=  str\n  env.listed=" in page  # it has no text, and no empty line
     assert render("rl", RL, 80, only=("zzz",), own=Own(kind="mine", section=Bare)).endswith("keys of mine\n  none")
 
 

@@ -7,7 +7,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from birl.config.help import documentation, presets
-from birl.config.load import flatten, load, load_with_choices, nearest_keys, run_folder, to_yaml
+from birl.config.load import flatten, load, load_with_choices, run_folder, to_yaml
+from birl.config.nearest import nearest_keys
 from birl.config.schema import RL, Eval
 from birl.config.sweep import sweep, swept_keys
 from birl.errors import BirlError
@@ -137,6 +138,14 @@ def test_mistakes_in_a_yaml_file_name_the_file(tmp_path: Path):
     recipe.write_text("a: [")
     assert "not valid YAML" in message(str(recipe))
     assert "cannot be read" in message(str(tmp_path / "none.yaml"))
+
+
+def test_a_section_that_is_there_twice_is_refused(tmp_path: Path):
+    """YAML itself would forget the first."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("optimizer: {lr: 1e-5}\ndata:\n  train: a.jsonl\noptimizer: {schedule: cosine}\n")
+    assert "recipe.yaml, line 4, column 1" in message(str(recipe))
+    assert "optimizer is there twice" in message(str(recipe))
 
 
 def test_printed_yaml_loads_to_the_same_values(tmp_path: Path):

@@ -196,7 +196,7 @@ def test_where_failures_are_allowed_they_are_typed_and_train_nothing(
     bench.done(f"reward.functions=rewards.py:{name}", "reward.timeout=0.1", "rollout.max_failure_rate=1")
     (metrics,) = bench.metrics()
     assert metrics[f"outcome/{outcome}"] == metrics["outcome/asked"] == 4
-    assert metrics["updates/done"] == 0 and metrics["reward/mean"] is None
+    assert metrics["updates/done"] == 0 and metrics["reward/mean"] is None and metrics["score/mean"] is None
     records = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
     assert len(records) == 4
     assert all(r["outcome"] == outcome and r["reward"] is None and r["advantage"] is None for r in records)
@@ -387,7 +387,7 @@ def test_a_run_folder_of_another_configuration_is_refused_untouched(bench: Bench
     assert "run=ANOTHER_FOLDER" in said
     assert "resume=never" in bench.refused("resume=never")
     assert contents("run") == before
-    bench.done("steps=2", "learner.tokens_per_microbatch=2048", "engine.max_batch=3")
+    bench.done("steps=2", "learner.tokens_per_microbatch=2048", "engine.max_batch=3", "watchdog=7200")
 
 
 def test_a_try_that_ended_before_its_first_step_is_no_obstacle(bench: Bench) -> None:
@@ -493,6 +493,16 @@ def test_an_evaluation_that_cannot_work_says_why(bench: Bench, words: list[str],
     code, said = evaluation(bench, *words)
     assert code == 2
     assert [text for text in expected if text not in said] == [], said
+
+
+def test_an_evaluation_that_fails_leaves_no_results(bench: Bench) -> None:
+    assert evaluation(bench, "reward.functions=rewards.py:raises", "output=new/out.json")[0] == 2
+    assert not list(Path("new").iterdir())
+    assert evaluation(bench, "output=new/out.json")[0] == 0
+    before = Path("new/out.json").read_bytes()
+    assert json.loads(before)["config"]["validation.max_tokens"] == 8
+    assert evaluation(bench, "reward.functions=rewards.py:raises", "output=new/out.json")[0] == 2
+    assert Path("new/out.json").read_bytes() == before
 
 
 def test_an_evaluation_counts_what_could_not_be_scored_or_asked(bench: Bench) -> None:

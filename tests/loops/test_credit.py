@@ -211,8 +211,13 @@ def test_lengths_parts_and_pairs_reach_the_estimator() -> None:
     optimal = credit("algorithm=opo").by_episode.values()
     means = [(2 * 1.0 + 4 * 0.5) / 7] * 3 + [1 / 4] * 2
     assert list(optimal) == pytest.approx([r - m for r, m in zip(REWARDS, means, strict=True)], abs=1e-6)
-    one, other = (list(credit("algorithm=gdpo", weights=w).by_episode.values()) for w in ([1.0, 0.0], [0.0, 1.0]))
+    one, other = (
+        list(credit("algorithm=gdpo", weights=w).by_episode.values())
+        for w in ({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+    )
     assert one != pytest.approx(other) and other[3] == pytest.approx(other[4])
+    alone = credit("algorithm=gdpo", weights={"a": 1.0}).by_episode.values()  # b is a figure of the environment
+    assert list(alone) == pytest.approx(one)
     paired = credit("algorithm=online_dpo")
     assert [(s.group, s.advantage) for s in paired.samples] == [(0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0)]
 

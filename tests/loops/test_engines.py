@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from birl.config import schema
 from birl.config.load import load
-from birl.errors import BirlError
+from birl.errors import BirlError, EngineDown
 from birl.learner import checkpoint
 from birl.loops import attached, engines, evaluation
 from birl.loops.ledger import audit
@@ -98,6 +99,33 @@ def test_a_rollout_test_finds_servers_by_name(tiny: Path, tmp_path: Path, server
         evaluation.run(load(schema.Eval, [*words, "engine.attach=[nobody/0]", "engine.start_timeout=0.1"]))
     with pytest.raises(BirlError, match=r"127.0.0.1:9"):
         evaluation.run(load(schema.Eval, [*words, "engine.attach=['http://127.0.0.1:9']"]))
+
+
+def test_servers_of_an_evaluation_that_fails_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+
+    class Gone:
+        address = "http://127.0.0.1:1"
+        remotes = property(lambda self: {self.address: self})
+
+        async def info(self) -> Info:
+            raise EngineDown("it has just died")
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    async def opened(engine: schema.Engine, wanted: engines.Wanted) -> Gone:
+        (wanted.logs / "engine-0.log").write_text("started")
+        return Gone()
+
+    monkeypatch.setattr(evaluation, "open_servers", opened)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "b.jsonl").write_text('{"prompt": "What is 1 + 2?", "answer": "3"}\n')
+    words = [f"model.path={tiny}", f"data.validation={tmp_path}/b.jsonl", "threads=1", "engine.kind=birl"]
+    with pytest.raises(EngineDown):
+        evaluation.run(load(schema.Eval, words))
+    assert closed and not list((tmp_path / "temporary").iterdir())
 
 
 def test_servers_come_and_go_with_the_run(tiny: Path, tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
     assert later["gradient, float32"] == 4 * sum(p.numel() for p in model.parameters())
     assert sum(later.values()) > sum(base["training"].values())
     assert found("algorithm.kl_coef=0.1")["generation"]["reference model"] > 0
+    assert found("algorithm=online_dpo")["generation"]["reference model"] > 0
+    assert found("algorithm.teacher=m")["generation"]["teacher, if as large"] > 0
+    assert found("algorithm.teacher=http://localhost:8000/v1/completions") == base
     assert "weights, bfloat16" in base["training"] and not found("model.dtype=float32")["training"]["weights, bfloat16"]
 
 
@@ -195,6 +198,8 @@ def test_plan_reads_neither_weights_nor_data(tiny: Path, tmp_path: Path, capsys:
     [
         (["--memory"], "--memory takes a number"),
         (["--memory", "much"], "--memory takes a number"),
+        (["--memory", "nan"], "--memory takes a number"),
+        (["--memory=-1"], "--memory takes a number"),
         (["optimizer.offload=cpu"], "in CPU memory already"),
         (["model.path=nowhere.gguf"], "no such file"),
         (["lr=1"], "optimizer.lr"),

@@ -30,7 +30,9 @@ PAIRS = [
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def run(tiny: Path, folder: Path, command: str, *words: str, rows: Any = None, held_out: Any = None) -> dict[str, Any]:
+def run(
+    tiny: Path, folder: Path, command: str, *words: str, rows: Any = None, held_out: Any = None, given: bool = True
+) -> dict[str, Any]:
     kind, loop = LOOPS[command]
     config = load(
         kind,
@@ -50,8 +52,8 @@ def run(tiny: Path, folder: Path, command: str, *words: str, rows: Any = None, h
             *words,
         ],
     )
-    given = build.Given(train=rows or (TEXTS if command == "sft" else PAIRS), validation=held_out)
-    return loop.train(config, given=given)
+    handed = build.Given(train=rows or (TEXTS if command == "sft" else PAIRS), validation=held_out)
+    return loop.train(config, given=handed if given else None)
 
 
 def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
@@ -252,6 +254,18 @@ def test_a_precomputed_reference_is_the_live_one(tiny: Path, tmp_path: Path, pie
     assert [m["loss"] for m in live] == pytest.approx([m["loss"] for m in once], abs=1e-5)
 
 
+def test_a_precomputed_reference_knows_rows_of_one_name_apart(tiny: Path, tmp_path: Path) -> None:
+    """data.jsonl for training and data.jsonl in another folder for validation: their rows have the same ids."""
+    for folder, rows in (("train", PAIRS), ("test", PAIRS[::-1])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = (f"data.train={tmp_path}/train/data.jsonl", f"data.validation={tmp_path}/test/data.jsonl")
+    for reference in ("live", "precomputed"):
+        run(tiny, tmp_path / reference, "dpo", *files, f"preference.reference={reference}", given=False)
+    live, once = (log(tmp_path / reference) for reference in ("live", "precomputed"))
+    assert [m["loss"] for m in live] == pytest.approx([m["loss"] for m in once], abs=1e-5)
+
+
 def test_kto_on_votes(tiny: Path, tmp_path: Path) -> None:
     votes = [
         {"prompt": r["prompt"], "answer": r[s], "good": s == "chosen"} for r in PAIRS for s in ("chosen", "rejected")
@@ -288,6 +302,9 @@ def test_dry_run_writes_nothing(tiny: Path, tmp_path: Path, capsys: pytest.Captu
     found = dpo.train(config, dry_run=True, given=build.Given(train=PAIRS))
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-3) and "longest" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()  # of an earlier run
+    dpo.train(config, dry_run=True, given=build.Given(train=PAIRS))
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_packing_shares_the_prompt_of_a_pair(tiny: Path) -> None:

@@ -1,6 +1,7 @@
 """PPO's own loop: the critic learns, is checkpointed, waits where it should, and its figures are told."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint, export
+from birl.learner.learner import Learner
 from birl.loops import build, rl
 from tests.tiny import tiny_model_folder
 
@@ -69,6 +71,24 @@ def test_a_frozen_policy_waits_for_its_critic(tiny: Path, tmp_path: Path) -> Non
 def test_the_first_update_of_a_batch_has_ratios_of_one(tiny: Path, tmp_path: Path) -> None:
     steps = run(tiny, tmp_path, "steps=2", "critic.lr=1e-3")
     assert all(m["ratio/max"] == pytest.approx(1, abs=1e-4) and m["clip_fraction"] == 0 for m in steps)
+
+
+@pytest.mark.parametrize("whose", ["the policy's", "the critic's"])
+def test_gradients_that_are_not_finite_stop_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """Though those of the other model are."""
+    step, rate = Learner.optim_step, {"the policy's": 3e-3, "the critic's": 1e-3}[whose]
+
+    def broken(self: Learner, lr: float) -> float:
+        norm = step(self, lr)
+        return math.nan if lr == rate else norm
+
+    monkeypatch.setattr(Learner, "optim_step", broken)
+    with pytest.raises(BirlError, match="not finite 3 optimizer steps in a row"):
+        run(tiny, tmp_path, "critic.lr=1e-3", "steps=4")
+    metrics = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["updates/nonfinite"] for line in metrics] == [1, 1]
 
 
 def test_a_shared_critic_is_not_exported(tiny: Path, tmp_path: Path) -> None:

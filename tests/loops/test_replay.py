@@ -60,6 +60,22 @@ def test_what_cannot_be_replayed_says_so(tiny: Path, tmp_path: Path, recorded: P
         run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}/run")
 
 
+def test_only_steps_with_figures_are_compared(
+    tiny: Path, tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A run that is killed has written down what it would train on, and nothing of what came out."""
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "record.jsonl").write_text((recorded / "record.jsonl").read_text())
+    figures = (recorded / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(figures[:2]))
+    run(tiny, tmp_path, *RECORDED, f"debug.replay={killed}", "track.console=plain")
+    assert "Replayed 2 steps" in capsys.readouterr().out
+    (killed / "metrics.jsonl").unlink()
+    with pytest.raises(BirlError, match="6 recorded steps, and no figures"):
+        run(tiny, tmp_path / "b", *RECORDED, f"debug.replay={killed}")
+
+
 def test_sampling_alone_leaves_the_weights(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "steps=3", "debug.only_rollout=true")
     assert all(m["updates/done"] == 0 and m["tokens/generated"] > 0 for m in log(tmp_path))

@@ -1,8 +1,10 @@
 """The loop with a tiny model: it learns, and everything it writes can be trusted."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +99,31 @@ def test_micro_batches_change_nothing(tiny: Path, tmp_path: Path, preset: str) -
     one, many = log(tmp_path / "one")[0], log(tmp_path / "many")[0]
     for figure in ("loss", "grad_norm", "entropy", "reward/mean"):
         assert one[figure] == pytest.approx(many[figure], rel=2e-4, abs=1e-6), figure
+
+
+def test_a_validation_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else fails meanwhile: no episode is left that asks engines which are being closed."""
+    ended: list[str] = []
+
+    async def validating(*_: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("validation")
+
+    async def main() -> None:
+        side, tracker = SimpleNamespace(version=0), SimpleNamespace(phase=lambda text: None)
+        parts = SimpleNamespace(plan_validation=1, validation_rollout=1, engine=side, learner=side, tracker=tracker)
+        run: Any = SimpleNamespace(parts=parts, stop=asyncio.Event())
+        task = asyncio.create_task(rl._Run.validate(run))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait({task})
+        await asyncio.sleep(0)
+        assert ended == ["validation"]
+
+    monkeypatch.setattr(rl, "evaluate", validating)
+    asyncio.run(main())
 
 
 def test_counts_close_at_every_step(tiny: Path, tmp_path: Path) -> None:

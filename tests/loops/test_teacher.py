@@ -40,6 +40,8 @@ def served(other: Path) -> Iterator[str]:
             places += [{str(t): {"logprob": table[i, t].item(), "rank": 1}} for i, t in enumerate(ids[1:])]
             body = json.dumps({"choices": [{"index": 0, "text": "", "prompt_logprobs": places}]})
             self.send_response(404 if asked.get("model") == "absent" else 200)
+            if asked.get("model") == "cut":
+                self.send_header("Content-Length", str(len(body) + 1))
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -79,5 +81,7 @@ def test_the_policy_goes_towards_its_teacher(tiny: Path, other: Path, tmp_path: 
 def test_what_a_server_says_is_told(tiny: Path, served: str, tmp_path: Path) -> None:
     with pytest.raises(BirlError, match=r"algorithm\.teacher=.*the server says 404"):
         run(tiny, tmp_path / "a", f"{served}#absent")
+    with pytest.raises(BirlError, match=r"its answer is cut"):
+        run(tiny, tmp_path / "c", f"{served}#cut")
     with pytest.raises(BirlError, match=r"cannot be reached"):
         run(tiny, tmp_path / "b", "http://127.0.0.1:9/v1/completions")

@@ -278,6 +278,7 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
         ({"reward_funcs": [letters, None]}, r"reward_funcs=.*None\]: give a function"),
         ({"reward_funcs": "maths"}, r"Did you mean math\?"),
         ({"train_dataset": None}, r"data\.train is empty"),
+        ({"output_dir": None}, r"run=null: no key can be null"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,11 @@ def test_stages_run_one_after_the_other_and_only_once(place: Path, capsys: pytes
         == "runs/reproduce/small/seed-0/sft-model"
     )
     assert reproduce(one, start) == 0 and len(started) == 4
+    other = replace(one, words=("validation.max_tokens=5",))  # an evaluation of other words is another one
+    assert not other.done(one.recipe.stages[2], other.command(one.recipe.stages[2]))
+    one.result(one.recipe.stages[2]).write_text("")  # it was killed
+    assert not one.done(one.recipe.stages[2], one.command(one.recipe.stages[2]))
+    assert reproduce(one, start) == 0 and started[4:] == ["eval"]
 
     file = place / "recipes" / "small.expected.yaml"  # a figure that did not come, and one that is not there
     file.write_text(file.read_text().replace("0.5}, tolerance: 0.5", "7}, tolerance: 0.5", 1).replace("/n,", "/m,"))

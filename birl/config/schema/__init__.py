@@ -58,7 +58,7 @@ class Training(Splits):
     """Folder of the run. Empty: runs/<model>-<data>-<preset or command>-<seed>."""
     resume: str = "auto"
     """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
-    checkpoint folder."""
+    checkpoint folder, or its URL on an object store."""
     steps: int = 0
     """Training steps: batches of rollouts, or of rows. 0: until data.train was seen `epochs` times."""
     epochs: int = 1

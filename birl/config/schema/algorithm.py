@@ -59,7 +59,7 @@ class Algorithm:
     are trained) | clip_cov (some with a high covariance of log-prob and advantage are not) | kl_cov (those with the
     highest are held back towards the old policy)."""
     entropy_share: float = 0.2
-    """Share of the step's tokens that entropy_control chooses [0 to 1]: 0.2 for top_entropy, 0.0002 for the others."""
+    """Share of the step's tokens that entropy_control chooses [0 to 1]; 0.2 for top_entropy, 0.0002 for the others."""
     covariance_low: float = 1.0
     """clip_cov chooses among tokens with at least this covariance."""
     covariance_high: float = 5.0

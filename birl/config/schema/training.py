@@ -58,8 +58,8 @@ class Compute:
 @dataclass(kw_only=True)
 class Learner(Compute):
     max_logprob_gap: float = 0.5
-    """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]: the engine samples from
-    other weights than it says."""
+    """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]; then the engine samples
+    from other weights than it says."""
 
 
 @dataclass(kw_only=True)
