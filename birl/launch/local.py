@@ -72,10 +72,10 @@ def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: in
         learner_gpus=keys.gpus * ranks,
         engine_gpus=engine.gpus if engine else 0.0,
     )
-    need = -(-plan.learner_gpus // 1) + -(-plan.count * plan.engine_gpus // 1)
-    if need > len(plan.devices):
+    if plan.devices_needed > len(plan.devices):
         raise BirlError(
-            f"launch.gpus={keys.gpus:g}: the job needs {need:g} GPUs, and this machine has {len(plan.devices)}"
+            f"launch.gpus={keys.gpus:g}: the job needs {plan.devices_needed} GPUs, and this machine has "
+            f"{len(plan.devices)}"
         )
     return plan
 
