@@ -4,12 +4,13 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError
 
 SHOWN = 2000  # characters of what a program said that an error shows
+LONG = 3600.0  # s: machines come, then PyTorch is installed; or a run saves and ends
 
 
 def write(folder: Path, rendered: Mapping[str, str]) -> None:
@@ -55,6 +56,18 @@ def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: 
     return done.stdout or ""
 
 
+def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | None = None) -> None:
+    """Each, also after one that failed. Raises `BirlError` with what failed, behind `hint`."""
+    failed: list[str] = []
+    for words in steps:
+        try:
+            run(words, LONG, env=env)
+        except BirlError as error:
+            failed.append(str(error))
+    if failed:
+        raise BirlError(f"Not everything worked; {hint}\n" + "\n".join(failed))
+
+
 def lines(words: Sequence[str]) -> Generator[str, None, None]:
     """What it prints, line by line, until it ends; it ends when nobody reads any more."""
     try:
@@ -69,4 +82,8 @@ def lines(words: Sequence[str]) -> Generator[str, None, None]:
         yield from process.stdout
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
