@@ -4,12 +4,15 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError
 
 SHOWN = 2000  # characters of what a program said that an error shows
+REST = 2.0  # s in which the last lines may come
 LONG = 3600.0  # s: machines come, then PyTorch is installed; or a run saves and ends
 
 
@@ -68,8 +71,9 @@ def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | 
         raise BirlError(f"Not everything worked; {hint}\n" + "\n".join(failed))
 
 
-def lines(words: Sequence[str]) -> Generator[str, None, None]:
-    """What it prints, line by line, until it ends; it ends when nobody reads any more."""
+def lines(words: Sequence[str], over: Callable[[], bool] | None = None) -> Generator[str, None, None]:
+    """What it prints, line by line, until it ends; it ends when nobody reads any more, or when `over` says so, which is
+    asked again and again in a thread."""
     try:
         process = subprocess.Popen(
             list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -78,6 +82,8 @@ def lines(words: Sequence[str]) -> Generator[str, None, None]:
     except FileNotFoundError:
         raise BirlError(f"`{words[0]}` is not installed on this machine.") from None
     assert process.stdout is not None
+    if over is not None:
+        threading.Thread(target=_end_when, args=(over, process), daemon=True).start()
     try:
         yield from process.stdout
     finally:
@@ -87,3 +93,10 @@ def lines(words: Sequence[str]) -> Generator[str, None, None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _end_when(over: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while process.poll() is None:
+        if over():
+            time.sleep(REST)
+            process.terminate()
