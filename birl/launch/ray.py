@@ -16,10 +16,11 @@ from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
 from birl.launch.ray_cluster import NAMESPACE, OPEN, connect
 from birl.launch.ray_plan import Plan, actor_name, bundles, strategy
-from birl.launch.ray_supervisor import ENDED, create
+from birl.launch.ray_supervisor import ENDED, SAVE, create
 
 ANSWER = 60.0  # seconds that the supervisor may take to answer; Ray starts a lost one again in about 20
 LOOK = 0.5  # seconds between two looks while we wait
+STOP = SAVE + 120.0  # seconds that a job may take to save and end
 OWN = ("BIRL_CACHE",)  # variables that the processes get unasked, where they are set
 
 
@@ -200,5 +201,10 @@ def scale(handle: Handle, change: str) -> int:
 def stop(handle: Handle) -> None:
     asked = Asked(handle)
     asked("stop")
+    until = time.monotonic() + STOP
     while asked("status")[0] not in ENDED:
+        if time.monotonic() > until:
+            raise BirlError(
+                f"{handle.run} has not ended within {STOP:g} s; `birl logs {handle.run} supervisor` shows why"
+            )
         time.sleep(LOOK)
