@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birl.cli import main
+from birl.errors import BirlError
 from birl.rollout import pipeline
-from birl.simulation import command
+from birl.simulation import command, sweep
 from birl.simulation.draws import Block, Draws
 from birl.simulation.events import Simulation, Split, learner_seconds, sync_seconds
 from birl.simulation.fleet import least_loaded
@@ -273,7 +274,7 @@ def test_every_group_once_within_the_bound_and_no_work_lost(case: tuple[Scenario
     assert decoded >= answers - 1e-3
     if not hours and split.max_staleness == 0:  # nothing was begun that is not trained
         assert decoded == pytest.approx(answers)
-    row = command.row_of(found, 0, 0)
+    row = sweep.row_of(found, 0, 0)
     assert row.of_ideal <= 1 + 1e-9 and row.engines_busy <= 1 + 1e-9 and row.learners_busy <= 1 + 1e-9
 
 
@@ -397,8 +398,8 @@ def test_it_predicts_the_real_pipeline(staleness: int) -> None:
 # --- figures of a run ---
 
 
-def a_run(folder: Path, steps: int = 12, size: int = 4, prompts: int = 2) -> Path:
-    """As `birl rl` writes it, on a machine of known speed: 0.02 s a decoding step + 0.001 s a token + a prompt token in
+def a_run(folder: Path, steps: int = 12, size: int = 4, prompts: int = 2, machines: int = 1) -> Path:
+    """As `birl rl` writes it, with engines of known speed: 0.02 s a decoding step + 0.001 s a token + a prompt token in
     0.0005 s; training 0.3 s + 0.002 s a token."""
     folder.mkdir()
     random = np.random.default_rng(0)
@@ -408,7 +409,7 @@ def a_run(folder: Path, steps: int = 12, size: int = 4, prompts: int = 2) -> Pat
     for step in range(1, steps + 1):
         prompt, lengths = int(random.integers(5, 30)), random.integers(5, 50, (prompts, size))
         trained = int(lengths.sum()) + prompt * prompts * size
-        generate = 0.02 * int(lengths.max()) + 0.001 * int(lengths.sum()) + 0.0005 * prompt * prompts
+        generate = 0.02 * int(lengths.max()) + (0.001 * int(lengths.sum()) + 0.0005 * prompt * prompts) / machines
         train = 0.3 + 0.002 * trained
         disturbed = 30 * (step == 5)
         metrics.append(
@@ -434,8 +435,41 @@ def test_the_figures_of_a_run_are_found(tmp_path: Path) -> None:
     assert found.episodes.reward == (0.1, 0.1) and found.learner.trained == 1
     assert len(found.episodes.tokens) == 20  # the first step warms up, something else ran in the fifth
     assert "10 of 11 steps" in found.sources["engine.base"]
-    compared = command.compare(replace(found, run=replace(found.run, steps=200)))
+    compared = sweep.compare(replace(found, run=replace(found.run, steps=200)))
     assert abs(compared["off"]) < 0.05
+
+
+def test_the_engines_and_gpus_of_a_run_are_its_own(tmp_path: Path) -> None:
+    """What two engines did together is not what one does, and a learner of 8 GPUs is not one of a GPU."""
+    folder = a_run(tmp_path / "run", machines=2)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"engine.kind": "vllm", "engine.count": 2, "engine.tensor_parallel": 4, "parallel.fsdp": 4, "parallel.tp": 2}
+    own |= {"rollout.max_staleness": 2, "rollout.order_window": 1, "weights.sync_every": 2}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    found = read([str(folder)])
+    assert (found.engine.gpus, found.learner.gpus, found.run.gpus) == (4, 8, (16,))
+    assert (found.result.engines, found.result.learners, found.result.shared) == (2, 1, False)
+    assert (found.run.order_window, found.sync.every) == (1, 2)
+    assert found.engine.base == pytest.approx(0.02) and found.engine.per_sequence == pytest.approx(0.001)
+    (folder / "config.json").write_text(json.dumps(config | {"parallel.ddp": 2, "parallel.tp": 2}))
+    found = read([str(folder)])
+    assert (found.result.engines, found.engine.gpus, found.learner.gpus, found.result.shared) == (2, 2, 4, True)
+
+
+def test_an_episode_without_an_answer_is_passed_over(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    with (folder / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "group": 999, "samples": [{"tokens": [1, 2], "mask": [0, 0]}]}) + "\n")
+    assert len(read([str(folder)]).episodes.tokens) == 20
+    with (folder / "rollouts.jsonl").open("a") as file:
+        file.write("no JSON\n{")  # and a line that is being written
+    with pytest.raises(BirlError, match=r"rollouts\.jsonl: a line is damaged"):
+        read([str(folder)])
+
+
+def test_a_word_may_be_long() -> None:
+    answers = [100 + n for n in range(200)]
+    assert len(read([f"episodes.tokens={answers}"]).episodes.tokens) == 200
 
 
 def test_without_rollouts_it_says_what_it_assumes(tmp_path: Path) -> None:
@@ -478,37 +512,61 @@ def test_assumptions_are_marked() -> None:
     assert told["engine.base"].startswith("assumed: weights")
 
 
-def row(**changes: Any) -> command.Row:
-    values = dict.fromkeys(command.Row.__dataclass_fields__, 0) | {"max_staleness": 1, "learner_efficiency": 1.0}
-    return command.Row(**(values | changes))
+def row(**changes: Any) -> sweep.Row:
+    values = dict.fromkeys(sweep.Row.__dataclass_fields__, 0) | {"max_staleness": 1}
+    return sweep.Row(**(values | changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
         ({}, "Balanced"),
-        ({"learners_waiting": 0.41, "engines_working_while_learners_wait": 0.9}, "Add engines: learners wait 41%"),
-        ({"learners_waiting": 0.41, "engines_working_while_learners_wait": 0.1}, "A few long answers"),
-        ({"engines_waiting": 0.3}, "Add learners: engines wait 30%"),
-        ({"engines_waiting": 0.3, "learner_efficiency": 0.2}, "more learners hardly help: 80%"),
+        (
+            {"learners_waiting": 0.41, "engines_working_while_learners_wait": 0.9},
+            "add engines first: learners wait 41%",
+        ),
+        ({"learners_waiting": 0.41, "engines_working_while_learners_wait": 0.1}, "10% of that; raise max_staleness"),
+        ({"engines_waiting": 0.3}, "add learners first: engines wait 30%"),
         ({"engines_waiting": 0.3, "engines_waiting_for_environments": 0.2}, "mostly for environments"),
-        ({"engines_waiting": 0.3, "max_staleness": 0}, "take turns"),
+        ({"engines_waiting": 0.3, "max_staleness": 0}, "take turns: learners wait 0%, engines 30%"),
     ],
 )
 def test_advice(changes: dict[str, Any], part: str) -> None:
-    assert part in command.advice(row(**changes))
+    """And what would not be faster is not advised."""
+    assert part in command.advice(row(**changes), lambda **_: True)
+    other = command.advice(row(**changes), lambda **_: False)
+    assert not re.search(r"raise|\badd\b", other) and ("no faster" in other or not re.search("raise|add", part))
+
+
+def test_advice_is_not_what_the_table_shows_to_be_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    """A learner more would have to exchange gradients, which costs more than it saves, and its GPU an engine."""
+    words = ["run.gpus=[3]", "run.max_staleness=[0,1,2]"]
+    assert main(["plan", "--simulate", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (best,) = found["best"]
+    slower = [r for r in found["configurations"] if r["max_staleness"] == 2 and r["learners"] > best["learners"]]
+    assert (best["engines"], best["learners"]) == (2, 1) and best["engines_waiting"] > 0.05
+    assert slower and all(r["seconds_per_step"] > best["seconds_per_step"] for r in slower)
+    scenario = read(words)
+    draws = Draws(scenario.episodes, 8)
+    split = Split(engines=2, learners=2, max_staleness=2, prompts=3)
+    more = sweep.simulate(scenario, split, 4, draws).seconds_per_step
+    assert ("add learners first" in best["advice"]) == (more < 0.99 * best["seconds_per_step"])
+    assert "Add learners" not in best["advice"]
 
 
 def test_advice_is_right() -> None:
     """Where it says add engines, one more is faster; where it says add learners, one more of those."""
     scenario = read(["engine.max_batch=8", "learner.bytes=0", "sync.bytes=0", "sync.pause=0"])
-    for engines, learners, part in ((1, 6, "Add engines"), (7, 1, "Add learners")):
+    for engines, learners, part in ((1, 6, "add engines"), (7, 1, "add learners")):
         draws = Draws(scenario.episodes, 8)
         split = Split(engines=engines, learners=learners, max_staleness=2, prompts=8)
-        here = command.simulate(scenario, split, 8, draws)
-        assert part in command.advice(here)
+        here = sweep.simulate(scenario, split, 8, draws)
+        assert part in command.advice(here, sweep.compared_with(scenario, here, draws))
         more = {"engines": engines + 1} if "engines" in part else {"learners": learners + 1}
-        assert command.simulate(scenario, replace(split, **more), 9, draws).seconds_per_step < here.seconds_per_step
+        assert sweep.simulate(scenario, replace(split, **more), 9, draws).seconds_per_step < here.seconds_per_step
+    slow = replace(scenario, learner=replace(scenario.learner, bytes=2e10))  # two learners would exchange them for 20 s
+    assert "more learners are no faster" in command.advice(here, sweep.compared_with(slow, here, draws))
 
 
 def test_the_measured_file_of_the_page_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
