@@ -56,8 +56,7 @@ def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: in
         raise BirlError(
             f"launch.memory_gb={keys.memory_gb:g}: the processes of this machine share its memory; leave it out"
         )
-    if missing := [name for name in job.env if name not in os.environ]:
-        raise BirlError(f"launch.env: {missing[0]} is not set in this shell")
+    jobs.given(job.env)  # processes inherit them
     engine = job.engine
     plan = Plan(
         name=job.name,

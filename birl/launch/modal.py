@@ -83,9 +83,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     """Deploys the app and starts what belongs to the job. Raises `BirlError`."""
     plan = prepare(job, keys)
     modal = client()
-    for name in keys.env:
-        if name not in os.environ:
-            raise BirlError(f"launch.env: the environment variable {name} is not set here, so it cannot be handed on")
+    jobs.given(keys.env)  # the app reads them
     with asked(modal):
         refuse_second(job)
         with variables(plan), modal.enable_output():

@@ -98,10 +98,8 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 
 def values(names: tuple[str, ...]) -> dict[str, str]:
-    """Of the environment variables with these names, in memory only. Raises `BirlError` where one is missing."""
-    if missing := [name for name in names if name not in os.environ]:
-        raise BirlError(f"launch.env: {', '.join(missing)} is not set here. Set it, or take it out of the list.")
-    return {name: os.environ[name] for name in (*names, *(n for n in OWN if n in os.environ))}
+    """Of the environment variables with these names, and `OWN`, in memory only. Raises `BirlError`."""
+    return jobs.given((*names, *(name for name in OWN if name in os.environ)))
 
 
 def supervisor(ray: Any, name: str) -> Any:

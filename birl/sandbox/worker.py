@@ -29,21 +29,9 @@ NO_BOUNDARY = "sandbox.kind=process is no boundary: the program could do everyth
 PRELOAD = (
     *("json", "math", "cmath", "re", "string", "random", "itertools", "functools", "collections", "heapq", "bisect"),
     *("typing", "dataclasses", "enum", "decimal", "fractions", "statistics", "datetime", "calendar", "copy"),
-    *(
-        "operator",
-        "io",
-        "ast",
-        "array",
-        "traceback",
-        "contextlib",
-        "hashlib",
-        "textwrap",
-        "threading",
-        "queue",
-        "atexit",
-        "types",
-    ),
-    *("unittest", "tempfile", "shutil", "inspect", "numbers", "abc", "time", "timeit", "struct", "socket", "warnings"),
+    *("operator", "io", "ast", "array", "traceback", "contextlib", "hashlib", "textwrap", "threading", "queue"),
+    *("atexit", "types", "unittest", "tempfile", "shutil", "inspect", "numbers", "abc", "time", "timeit", "struct"),
+    *("socket", "warnings"),
 )
 
 
