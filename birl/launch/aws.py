@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from birl.errors import BirlError
 from birl.launch import aws_access, aws_cluster, elsewhere, external
@@ -20,7 +19,6 @@ from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
 PROGRAMS = {"aws": "pip install awscli", "ray": "pip install 'ray[default]' boto3"}
-UP = 3600.0  # s: machines, then the installation of PyTorch
 
 
 @dataclass(kw_only=True)
@@ -168,10 +166,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     launch = job.run / "launch"
     external.write(launch, rendered)
     external.need(PROGRAMS, launch, rendered["commands"])
-    for words in begin(job, keys, own):
-        print(shlex.join(words), flush=True)
-        external.run(words, UP, shown=True)
-    return handle(job, keys, own)
+    return elsewhere.begin(handle(job, keys, own), begin(job, keys, own))
 
 
 def status(handle: Handle) -> list[Status]:
@@ -187,15 +182,5 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 def stop(handle: Handle) -> None:
     """The machines are given back even where the job cannot be reached any more."""
-    steps: list[Any] = end(handle)
-    failed = []
-    for words in steps:
-        try:
-            external.run(words, UP, env={"AWS_DEFAULT_REGION": handle.more["region"]})
-        except BirlError as error:
-            failed.append(str(error))
-    if failed:
-        raise BirlError(
-            "Not everything worked; look into AWS's console whether machines are left, tagged "
-            f"{aws_access.TAG}={handle.id}.\n" + "\n".join(failed)
-        )
+    hint = f"look into AWS's console whether machines are left, tagged {aws_access.TAG}={handle.id}."
+    external.run_all(end(handle), hint, {"AWS_DEFAULT_REGION": handle.more["region"]})

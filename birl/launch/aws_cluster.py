@@ -34,7 +34,10 @@ def cluster(job: Job, keys: Any, access: Access, launch: Path) -> dict[str, Any]
         "file_mounts": {
             f"{home}/.ray/auth_token": "~/.ray/auth_token",
             f"{place}/collect.sh": str(launch / "collect.sh"),
-            **{f"{place}/{name}": str(Path(name).absolute()) for name in [*elsewhere.sent(job, keys), *wheel(keys)]},
+            **{
+                f"{place}/{name}": str(Path(name).absolute())
+                for name in [*elsewhere.sent(job, keys), *elsewhere.wheel(keys.package)]
+            },
         },
         "rsync_exclude": ["**/.git", "**/.git/**", "**/.env", "**/__pycache__"],
         "initialization_commands": shared(keys, access),
@@ -65,13 +68,8 @@ def node(kind: str, keys: Any, access: Access, count: int) -> dict[str, Any]:
     }
 
 
-def wheel(keys: Any) -> list[str]:
-    """The package, where it is a file of this machine."""
-    return [keys.package] if keys.package.endswith(".whl") else []
-
-
 def setup(keys: Any, place: str) -> list[str]:
-    package = f"{place}/{keys.package}" if wheel(keys) else keys.package
+    package = f"{place}/{keys.package}" if elsewhere.wheel(keys.package) else keys.package
     wanted = shlex.join([f"ray[default]=={keys.ray}", "boto3", "s3fs", package])
     return [
         f"test -x ~/{VENV}/bin/python || "

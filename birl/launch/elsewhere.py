@@ -19,9 +19,10 @@ from birl import __version__
 from birl.config.rules_engine import weights_method
 from birl.config.schema import RL
 from birl.errors import BirlError
+from birl.launch import external
 from birl.launch import job as jobs
 from birl.launch.job import Job
-from birl.launch.launcher import Status
+from birl.launch.launcher import Handle, Status
 
 BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # a name of S3
 PACKAGE = f"birl=={__version__}"
@@ -105,6 +106,26 @@ def command(job: Job, keys: Keys) -> tuple[str, ...]:
 def steps(job: Job, keys: Keys, machines: int) -> list[str]:
     """Shell lines of the head: wait for the machines, start. `machines` counts the head."""
     return [f"python -m birl.launch.nodes {machines} {keys.wait}", shlex.join(command(job, keys))]
+
+
+def begin(handle: Handle, steps: Iterable[Sequence[str]], env: Mapping[str, str] | None = None) -> Handle:
+    """Run the programs that start a job. From the first one on it may cost money, so `birl stop` knows it from then on,
+    whatever fails. Raises `BirlError`."""
+    handle.save()
+    try:
+        for words in steps:
+            print(shlex.join(words), flush=True)
+            external.run(words, external.LONG, shown=True, env=env)
+    except BirlError as error:
+        raise BirlError(
+            f"{error}\nThere may be machines that cost money: `birl stop {shlex.quote(handle.run)}` gives them back."
+        ) from None
+    return handle
+
+
+def wheel(package: str) -> list[str]:
+    """The package, where it is a file of this machine, which goes along."""
+    return [package] if package.endswith(".whl") else []
 
 
 def follow(job: Job) -> list[str]:

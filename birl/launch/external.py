@@ -4,12 +4,16 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Generator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError
 
 SHOWN = 2000  # characters of what a program said that an error shows
+REST = 2.0  # s in which the last lines may come
+LONG = 3600.0  # s: machines come, then PyTorch is installed; or a run saves and ends
 
 
 def write(folder: Path, rendered: Mapping[str, str]) -> None:
@@ -55,8 +59,21 @@ def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: 
     return done.stdout or ""
 
 
-def lines(words: Sequence[str]) -> Generator[str, None, None]:
-    """What it prints, line by line, until it ends; it ends when nobody reads any more."""
+def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | None = None) -> None:
+    """Each, also after one that failed. Raises `BirlError` with what failed, behind `hint`."""
+    failed: list[str] = []
+    for words in steps:
+        try:
+            run(words, LONG, env=env)
+        except BirlError as error:
+            failed.append(str(error))
+    if failed:
+        raise BirlError(f"Not everything worked; {hint}\n" + "\n".join(failed))
+
+
+def lines(words: Sequence[str], over: Callable[[], bool] | None = None) -> Generator[str, None, None]:
+    """What it prints, line by line, until it ends; it ends when nobody reads any more, or when `over` says so, which is
+    asked again and again in a thread."""
     try:
         process = subprocess.Popen(
             list(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -65,8 +82,21 @@ def lines(words: Sequence[str]) -> Generator[str, None, None]:
     except FileNotFoundError:
         raise BirlError(f"`{words[0]}` is not installed on this machine.") from None
     assert process.stdout is not None
+    if over is not None:
+        threading.Thread(target=_end_when, args=(over, process), daemon=True).start()
     try:
         yield from process.stdout
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _end_when(over: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while process.poll() is None:
+        if over():
+            time.sleep(REST)
+            process.terminate()

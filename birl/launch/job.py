@@ -2,6 +2,7 @@
 where they run is up to a launcher (`launcher.py`). Imports nothing heavy."""
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -118,6 +119,13 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
         **own,
     )
     return replace(job, roles=(learner, role), engines=place)
+
+
+def given(names: Sequence[str]) -> dict[str, str]:
+    """The environment variables with these names (`launch.env`). Raises `BirlError` where one is not set here."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise BirlError(f"launch.env: {', '.join(missing)} is not set here. Set it, or take it out of the list.")
+    return {name: os.environ[name] for name in names}
 
 
 def registered(name: str, run: Path) -> str:

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,11 @@ def pod(job: Job, keys: Keys, name: str, files: list[str], kind: str) -> dict[st
 
 
 def gpus_of_one(job: Job, keys: Keys) -> int:
-    """GPUs of the machine that has most, when the processes are shared out evenly."""
-    return -(-int(sum(role.gpus * role.count for role in job.roles)) // keys.nodes)
+    """GPUs of the machine that has most, when the processes are shared out evenly; none is divided."""
+    machines = [0.0] * keys.nodes
+    for gpus in sorted((role.gpus for role in job.roles for _ in range(role.count)), reverse=True):
+        machines[machines.index(min(machines))] += gpus
+    return ceil(max(machines) - 1e-9)
 
 
 def storage(job: Job, keys: Keys, name: str, files: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -258,7 +262,10 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 
 def stop(handle: Handle) -> None:
-    found = asked(handle)
-    if found.get("jobStatus") == "RUNNING":
-        external.run(head(handle, found, f"birl stop {shlex.quote(handle.run)}"), 3600.0)
-    external.run(("kubectl", "delete", "rayjob", handle.id, "-n", handle.more["namespace"], "--ignore-not-found"))
+    """The machines are given back even where the job cannot be reached any more."""
+    try:
+        found = asked(handle)
+        if found.get("jobStatus") == "RUNNING":
+            external.run(head(handle, found, f"birl stop {shlex.quote(handle.run)}"), external.LONG)
+    finally:
+        external.run(("kubectl", "delete", "rayjob", handle.id, "-n", handle.more["namespace"], "--ignore-not-found"))

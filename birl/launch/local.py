@@ -56,8 +56,7 @@ def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: in
         raise BirlError(
             f"launch.memory_gb={keys.memory_gb:g}: the processes of this machine share its memory; leave it out"
         )
-    if missing := [name for name in job.env if name not in os.environ]:
-        raise BirlError(f"launch.env: {missing[0]} is not set in this shell")
+    jobs.given(job.env)  # processes inherit them
     engine = job.engine
     plan = Plan(
         name=job.name,
@@ -72,10 +71,10 @@ def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: in
         learner_gpus=keys.gpus * ranks,
         engine_gpus=engine.gpus if engine else 0.0,
     )
-    need = -(-plan.learner_gpus // 1) + -(-plan.count * plan.engine_gpus // 1)
-    if need > len(plan.devices):
+    if plan.devices_needed > len(plan.devices):
         raise BirlError(
-            f"launch.gpus={keys.gpus:g}: the job needs {need:g} GPUs, and this machine has {len(plan.devices)}"
+            f"launch.gpus={keys.gpus:g}: the job needs {plan.devices_needed} GPUs, and this machine has "
+            f"{len(plan.devices)}"
         )
     return plan
 

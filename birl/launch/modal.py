@@ -7,17 +7,17 @@ It was tried with Modal's own client against a stand-in for its servers, and nev
 import json
 import os
 import secrets
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 from birl.errors import BirlError
+from birl.launch import external
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, find
@@ -83,9 +83,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     """Deploys the app and starts what belongs to the job. Raises `BirlError`."""
     plan = prepare(job, keys)
     modal = client()
-    for name in keys.env:
-        if name not in os.environ:
-            raise BirlError(f"launch.env: the environment variable {name} is not set here, so it cannot be handed on")
+    jobs.given(keys.env)  # the app reads them
     with asked(modal):
         refuse_second(job)
         with variables(plan), modal.enable_output():
@@ -179,30 +177,17 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     """Lines as Modal keeps them, each with its role and number in front."""
     client()
     words = ["--follow"] if follow else ["--tail", "1000"]
-    command = cli("app", "logs", handle.id, *words)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if follow:
-        threading.Thread(target=end_with_job, args=(handle, process), daemon=True).start()
-    assert process.stdout is not None
-    try:
-        for raw in process.stdout:
-            line = raw.decode(errors="replace")
-            if not role or line.startswith(f"[{role} "):
-                yield line
-    finally:
-        process.terminate()
-        process.wait()
+    over = (lambda: ended(handle)) if follow else None
+    with closing(external.lines(cli("app", "logs", handle.id, *words), over)) as lines:
+        yield from (line for line in lines if not role or line.startswith(f"[{role} "))
 
 
-def end_with_job(handle: Handle, process: subprocess.Popen[bytes]) -> None:
+def ended(handle: Handle) -> bool:
     """A deployed app never ends by itself, but its job does."""
-    while process.poll() is None:
-        with suppress(Exception):
-            if all(line.state in ("done", "failed", "stopped") for line in status(handle) if line.role == "learner"):
-                time.sleep(POLL)  # for the last lines
-                process.terminate()
-                return
-        time.sleep(POLL)
+    time.sleep(POLL)
+    with suppress(Exception):
+        return all(line.state in ("done", "failed", "stopped") for line in status(handle) if line.role == "learner")
+    return False
 
 
 def stop(handle: Handle) -> None:
@@ -221,9 +206,7 @@ def stop(handle: Handle) -> None:
             if late:
                 call.cancel(terminate_containers=True)
         notes.put("over", True)
-        done = subprocess.run(cli("app", "stop", handle.id, "--yes"), capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        raise BirlError(f"modal app stop {handle.id}: {(done.stderr or done.stdout).strip()}")
+    external.run(cli("app", "stop", handle.id, "--yes"), 120.0)
     if late:
         raise BirlError(
             f"{handle.name} had not saved after {handle.more['stop_timeout']:g} s (launch.stop_timeout) and was ended; "

@@ -124,8 +124,13 @@ def beats(child: Streamed, number: int, notes: Notes, url: str, local: str, work
     while child.process.poll() is None:
         count += 1
         about = {"state": "running", "url": url, "beat": f"{os.getpid()}-{count}", "time": time.time()}
-        notes.put(f"engine/{number}", {**about, "task": os.environ.get("MODAL_TASK_ID", "")})
-        if notes.get("over"):
+        try:
+            notes.put(f"engine/{number}", {**about, "task": os.environ.get("MODAL_TASK_ID", "")})
+            over = notes.get("over")
+        except Exception as error:  # the network: the engine itself goes on
+            over = False
+            print(f"birl: no word from outside: {error}", flush=True)
+        if over:
             return child.end(30.0)
         if (now := requests_of(local)) != asked:
             asked, used = now, time.monotonic()

@@ -24,8 +24,8 @@ def learn(
     start: float = START,
 ) -> int:
     """The learner's container: waits for engines (`spawn(number)` starts one that is not there), runs the command, and
-    stops it when the notes say so. Returns its exit code; raises `Ended` where it should be started again."""
-    folder = link(work)
+    stops it when the notes say so. Returns its exit code, or 2 where engines do not come. Raises `Ended` where it is to
+    be started again, as Modal does after any exception."""
     starts = int((notes.get("learner") or {}).get("starts", 0)) + 1
 
     def note(state: str, detail: str = "") -> None:
@@ -34,6 +34,7 @@ def learn(
 
     note("running", "starting")
     try:
+        folder = link(work)
         with Directory(notes, work.engines, work.count, beat) as directory:
             if not await_engines(directory, notes, note, spawn, first=starts == 1, start=start):
                 note("stopped")
@@ -42,9 +43,10 @@ def learn(
             child = Streamed("learner 0", work.command, folder / "launch" / "learner-0.log", {})
             code, why = watch(child, notes, note, commit, work.seconds, beat)
     except BirlError as error:
+        print(f"birl: {error}", flush=True)
         note("failed", str(error))
         notes.put("over", True)
-        raise
+        return 2
     finally:
         written(commit)
     if why == "time" and code == 0:

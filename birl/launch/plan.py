@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,27 @@ class Plan:
     def folder(self) -> Path:
         return self.home / FOLDER
 
+    @property
+    def devices_needed(self) -> int:
+        return ceil(self.learner_gpus) + ceil(self.count / self._sharing) * ceil(self.engine_gpus)
+
     def most_engines(self) -> int:
         """How many there are GPUs for."""
-        free = len(self.devices) - -(-self.learner_gpus // 1)
-        return int(free / self.engine_gpus) if self.engine_gpus else 1000
+        free = len(self.devices) - ceil(self.learner_gpus)
+        return int(free // ceil(self.engine_gpus) * self._sharing) if self.engine_gpus else 1000
 
     def of(self, role: str, index: int) -> list[str]:
-        """GPUs of one process."""
-        first, each = (0.0, self.learner_gpus) if role == "learner" else (-(-self.learner_gpus // 1), self.engine_gpus)
-        start = int(first + index * each)
-        return list(self.devices[start : start + max(int(-(-each // 1)), 0)])
+        """GPUs of one process: whole ones of its own, or a part of one that others have parts of."""
+        if role == "learner":
+            return list(self.devices[: ceil(self.learner_gpus)])
+        each = ceil(self.engine_gpus)
+        start = ceil(self.learner_gpus) + index // self._sharing * each
+        return list(self.devices[start : start + each])
+
+    @property
+    def _sharing(self) -> int:
+        """Engines that have parts of the same GPU."""
+        return int(1 / self.engine_gpus) if 0 < self.engine_gpus < 1 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +142,12 @@ def wanted(folder: Path, most: int) -> int | None:
 
 
 def supervised(folder: Path) -> int:
-    """The process that supervises the run now; 0 where there is none. It has a lock, which ends with it."""
+    """The process that supervises the run now; 0 where there is none. It has a lock, which ends with it. Those who look
+    share theirs: else two who look at once would take each other for a supervisor that ended long ago."""
     try:
-        with (folder / LOCK).open("r+") as file:
+        with (folder / LOCK).open() as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 text = file.read().strip()
                 return int(text) if text.isdigit() else -1

@@ -16,10 +16,11 @@ from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
 from birl.launch.ray_cluster import NAMESPACE, OPEN, connect
 from birl.launch.ray_plan import Plan, actor_name, bundles, strategy
-from birl.launch.ray_supervisor import ENDED, create
+from birl.launch.ray_supervisor import ENDED, SAVE, create
 
 ANSWER = 60.0  # seconds that the supervisor may take to answer; Ray starts a lost one again in about 20
 LOOK = 0.5  # seconds between two looks while we wait
+STOP = SAVE + 120.0  # seconds that a job may take to save and end
 OWN = ("BIRL_CACHE",)  # variables that the processes get unasked, where they are set
 
 
@@ -97,10 +98,8 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 
 def values(names: tuple[str, ...]) -> dict[str, str]:
-    """Of the environment variables with these names, in memory only. Raises `BirlError` where one is missing."""
-    if missing := [name for name in names if name not in os.environ]:
-        raise BirlError(f"launch.env: {', '.join(missing)} is not set here. Set it, or take it out of the list.")
-    return {name: os.environ[name] for name in (*names, *(n for n in OWN if n in os.environ))}
+    """Of the environment variables with these names, and `OWN`, in memory only. Raises `BirlError`."""
+    return jobs.given((*names, *(name for name in OWN if name in os.environ)))
 
 
 def supervisor(ray: Any, name: str) -> Any:
@@ -200,5 +199,10 @@ def scale(handle: Handle, change: str) -> int:
 def stop(handle: Handle) -> None:
     asked = Asked(handle)
     asked("stop")
+    until = time.monotonic() + STOP
     while asked("status")[0] not in ENDED:
+        if time.monotonic() > until:
+            raise BirlError(
+                f"{handle.run} has not ended within {STOP:g} s; `birl logs {handle.run} supervisor` shows why"
+            )
         time.sleep(LOOK)

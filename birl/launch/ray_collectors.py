@@ -214,7 +214,7 @@ class Collectors:
         except self.ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BirlError) else error
             raise BirlError(f"env=ray: {str(cause).splitlines()[0]}") from error
-        except self.ray.exceptions.RayActorError as error:
+        except self.ray.exceptions.RayError as error:
             raise BirlError(f"env=ray: an actor did not start: {str(error).splitlines()[0]}") from error
         place.ready, place.used, self.problem = True, time.monotonic(), ""
         self._wake()

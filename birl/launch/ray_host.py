@@ -4,6 +4,7 @@ which ends with its node.
 What the process prints goes to a file on that node, which is read from here; nothing goes through Ray's object store.
 """
 
+import codecs
 import contextlib
 import os
 import signal
@@ -154,15 +155,17 @@ class Host:
         self.known = {}
 
     def read(self, start: int, most: int = 65536) -> tuple[str, int]:
-        """What the log has from byte `start` on, negative from its end, and where the next part begins."""
+        """What the log has from byte `start` on, negative from its end, and where the next part begins: behind the last
+        whole character."""
         if self.order is None:
             return "", 0
         try:
             with Path(self.order.folder, self.order.log).open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(size + start, 0) if start < 0 else start if start <= size else 0)
-                found = file.read(most)
-                return found.decode(errors="replace"), file.tell()
+                decoder = codecs.getincrementaldecoder("utf-8")("replace")
+                found = decoder.decode(file.read(most))
+                return found, file.tell() - len(decoder.getstate()[0])
         except FileNotFoundError:
             return "", 0
 

@@ -26,7 +26,7 @@ class Spot:
     wanted: float = 0.0  # since when it has had no place; 0: it has one
     seen: Seen | None = None
     up: bool = False
-    leaving: bool = False  # it is to end, and not to be started again
+    leaving: int = 0  # 1: it is to end, and not to be started again; 2: it was told so
     generation: int = 0  # its process was started so often
     failures: int = 0
     after: float = 0.0  # it is not started before [s of the monotonic clock]

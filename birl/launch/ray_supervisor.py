@@ -153,20 +153,22 @@ class Supervisor:
         self.spots.append(Spot(role=last.role, index=last.index + 1, name=name, place=place))
 
     def _scale(self) -> None:
-        """One that has to go is no more among those that the learner finds, and ends when it has answered."""
-        while len(self.engines) < self.wanted:
-            self._add()
-        for spot in self.engines[self.wanted :] if self.engines else ():
-            if not spot.leaving:
-                spot.leaving, spot.after = True, time.monotonic() + LEAVE
+        """One that has to go is no more among those that the learner finds, and ends when it has answered. It goes even
+        where more are wanted again meanwhile: then others come when it is gone, as they are numbered without gaps."""
+        for place, spot in enumerate(self.engines):
+            if not spot.leaving and place >= self.wanted:
+                spot.leaving, spot.after = 1, time.monotonic() + LEAVE
                 self._tell(f"{spot.role.name} {spot.index} is to end")
-            elif not spot.running:
+            elif spot.leaving and not spot.running:
                 if spot.host is not None:
                     self.ray.kill(spot.host)
                 self.spots.remove(spot)
-            elif time.monotonic() > spot.after:
-                spot.signal(signal.SIGTERM)
-                spot.after += GRACE
+            elif spot.leaving and time.monotonic() > spot.after:
+                spot.signal(signal.SIGTERM if spot.leaving == 1 else signal.SIGKILL)
+                spot.leaving, spot.after = 2, spot.after + GRACE
+        if not any(spot.leaving for spot in self.engines):
+            while len(self.engines) < self.wanted:
+                self._add()
 
     @property
     def learners(self) -> list[Spot]:
@@ -239,7 +241,7 @@ class Supervisor:
         now = time.monotonic()
         if lost or broken is not None:
             why = lost or (broken.ending if broken is not None else "")
-            self._failed(why, early=broken is not None and broken.code == MISTAKE and self._early)
+            self._failed(why, mistake=not lost and broken is not None and broken.code == MISTAKE)
             for spot in spots:
                 spot.up = False
                 spot.signal(signal.SIGKILL)
@@ -262,7 +264,8 @@ class Supervisor:
     def _early(self) -> bool:
         return self.failures == 0 and bool(self.began) and time.monotonic() - self.began < EARLY
 
-    def _failed(self, why: str, early: bool) -> None:
+    def _failed(self, why: str, mistake: bool) -> None:
+        early = mistake and self._early
         self.saving = 0.0
         self.failures += 1
         self.learners[0].detail = why
@@ -273,7 +276,7 @@ class Supervisor:
             self._end("stopped", why)
         elif self.failures > self.plan.restarts:
             self._end("failed", f"{why} (launch.restarts={self.plan.restarts} are used up)")
-        mistake = f"code {MISTAKE}" in why  # maybe engines that still wait for the learner as it was
+        # a mistake: maybe engines that still wait for the learner as it was
         self.after = time.monotonic() + (FORGET if mistake else backoff(self.failures))
 
     def _start(self, spots: list[Spot]) -> None:

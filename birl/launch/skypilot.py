@@ -77,7 +77,8 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
         "disk_size": keys.disk_gb,
         "use_spot": keys.spot,
     }
-    mounts: dict[str, Any] = {f"{WORK}/{name}": f"./{name}" for name in [*elsewhere.sent(job, keys), *wheel(keys)]}
+    along = [*elsewhere.sent(job, keys), *elsewhere.wheel(keys.package)]
+    mounts: dict[str, Any] = {f"{WORK}/{name}": f"./{name}" for name in along}
     if keys.bucket:
         # cached: what is appended to, as metrics are, works only so
         mounts[f"{WORK}/{job.run.parent}"] = {"name": keys.bucket, "store": "s3", "mode": "MOUNT_CACHED"}
@@ -92,12 +93,8 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
     }
 
 
-def wheel(keys: Keys) -> list[str]:
-    return [keys.package] if keys.package.endswith(".whl") else []
-
-
 def setup(keys: Keys) -> list[str]:
-    package = f"{WORK}/{keys.package}" if wheel(keys) else shlex.quote(keys.package)
+    package = f"{WORK}/{keys.package}" if elsewhere.wheel(keys.package) else shlex.quote(keys.package)
     return [
         "set -e",
         f"test -x {VENV}/bin/python || {{ python3 -m pip install uv && python3 -m uv venv --python 3.12 {VENV}; }}",
@@ -146,8 +143,8 @@ def submit(job: Job, keys: Keys) -> Handle:
     rendered, launch = render(job, keys), job.run / "launch"
     external.write(launch, rendered)
     external.need(PROGRAMS, launch, rendered["commands"])
-    external.run(begin(job), 3600.0, shown=True, env={TOKEN: secrets.token_hex(32)})
-    return Handle(where="skypilot", id=elsewhere.named(job.name), run=str(job.run), name=job.name)
+    handle = Handle(where="skypilot", id=elsewhere.named(job.name), run=str(job.run), name=job.name)
+    return elsewhere.begin(handle, [begin(job)], {TOKEN: secrets.token_hex(32)})
 
 
 def status(handle: Handle) -> list[Status]:
@@ -166,11 +163,4 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 def stop(handle: Handle) -> None:
     """The machines are given back even where the job cannot be reached any more."""
-    failed = []
-    for words in end(handle.id, handle.run):
-        try:
-            external.run(words, 3600.0)
-        except BirlError as error:
-            failed.append(str(error))
-    if failed:
-        raise BirlError("Not everything worked; `sky status` shows whether machines are left.\n" + "\n".join(failed))
+    external.run_all(end(handle.id, handle.run), "`sky status` shows whether machines are left.")

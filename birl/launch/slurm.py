@@ -158,10 +158,8 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 def environment(names: Sequence[str]) -> dict[str, str]:
     """What sbatch sees, and so the job: nothing that was not named. Raises `BirlError` for a name that is not set."""
-    if missing := [name for name in names if name not in os.environ]:
-        raise BirlError(f"launch.env: {', '.join(missing)} is not set here, so the job cannot have it")
     own = [name for name in os.environ if name in PASSED or name.startswith("SBATCH_")]
-    return {name: os.environ[name] for name in (*own, *names)}
+    return jobs.given((*own, *names))
 
 
 def status(handle: Handle) -> Sequence[Status]:

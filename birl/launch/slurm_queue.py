@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from birl.errors import BirlError
+from birl.launch import tail
 from birl.launch.launcher import Handle, Status
 
 STATE = "state"
 DEADLINE = 60.0  # seconds for one command; Slurm repeats by itself while its controller is away
-LOOK = 0.5  # seconds between two looks at logs
 ASK = 2.0  # seconds between two questions to the controller, which serves everybody
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
@@ -143,36 +143,25 @@ def last_word(run: Path) -> tuple[str, str]:
 
 
 def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
-    """Each line with the process that wrote it. Raises `BirlError` for a role that is none."""
+    """Each line with the process that wrote it, where there are several. Raises `BirlError` for a role that is none."""
     roles = handle.more["roles"]
     if role and role not in (*roles, "slurm"):
         raise BirlError(f"There is no role {role}; there are {', '.join((*roles, 'slurm'))}")
-    at: dict[Path, int] = {}
+    folders = [*dict.fromkeys([Path(handle.run), *map(Path, handle.more["folders"])])]
     asked, alive = 0.0, True
-    while True:
-        if follow and time.monotonic() - asked > ASK:
+
+    def files() -> dict[str, Path]:
+        found = (f for run in folders for f in sorted((run / "launch").glob(f"{role or '*'}-*.*")))
+        array = handle.more["array"]
+        return {f"{f.parents[1].name} {f.stem}" if array else f.stem: f for f in found if f.suffix in (".log", ".out")}
+
+    def over() -> bool:
+        nonlocal asked, alive
+        if time.monotonic() - asked > ASK:
             asked, alive = time.monotonic(), active(handle)
-        yield from new_lines(handle, role, at)
-        if not follow or not alive:
-            return
-        time.sleep(LOOK)
+        return not alive
 
-
-def new_lines(handle: Handle, role: str, at: dict[Path, int]) -> Iterator[str]:
-    """Whole lines that were added since the last call."""
-    folders = dict.fromkeys([Path(handle.run), *map(Path, handle.more["folders"])])
-    for run in folders:
-        for file in sorted((run / "launch").glob(f"{role or '*'}-*.*")):
-            if file.suffix not in (".log", ".out"):
-                continue
-            with file.open("rb") as opened:
-                opened.seek(at.get(file, 0))
-                text = opened.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            at[file] = at.get(file, 0) + len(whole)
-            name = f"{run.name} {file.stem}" if handle.more["array"] else file.stem
-            for line in whole.decode(errors="replace").splitlines():
-                yield f"{name}: {line}"
+    return tail.lines(files, follow, over)
 
 
 def stop(handle: Handle, patience: float) -> None:

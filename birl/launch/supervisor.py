@@ -214,11 +214,12 @@ def forget(name: str, pid: int = 0) -> None:
 
 
 def latest(run: str) -> tuple[int, float]:
-    """The last step of a run and when it was over [s of the clock]; zeros where there is none."""
+    """The last step of a run and when it was over [s of the clock]; zeros where there is none. A line that is half
+    written is none."""
     file = Path(run) / "metrics.jsonl"
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError), file.open("rb") as opened:
         opened.seek(max(opened.seek(0, os.SEEK_END) - 65536, 0))
-        row = json.loads(opened.read().splitlines()[-1])
+        row = json.loads(opened.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
         return int(row["step"]), datetime.fromisoformat(row["time"]).timestamp()
     return 0, 0.0
 

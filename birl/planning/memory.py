@@ -47,9 +47,7 @@ def memory(shape: Shape, layout: Layout, work: Work) -> dict[str, float]:
         "gradients, float32": 4 * own,
         "optimizer state": 8 * own,
     }
-    if split == 1:
-        found["weights, bfloat16"] = 2 * own
-    elif layout.fsdp * layout.cp > 1:
+    if layout.fsdp * layout.cp > 1:
         layer, ends = whole(shape, layout)
         found["gathered weights"] = 2 * (2 * layer + ends)
         found["gathered gradients"] = 6 * max(layer, ends)  # bfloat16, and float32 on their way

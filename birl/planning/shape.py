@@ -165,6 +165,8 @@ def shape_of(model: str) -> Shape:
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("no object")
     except (OSError, ValueError) as error:
         near = did_you_mean(model, KNOWN)
         raise BirlError(f"model={model}: neither a config.json nor one of {', '.join(KNOWN)}.{near}") from error

@@ -102,9 +102,12 @@ def _cases(test: Any) -> list[Case]:
         raise BirlError(f"tests: {str(test)[:80]!r} is neither assertions nor an object.")
     name = str(test.get("fn_name") or "")
     if "inputs" in test and "outputs" in test:
-        pairs = list(zip(test["inputs"], test["outputs"], strict=False))
-        if len(test["inputs"]) != len(test["outputs"]) or not pairs:
-            raise BirlError(f"tests: {len(test['inputs'])} inputs and {len(test['outputs'])} outputs.")
+        inputs, outputs = test["inputs"], test["outputs"]
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):  # texts have letters
+            raise BirlError(f"tests: inputs and outputs must be lists, not {str(inputs)[:80]!r}; one test has input.")
+        if len(inputs) != len(outputs) or not inputs:
+            raise BirlError(f"tests: {len(inputs)} inputs and {len(outputs)} outputs.")
+        pairs = list(zip(inputs, outputs, strict=True))
     elif "input" in test and "output" in test:
         pairs = [(test["input"], test["output"])]
     else:
@@ -114,8 +117,11 @@ def _cases(test: Any) -> list[Case]:
 
 def _called(name: str, given: Any, expected: Any) -> Case:
     if isinstance(given, str):  # one JSON value a line, as LiveCodeBench has it
-        given = [json.loads(line) for line in given.splitlines() if line.strip()]
-        expected = json.loads(expected) if isinstance(expected, str) else expected
+        try:
+            given = [json.loads(line) for line in given.splitlines() if line.strip()]
+            expected = json.loads(expected) if isinstance(expected, str) else expected
+        except ValueError as error:
+            raise BirlError(f"tests: input and output of {name} must be JSON, one argument a line: {error}.") from None
     if not isinstance(given, list | tuple):
         raise BirlError(f"tests: the inputs of {name} must be a list of arguments, not {str(given)[:80]!r}.")
     return Case(call=name, args=tuple(given), expected=expected)

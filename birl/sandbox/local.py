@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from birl.allocator import cores
-from birl.errors import BirlError
-from birl.sandbox.protocol import Ending, Limits, Result, as_bytes
+from birl.sandbox.protocol import Ending, Limits, Result
 from birl.sandbox.worker import Worker
 
 
@@ -34,15 +33,12 @@ class LocalSandbox:
         stdin: bytes | str = "",
         collect: Sequence[str] = (),
     ) -> Result:
-        if not command:
-            raise BirlError("command is empty: name a program, as in ['python', 'main.py'].")
-        content = {name: as_bytes(text) for name, text in files.items()}
         async with self._turn:
             if self._closed:
                 return Result(ending=Ending.ERROR, kind=self.kind, detail="the sandbox was closed")
             worker = self._free.pop()
             try:
-                return await worker.run(content, command, limits, as_bytes(stdin), collect)
+                return await worker.run(files, command, limits, stdin, collect)
             finally:
                 self._free.append(worker)
 

@@ -4,7 +4,6 @@ It was tried with a stand-in that has the signatures of Modal's client 1.6, and 
 """
 
 import asyncio
-import base64
 import contextlib
 import importlib
 import json
@@ -14,8 +13,8 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.sandbox.command import NOBODY, SOURCES
-from birl.sandbox.protocol import Ending, Limits, Result, as_bytes, inside
-from birl.sandbox.worker import result_of
+from birl.sandbox.protocol import Ending, Limits, Result
+from birl.sandbox.worker import request_of, result_of
 
 APP = "birl-sandbox"
 PYTHON = "3.11"
@@ -78,14 +77,7 @@ class ModalSandbox:
         stdin: bytes | str = "",
         collect: Sequence[str] = (),
     ) -> Result:
-        request = {
-            "files": {inside(name): _text(as_bytes(content)) for name, content in files.items()},
-            "command": list(command),
-            "limits": {name: getattr(limits, name) for name in limits.__slots__},
-            "stdin": _text(as_bytes(stdin)),
-            "collect": [inside(name) for name in collect],
-            "watch_memory": True,
-        }
+        request = request_of(files, command, limits, stdin, collect, watch_memory=True)
         settings = {"kind": self.kind, "python": "python3", "uid": int(NOBODY), "readable": [], "filter": ""}
         sources = {name: path.read_text() if path else "" for name, path in SOURCES.items()}
         job = json.dumps({"sources": sources, "request": request, "settings": settings})
@@ -118,12 +110,10 @@ class ModalSandbox:
         try:
             reply = json.loads(said)
         except (ValueError, RecursionError):
-            reply = {"ending": Ending.KILLED, "detail": f"the process that watches it ended with exit code {code}"}
+            # by a signal, as where the container's memory is used up; with an error of its own the sandbox has failed
+            ending = Ending.KILLED if code < 0 or code > 128 else Ending.ERROR
+            reply = {"ending": ending, "detail": f"the process that watches it ended with exit code {code}"}
         return result_of(reply, self.kind, limits.seconds)
 
     async def close(self) -> None:
         """Every run ends its own container."""
-
-
-def _text(content: bytes) -> str:
-    return base64.b64encode(content).decode()

@@ -14,33 +14,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from birl.errors import BirlError
 from birl.sandbox import command as commands
 from birl.sandbox import seccomp
 from birl.sandbox.cgroup import MemoryGroup
-from birl.sandbox.protocol import Ending, Limits, Result, inside
+from birl.sandbox.program import NAMESPACES, Request
+from birl.sandbox.protocol import Ending, Limits, Result, as_bytes, inside
 
 START_TIMEOUT = 20.0  # seconds until a guest says that it is there
 GRACE = 5.0  # seconds after the limit at which a guest that has not ended the run is ended itself
-NAMESPACES = ("zygote", "bubblewrap")
 KEPT = ("zygote", "landlock", "process")  # guests that serve many runs
 SIGNALS_STAY_INSIDE = 6  # version of Landlock
 NO_BOUNDARY = "sandbox.kind=process is no boundary: the program could do everything that you can do"
 PRELOAD = (
     *("json", "math", "cmath", "re", "string", "random", "itertools", "functools", "collections", "heapq", "bisect"),
-    *(
-        "typing",
-        "dataclasses",
-        "enum",
-        "decimal",
-        "fractions",
-        "statistics",
-        "datetime",
-        "calendar",
-        "copy",
-        "operator",
-    ),
-    *("io", "ast", "array", "traceback", "contextlib", "hashlib", "textwrap", "threading", "queue", "atexit", "types"),
-    *("unittest", "tempfile", "shutil", "inspect", "numbers", "abc", "time", "timeit", "struct", "socket", "warnings"),
+    *("typing", "dataclasses", "enum", "decimal", "fractions", "statistics", "datetime", "calendar", "copy"),
+    *("operator", "io", "ast", "array", "traceback", "contextlib", "hashlib", "textwrap", "threading", "queue"),
+    *("atexit", "types", "unittest", "tempfile", "shutil", "inspect", "numbers", "abc", "time", "timeit", "struct"),
+    *("socket", "warnings"),
 )
 
 
@@ -70,21 +61,15 @@ class Worker:
 
     async def run(
         self,
-        files: Mapping[str, bytes],
+        files: Mapping[str, bytes | str],
         command: Sequence[str],
         limits: Limits,
-        stdin: bytes,
+        stdin: bytes | str,
         collect: Sequence[str],
     ) -> Result:
+        """Raises `BirlError` for a command or a file's name that is none."""
         began = time.monotonic()
-        request = {
-            "files": {inside(name): _text(content) for name, content in files.items()},
-            "command": list(command),
-            "limits": {name: getattr(limits, name) for name in limits.__slots__},
-            "stdin": _text(stdin),
-            "collect": [inside(name) for name in collect],
-            "watch_memory": self.group is None,
-        }
+        request = request_of(files, command, limits, stdin, collect, watch_memory=self.group is None)
         try:
             if self.group is not None:
                 self.group.limit(limits.memory_mb + commands.GUEST_MB)
@@ -103,7 +88,7 @@ class Worker:
         return result_of(reply, self.kind, time.monotonic() - began)
 
     def kill(self) -> None:
-        """End the guest and everything in it at once, without waiting."""
+        """End the guest and everything in it at once; returns when it has ended."""
         process, self._process = self._process, None
         control, self._control = self._control, None
         if control is not None:
@@ -138,7 +123,7 @@ class Worker:
     def _out_of_memory(self) -> bool:
         return self.group is not None and self.group.killed()
 
-    async def _ask(self, request: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    async def _ask(self, request: Request, limits: Limits) -> dict[str, Any]:
         if self._control is None:
             await self._start(limits)
         assert self._control is not None
@@ -152,6 +137,7 @@ class Worker:
     async def _start(self, limits: Limits) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        self._control = ours
         with theirs, contextlib.ExitStack() as opened, tempfile.TemporaryFile() as errors:
             words, sources = self._words(theirs.fileno(), limits, opened)
             if self.group is not None:
@@ -165,7 +151,6 @@ class Worker:
                 pass_fds=(theirs.fileno(), *sources),
                 cwd="/",
             )
-            self._control = ours
             theirs.close()
             try:
                 async with asyncio.timeout(START_TIMEOUT):
@@ -214,6 +199,28 @@ class Worker:
             "filter": "" if self.kind == "process" else _text(program),
             "preload": PRELOAD,
         }
+
+
+def request_of(
+    files: Mapping[str, bytes | str],
+    command: Sequence[str],
+    limits: Limits,
+    stdin: bytes | str,
+    collect: Sequence[str],
+    *,
+    watch_memory: bool,
+) -> Request:
+    """What a guest is asked to run. Raises `BirlError`."""
+    if not command:
+        raise BirlError("command is empty: name a program, as in ['python', 'main.py'].")
+    return {
+        "files": {inside(name): _text(as_bytes(content)) for name, content in files.items()},
+        "command": list(command),
+        "limits": {name: getattr(limits, name) for name in limits.__slots__},
+        "stdin": _text(as_bytes(stdin)),
+        "collect": [inside(name) for name in collect],
+        "watch_memory": watch_memory,
+    }
 
 
 def result_of(reply: dict[str, Any], kind: str, seconds: float) -> Result:

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ import numpy as np
 from birl.errors import BirlError
 from birl.simulation.draws import Floats
 from birl.simulation.scenario import Engine, step_seconds
+from birl.track.growing import Growing
+from birl.track.log import read_jsonl
 
 ENOUGH = 4  # steps for a fit
 TABLE_OF_SMOLLM2 = "assumed: shape of SmolLM2's table, scaled to the run's tokens per second"
@@ -31,44 +34,73 @@ class Rolled:
 
 
 def from_run(folder: Path) -> dict[str, Any]:
-    """Sections as `scenario_read.merged` takes them, with the source of each figure. Raises `BirlError` where the
-    folder holds no finished step of `birl rl`."""
-    config, metrics = _config(folder / "config.json"), _lines(folder / "metrics.jsonl")
+    """Sections as `read.merged` takes them, with the source of each figure. Raises `BirlError` where the folder holds
+    no finished step of `birl rl`."""
+    config, metrics = _config(folder / "config.json"), _metrics(folder / "metrics.jsonl")
     needed = ("time/generate", "time/train", "tokens/generated", "tokens/trained", "length/mean", "length/max")
     steps = [m for m in metrics if all(isinstance(m.get(name), int | float) for name in needed)]
     if not steps:
         raise BirlError(f"{folder}: metrics.jsonl holds no step of `birl rl` with times and tokens.")
     steps = steps[1:] if len(steps) > ENOUGH else steps  # the first one warms up
     rolled = _rolled(folder / "rollouts.jsonl", {m["step"] for m in steps})
+    engines, engine_gpus, learner_gpus = _machines(config)
     size, batch, all_steps = config["rollout.group_size"], config["engine.max_batch"], len(steps)
-    steps = _undisturbed(steps, rolled, batch)
+    steps = _undisturbed(steps, rolled, batch * engines)
     rolled = {step: its for step, its in rolled.items() if step in {m["step"] for m in steps}}
     name = f"measured: {folder.name}, {len(steps)} of {all_steps} steps"
     reward = float(np.median([m.get("time/reward") or 0.0 for m in steps]))
     found: dict[str, Any] = {
-        "engine": {"max_batch": batch, "recompute_kv": bool(config.get("weights.recompute_kv", True))},
-        "learner": {"share_prompts": False},
+        "engine": {
+            "gpus": engine_gpus,
+            "max_batch": batch,
+            "recompute_kv": bool(config.get("weights.recompute_kv", True)),
+        },
+        "learner": {"gpus": learner_gpus, "share_prompts": False},
+        "sync": {"every": config.get("weights.sync_every", 1)},
         "episodes": {"reward": [reward, reward], "max": config["rollout.max_tokens"]},
-        "run": {"prompts": config["rollout.prompts"], "group_size": size, "gpus": [8], "order_window": 0},
+        "run": {
+            "prompts": config["rollout.prompts"],
+            "group_size": size,
+            "gpus": [max(8, 2 * max(engine_gpus, learner_gpus))],
+            "order_window": config.get("rollout.order_window", 0),
+        },
         "result": {
             "seconds_per_step": float(np.mean([_own_seconds(m) for m in steps])),
-            "engines": 1,
+            "engines": engines,
             "learners": 1,
-            "shared": config["rollout.max_staleness"] == 0,
+            "shared": config["rollout.max_staleness"] == 0 and _embedded(config),
             "max_staleness": config["rollout.max_staleness"],
         },
         "sources": {
-            "engine.max_batch": "the run's configuration",
+            **dict.fromkeys(
+                ("engine.gpus", "engine.max_batch", "learner.gpus", "sync.every"), "the run's configuration"
+            ),
             "learner.share_prompts": "as `tokens/trained` counts",
             "episodes.max": "the run's configuration",
             **dict.fromkeys(("episodes", "result"), name),
             "run": "the run's configuration",
         },
     }
-    _engine(found, steps, rolled, config, name)
+    _engine(found, steps, rolled, engines, name)
     _learner(found, steps, rolled, name)
     _episodes(found, steps, rolled, config)
     return found
+
+
+def _embedded(config: Mapping[str, Any]) -> bool:
+    return config.get("engine.kind", "embedded") == "embedded"
+
+
+def _machines(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Engines, the GPUs of each, and those of the learner, whose ranks count as one replica. Every data-parallel group
+    of ranks has an embedded engine."""
+    groups, ranks = (
+        math.prod(config.get(f"parallel.{axis}", 1) for axis in axes) for axes in (("ddp", "fsdp"), ("cp", "tp"))
+    )
+    if _embedded(config):
+        return groups, ranks, groups * ranks
+    each = config.get("engine.tensor_parallel", 1) * config.get("engine.pipeline_parallel", 1)
+    return config.get("engine.count", 1), each, groups * ranks
 
 
 def _own_seconds(m: Mapping[str, Any]) -> float:
@@ -77,13 +109,15 @@ def _own_seconds(m: Mapping[str, Any]) -> float:
 
 
 def _engine(
-    found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], config: Any, name: str
+    found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], engines: int, name: str
 ) -> None:
-    """time/generate = base x (decoding steps) + per_sequence x (tokens) + (prompt tokens) / prefill."""
+    """time/generate = base x (decoding steps) + per_sequence x (tokens) + (prompt tokens) / prefill, each engine with
+    its share of the tokens."""
     engine, sources = found["engine"], found["sources"]
-    seconds, wanted = np.array([m["time/generate"] for m in steps]), _work(steps, rolled, config["engine.max_batch"])
+    seconds = np.array([m["time/generate"] for m in steps])
+    wanted = _work(steps, rolled, engine["max_batch"] * engines) / [1, engines, engines]
     # an answer of several turns takes more steps than is seen here
-    fits = bool((wanted[:, 0] >= wanted[:, 1] / config["engine.max_batch"] * 0.99).all())
+    fits = bool((wanted[:, 0] >= wanted[:, 1] / engine["max_batch"] * 0.99).all())
     if len(steps) >= ENOUGH and fits and np.linalg.matrix_rank(wanted[:, :2] / wanted[:, :2].max(axis=0), 0.05) == 2:
         (base, each, prompt), error = nonnegative(wanted, seconds)
         if base + each > 0:
@@ -147,7 +181,7 @@ def _learner(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping
 def _episodes(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], config: Any) -> None:
     episodes, sources = found["episodes"], found["sources"]
     if rolled:
-        episodes["tokens"] = [group for its in rolled.values() for group in its.groups.values()]
+        episodes["tokens"] = [group for its in rolled.values() for group in its.groups.values() if group]
         episodes["prompt"] = float(np.mean([n for its in rolled.values() for n in its.prompts]))
         turns = [n for its in rolled.values() for n in its.turns]
         between = [n for its in rolled.values() for n in its.between]
@@ -189,7 +223,11 @@ def nonnegative(columns: Floats, values: Floats) -> tuple[tuple[float, ...], flo
 def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
     """By step; empty where there is no such file (track.rollouts=false)."""
     found: dict[int, Rolled] = {}
-    for record in _lines(path) if path.exists() else ():
+    for line in itertools.chain.from_iterable(Growing(path).new()):  # the file may be larger than memory
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise BirlError(f"{path}: a line is damaged: {error}") from None
         if record.get("step") not in steps or not record.get("samples"):
             continue
         its = found.setdefault(record["step"], Rolled())
@@ -209,23 +247,20 @@ def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
 def _config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {key: found[key] for key in found} | {key: found[key] for key in KEYS}
     except FileNotFoundError:
         raise BirlError(f"{path.parent}: is no run of birl; there is no {path.name} in it.") from None
-    except KeyError as error:
-        raise BirlError(f"{path}: has no {error.args[0]}; only runs of `birl rl` can be simulated.") from None
     except json.JSONDecodeError as error:
         raise BirlError(f"{path}: {error}") from None
+    if missing := [key for key in KEYS if key not in found]:
+        raise BirlError(f"{path}: has no {missing[0]}; only runs of `birl rl` can be simulated.")
+    return found
 
 
 KEYS = ("rollout.prompts", "rollout.group_size", "rollout.max_tokens", "rollout.max_staleness", "engine.max_batch")
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _metrics(path: Path) -> list[dict[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half written
+        return read_jsonl(path)
     except FileNotFoundError:
         raise BirlError(f"{path.parent}: there is no {path.name} in it; has the run done a step?") from None
-    except json.JSONDecodeError as error:
-        raise BirlError(f"{path}: a line is damaged: {error}") from None

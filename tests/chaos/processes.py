@@ -56,7 +56,8 @@ Start = Callable[[list[str]], Child]
 
 
 def started(words: list[str]) -> Child:
-    """`birl WORDS`, as a user starts it; it does not outlive this process."""
+    """`birl WORDS`, as a user starts it; it does not outlive this process. Its output is a pipe, not a file as that of
+    `Group`: `no_room` would cut that off with its other files."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), sys.executable, "-m", "birl", *words],
         stdin=subprocess.DEVNULL,

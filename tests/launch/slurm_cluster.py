@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from birl.serve.group import WRAPPER
+from birl.serve.group import Group
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 NODES = ("n1", "n2", "n3")
@@ -65,15 +64,11 @@ def missing() -> bool:
 @dataclass(kw_only=True)
 class Cluster:
     folder: Path
-    daemons: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    daemons: dict[str, Group] = field(default_factory=dict[str, Group])
 
     def start(self, name: str, *command: str) -> None:
         """It ends with this process, however that ends."""
-        with (self.folder / f"{name}.out").open("ab") as out:
-            self.daemons[name] = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
+        self.daemons[name] = Group(command, log=self.folder / f"{name}.out", env=os.environ)
 
     def node(self, name: str) -> None:
         self.start(name, "slurmd", "-D", "-N", name)
@@ -81,7 +76,6 @@ class Cluster:
     def lose(self, name: str) -> None:
         """A node ends at once, with everything on it. Slurm would notice after SlurmdTimeout, and is told."""
         self.daemons[name].kill()
-        self.daemons[name].wait()
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 own = (entry / "environ").read_bytes().split(b"\0")
@@ -161,13 +155,10 @@ def cluster() -> Iterator[Cluster]:
         until(lambda: not empty(made), "the last jobs end")
     finally:
         for daemon in reversed(made.daemons.values()):
-            daemon.terminate()
+            daemon.signal(signal.SIGTERM)
         for daemon in made.daemons.values():
-            try:
-                daemon.wait(5)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait(5)
+            daemon.wait(5)
+            daemon.kill()
         os.environ.pop("SLURM_CONF")
         if before is not None:
             os.environ["SLURM_CONF"] = before

@@ -143,6 +143,17 @@ def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert [words[1] for words in asked[-3:]] == ["exec", "s3", "down"] and "birl stop runs/demo" in asked[-3][3]
 
 
+def test_machines_of_a_start_that_failed_can_be_given_back(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = places.stand_ins(here, ("ray", "aws"), {"sh start.sh": 1, "describe-": "x-1"})
+    monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
+    assert main(["launch", *places.words("aws")]) == 2
+    assert "`birl stop runs/demo` gives them back" in capfd.readouterr().err
+    assert main(["stop", "runs/demo"]) == 0
+    assert json.loads(log.read_text().splitlines()[-1])[:2] == ["ray", "down"]
+
+
 def test_machines_are_given_back_although_the_job_does_not_answer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = places.stand_ins(here, ("ray", "aws"), {"birl stop": 1})
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")

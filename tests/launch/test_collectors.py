@@ -15,10 +15,10 @@ class StandIn:
 
     def __init__(self) -> None:
         self.gate, self.broken, self.made, self.killed = asyncio.Event(), False, 0, 0
-        self.exceptions = SimpleNamespace(
-            RayTaskError=type("RayTaskError", (Exception,), {}), RayActorError=type("RayActorError", (Exception,), {}),
-            RayError=Exception,
-        )  # fmt: skip
+        error = type("RayError", (Exception,), {})
+        names = ("RayTaskError", "RayActorError", "ActorUnschedulableError")
+        self.exceptions = SimpleNamespace(RayError=error, **{name: type(name, (error,), {}) for name in names})
+        self.reason = self.exceptions.RayActorError
 
     def remote(self, cls: type) -> Any:
         return SimpleNamespace(options=lambda **keys: SimpleNamespace(remote=self.make))
@@ -29,7 +29,7 @@ class StandIn:
         async def ready() -> str:
             await self.gate.wait()
             if self.broken:
-                raise self.exceptions.RayActorError("no node has it")
+                raise self.reason("no node has it")
             return "here"
 
         async def leave() -> None: ...
@@ -118,9 +118,11 @@ def test_actors_that_nobody_needs_are_ended() -> None:
     play(run())
 
 
-def test_what_does_not_start_is_said_and_tried_again() -> None:
+@pytest.mark.parametrize("reason", ["RayActorError", "ActorUnschedulableError"])
+def test_what_does_not_start_is_said_and_tried_again(reason: str) -> None:
     async def run() -> None:
         ray = StandIn()
+        ray.reason = getattr(ray.exceptions, reason)
         ray.gate.set()
         pool = await Collectors.start(ray, config(most=1), {})
         ray.broken = True

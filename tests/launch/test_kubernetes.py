@@ -14,6 +14,7 @@ from birl.cli import main
 from birl.errors import BirlError
 from birl.launch import command, elsewhere, job, kubernetes
 from birl.launch.kubernetes import WORK
+from birl.launch.launcher import Handle
 from tests.launch import places
 from tests.launch.api_server import api_server
 from tests.launch.rayjob_schema import CONFIG_MAP, RAY_JOB
@@ -116,9 +117,29 @@ def test_the_head_runs_the_same_job() -> None:
     assert [(r.name, r.count, r.gpus, r.cpus) for r in found.roles] == [("learner", 1, 1, 4), ("engine", 2, 1, 4)]
 
 
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, "3"), (2, "2"), (3, "1")])
-def test_gpus_of_a_machine(nodes: int, gpus: str) -> None:
-    _, ray = parts(f"launch.nodes={nodes}", "launch.gpus=1")  # a learner and two engines
+@pytest.mark.parametrize(
+    ("nodes", "words", "gpus"),
+    [
+        (1, (), "3"),
+        (2, (), "2"),
+        (3, (), "1"),
+        (1, ("launch.gpus=0.5",), "2"),  # 1.5
+        (2, ("launch.gpus=2",), "4"),  # one machine has two processes
+        (
+            2,
+            (
+                "engine.kind=vllm",
+                "engine.tensor_parallel=4",
+                "engine.count=1",
+                "weights.method=reload",
+                "launch.claim=x",
+            ),
+            "4",
+        ),
+    ],
+)
+def test_gpus_of_a_machine(nodes: int, words: tuple[str, ...], gpus: str) -> None:
+    _, ray = parts(f"launch.nodes={nodes}", "launch.gpus=1", *words)  # a learner and two engines
     (workers,) = ray["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == nodes
     assert workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == gpus
@@ -167,6 +188,15 @@ def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert main(["stop", "runs/demo"]) == 0
     last = [json.loads(line)[1:] for line in log.read_text().splitlines()[-2:]]
     assert "birl stop runs/demo" in last[0][-1] and last[1][:3] == ["delete", "rayjob", "demo"]
+
+
+def test_machines_are_given_back_although_the_job_does_not_answer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"status": {"jobStatus": "RUNNING", "rayClusterName": "demo-x"}}
+    log = places.stand_ins(here, ("kubectl",), {"birl stop": 1, "get rayjob": json.dumps(found), "get pods": "head"})
+    monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
+    with pytest.raises(BirlError, match="birl stop"):
+        kubernetes.stop(Handle(where="kubernetes", id="demo", run="runs/demo", name="demo", more={"namespace": "a"}))
+    assert json.loads(log.read_text().splitlines()[-1])[1:4] == ["delete", "rayjob", "demo"]
 
 
 def test_secrets_go_through_a_pipe(here: Path) -> None:

@@ -1,10 +1,13 @@
 """`birl launch local` with real processes: they are supervised, and survive what happens to processes."""
 
+import fcntl
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,12 @@ import pytest
 from birl.cli import main
 from birl.errors import BirlError
 from birl.launch import local
+from birl.launch import plan as files
 from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.launcher import changed, find
-from birl.launch.plan import FOLDER, Plan, supervised
+from birl.launch.plan import FOLDER, LOCK, Plan, supervised
+from birl.launch.supervisor import latest
 from birl.loops.ledger import audit
 from birl.serve import names
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
@@ -178,7 +183,28 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [shared.of("engine", i) for i in range(4)] == [["6"], ["6"], ["7"], ["7"]] and shared.of("learner", 0) == [
         "4"
     ]
+    thirds = plan("launch.gpus=0.33", "engine.count=6")  # not four on the first, which has room for three
+    assert [thirds.of("engine", i) for i in range(6)] == [["6"]] * 3 + [["7"]] * 3 and thirds.most_engines() == 6
+    assert plan("launch.gpus=0.6", "engine.count=2").of("engine", 1) == ["7"]
     assert plan("engine.count=2").of("engine", 1) == [] and plan("engine.count=2").most_engines() == 1000
+
+
+def test_who_looks_for_a_supervisor_is_not_taken_for_one(tmp_path: Path) -> None:
+    """A pid that is in the file belongs to somebody else by now, who would be told to end."""
+    (tmp_path / LOCK).write_text("4711\n")
+    with (tmp_path / LOCK).open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert supervised(tmp_path) == 0
+    with files.lock(tmp_path):
+        assert supervised(tmp_path) == os.getpid()
+    assert supervised(tmp_path) == 0 and supervised(tmp_path / "nothing") == 0
+
+
+def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
+    row = {"step": 7, "time": "2026-11-22T09:22:11+00:00"}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + '{"step": 8, "ti')
+    assert latest(str(tmp_path)) == (7, datetime.fromisoformat(row["time"]).timestamp())
+    assert latest(str(tmp_path / "nothing")) == (0, 0.0)
 
 
 def test_a_number_of_engines() -> None:

@@ -109,7 +109,7 @@ def test_the_parameters_of_mrl(make: Make) -> None:
     ("arguments", "said"),
     [
         ({"reward_funcs": lambda completions, **_: [0.0]}, r"reward_funcs: .*<lambda> is known to this process alone"),
-        ({"launcher": "nowhere"}, "there is no place 'nowhere'"),
+        ({"launcher": "nowhere"}, "There is no place 'nowhere'"),
         ({"actor_gpu": "A100"}, r'actor_gpu=.A100.: launcher="here" does not choose kinds of GPUs'),
         ({"launcher": "", "actor_gpu": "A100"}, "actor_gpu: says what a launcher is to give"),
         ({"launch": {"gpu": 1}}, r"launch\.gpu=1: there is no such key.* Did you mean gpus"),

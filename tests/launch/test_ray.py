@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,13 @@ import pytest
 from birl.cli import main
 from birl.errors import BirlError
 from birl.launch import ray as launcher
+from birl.launch import ray_supervisor
 from birl.launch.job import derive
 from birl.launch.launcher import WHERE
-from birl.launch.ray_host import Host, Order
+from birl.launch.ray_host import Host, Order, Seen
 from birl.launch.ray_plan import Plan, bundles
+from birl.launch.ray_spot import Spot
+from birl.launch.ray_supervisor import Supervisor
 from birl.serve import names
 
 ROOT = Path(__file__).parents[2]
@@ -206,6 +211,58 @@ def test_a_host_says_how_its_process_ended(host: Host, tmp_path: Path) -> None:
     assert host.read(-4)[0] == "end\n"
     host.begin(Order(command=("true",), folder=str(tmp_path / "missing"), log="/dev/full/x", generation=2))
     assert host.look().code == 127 and "launch.folder" in host.look().last
+
+
+def test_a_log_is_read_in_whole_characters(host: Host, tmp_path: Path) -> None:
+    host.begin(order(tmp_path, "pass"))
+    (tmp_path / "a" / "b.log").write_bytes("aé€".encode() + b"\xe2\x82")  # the rest is still to be written
+    parts, place = list[str](), 0
+    while (found := host.read(place, 2 if not parts else 4))[0]:
+        parts, place = [*parts, found[0]], found[1]
+    assert parts == ["a", "é", "€"] and place == 6
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    """Of a learner and two engines that run, without a cluster; what it tells them is in `signals` of their hosts."""
+    monkeypatch.setattr(ray_supervisor, "library", lambda: SimpleNamespace(kill=lambda host: None))
+    monkeypatch.setattr(Supervisor, "_live", lambda self: None)
+    job = derive("rl", [*WORDS, "run=runs/x"], launcher.Keys())
+    made = Supervisor(Plan(job=job, folder="/"))
+    for role, index in ((job.roles[0], 0), (job.roles[1], 0), (job.roles[1], 1)):
+        spot = Spot(role=role, index=index, name=f"{role.name}:{index}", place={}, up=True, generation=1)
+        spot.host = SimpleNamespace(signals=[])
+        spot.host.signal = SimpleNamespace(remote=spot.host.signals.append)
+        spot.seen = Seen(ip="10.0.0.1", node="n1", gcs="x", pid=7, generation=1)
+        made.spots.append(spot)
+    made.wanted = 2
+    return made
+
+
+def test_an_engine_that_leaves_is_replaced_where_more_are_wanted_again(supervisor: Supervisor) -> None:
+    """It is no more among those that the learner finds, so it must not count as one."""
+    last = supervisor.engines[1]
+    supervisor.scale(1)
+    supervisor._scale()
+    supervisor.scale(2)
+    last.after = 0.0
+    for _ in range(2):
+        supervisor._scale()
+        assert supervisor.engines[1] is last and last.leaving
+        last.after = 0.0
+    assert last.host.signals == [signal.SIGTERM, signal.SIGKILL] and last.seen is not None
+    last.seen = replace(last.seen, code=0)
+    supervisor._scale()
+    assert [spot.index for spot in supervisor.engines] == [0, 1] and supervisor.engines[1] is not last
+
+
+@pytest.mark.parametrize(("code", "waits"), [(2, True), (25, False), (255, False), (1, False)])
+def test_only_code_2_is_a_mistake(supervisor: Supervisor, code: int, waits: bool) -> None:
+    (learner,) = supervisor.learners
+    assert learner.seen is not None
+    learner.seen = replace(learner.seen, code=code, last="no")
+    supervisor._learner("")
+    assert (supervisor.after - time.monotonic() > 5) is waits and not supervisor.verdict
 
 
 def test_a_host_ends_what_its_process_has_started(host: Host, tmp_path: Path) -> None:

@@ -152,6 +152,14 @@ def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert [json.loads(line)[:2] for line in log.read_text().splitlines()[-2:]] == [["ssh", "demo"], ["sky", "down"]]
 
 
+def test_machines_of_a_start_that_failed_can_be_given_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = places.stand_ins(here, ("sky", "ssh"), {"launch": 1})
+    monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
+    assert main(["launch", *places.words("skypilot")]) == 2
+    assert main(["stop", "runs/demo"]) == 0
+    assert json.loads(log.read_text().splitlines()[-1])[:2] == ["sky", "down"]
+
+
 @pytest.mark.parametrize("word", ["launch.bucket=My_Runs", "launch.env=A=b", "run=../x", "launch.nodes=0"])
 def test_what_is_refused(word: str) -> None:
     with pytest.raises(BirlError, match=word.partition("=")[0]):

@@ -244,10 +244,11 @@ def test_an_engine_that_ends_starts_the_job_again(idle: Cluster, tmp_path: Path)
     ended(idle, handle, "done")
     follower.join(10)
     assert idle.job(handle.id)["Restarts"] == "1" and (job.run / "metrics.jsonl").read_text() == "0\n1\n"
-    assert "learner-0: saved" in followed and "learner-0: worker told" not in followed
-    assert sum(line.startswith("engine-0: ") for line in followed) >= 2
+    assert "learner-0 | saved" in followed and "learner-0 | worker told" not in followed
+    assert sum(line.startswith("engine-0 | ") for line in followed) >= 2
     assert "engine-0 ended with 3 (failure 1 of 3)" in log(job, f"slurm-{handle.id}.out")
-    assert [*slurm.logs(handle, "learner", False)] == [line for line in followed if line.startswith("learner-0")]
+    own = [f"learner-0 | {line}" for line in slurm.logs(handle, "learner", False)]
+    assert own == [line for line in followed if line.startswith("learner-0")]
 
 
 @needs_slurm
@@ -323,7 +324,7 @@ def test_an_array_has_a_run_for_each_combination(idle: Cluster, tmp_path: Path) 
         text = (run / "launch" / "learner-0.log").read_text().splitlines()[0]
         own = f"optimizer.{name} seed=7 run={run} run={run}"
         assert text == f"-m birl sft data.train=x.jsonl run={tmp_path}/runs {own}"
-        assert f"{name} learner-0: {text}" in [*slurm.logs(handle, "learner", False)]
+        assert f"{name} learner-0 | {text}" in [*slurm.logs(handle, "learner", False)]
     assert [one.role for one in slurm.status(handle)] == ["lr=1e-05 learner", "lr=1e-06 learner"]
 
 

@@ -17,7 +17,7 @@ from birl.planning.best import USABLE, best
 from birl.planning.cluster import KINDS, cluster_of
 from birl.planning.layout import Layout, check, layouts
 from birl.planning.memory import memory
-from birl.planning.shape import KNOWN, Shape
+from birl.planning.shape import KNOWN, Shape, shape_of
 from birl.planning.step import step
 from birl.planning.work import Work
 from tests.planning.published import efficiency, rows, table
@@ -102,7 +102,10 @@ def test_what_a_token_costs_is_what_its_products_are() -> None:
     assert shape.pair_flops == 4 * len(model.model.layers) * width
 
 
-def test_a_shape_without_heads_is_refused() -> None:
+def test_a_shape_without_heads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(BirlError, match=r"neither a config\.json nor one of"):
+        shape_of(str(tmp_path))
     with pytest.raises(BirlError, match="num_attention_heads is missing"):
         Shape.of({"hidden_size": 8})
 

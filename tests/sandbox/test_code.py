@@ -146,6 +146,10 @@ def test_forms_of_tests() -> None:
         {},
         {"inputs": []},
         [{"fn_name": "f", "input": 3, "output": 3}],
+        {"inputs": "12", "outputs": "34"},  # not a test for each letter
+        {"inputs": 1, "outputs": 1},
+        [{"fn_name": "f", "input": "x y", "output": "3"}],
+        [{"fn_name": "f", "input": "3", "output": "x y"}],
     ],
 )
 def test_tests_that_are_none(tests: Any) -> None:

@@ -59,6 +59,16 @@ def test_a_container_that_does_not_come_is_an_error_of_the_sandbox(modal: modal_
     assert (result.ending, "no credit" in result.detail) == (Ending.ERROR, True)
 
 
+def test_a_guest_that_fails_is_an_error_of_the_sandbox_and_no_wrong_program(modal: modal_api.Modal) -> None:
+    async def go(files: dict[str, str], program: list[str]) -> Result:
+        return await (await open_sandbox("modal")).run(files, program, Limits())
+
+    failed = asyncio.run(go({"a": "", "a/b": ""}, ["true"]))  # a file and a folder of one name
+    assert (failed.ending, "exit code 1" in failed.detail) == (Ending.ERROR, True)
+    with pytest.raises(BirlError, match="command is empty"):
+        asyncio.run(go({}, []))
+
+
 def test_unit_tests_run_there_too(modal: modal_api.Modal) -> None:
     async def go(sandbox: Sandbox) -> list[bool]:
         tests = cases(["assert f(2) == 4", "assert f(2) == 5"])

@@ -70,7 +70,8 @@ atexit.register(print, "at exit")
 threading.Timer(0.05, print, ["thread"]).start()
 print(subprocess.run(["echo", "child"], capture_output=True, text=True).stdout.strip(), flush=True)
 """
-    assert python(sandbox, program).stdout.split(b"\n")[:3] == [b"child", b"thread", b"at exit"]
+    *either, last = python(sandbox, program).stdout.splitlines()
+    assert {*either} == {b"child", b"thread"} and last == b"at exit"
 
 
 def test_files_are_collected(sandbox: Sandbox) -> None:
@@ -92,7 +93,7 @@ def test_a_file_outside_of_the_folder_is_refused(sandbox: Sandbox, name: str) ->
     ("program", "limits", "ending", "detail"),
     [
         ("import time\ntime.sleep(99)", {"seconds": 0.3}, Ending.TIMEOUT, "took longer than 0.3 s"),
-        ("while True: pass", {"cpu_seconds": 1}, Ending.TIMEOUT, "processor time"),
+        ("while True: pass", {"cpu_seconds": 1, "seconds": 60}, Ending.TIMEOUT, "processor time"),
         ("print('x' * 10000)", {"output_bytes": 100}, Ending.OUTPUT, "more than 100 bytes"),
         ("import os\nos.abort()", {}, Ending.KILLED, "signal 6"),
     ],
