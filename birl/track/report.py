@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.track.log import replace
 from birl.track.panel import PHASES
-from birl.track.progress import headline, is_share, numbers, stored
+from birl.track.progress import headline, is_share, numbers, source, stored
 from birl.track.style import CSS
 from birl.track.summary import Pair, change, facts, pairs, shown, tally, trained_on
 from birl.track.svg import Series, curves, escape, stacked
@@ -117,12 +117,8 @@ def _curves(steps: Records, validations: Records) -> str:
 def _tested(validations: Records) -> list[str]:
     """Validation metrics that share an axis from 0 to 1. One source alone says the same as `all`."""
     names = list(dict.fromkeys(name for record in validations for name in numbers(record) if "/pass@" in name))
-    sources = {name.split("/")[1] for name in names} - {"all"}
-    return [
-        name
-        for name in names
-        if len(sources) > 1 or name.split("/")[1] == "all" or "validation/all/pass@1" not in names
-    ]
+    several = len({source(name) for name in names} - {"all"}) > 1
+    return [name for name in names if several or source(name) == "all" or "validation/all/pass@1" not in names]
 
 
 def _time_series(steps: Records) -> list[Series]:
