@@ -144,6 +144,26 @@ def test_a_run_that_goes_on_and_one_that_is_cut_back(tmp_path: Path) -> None:
         assert "empty so far" in ask(url, run=run)["error"]
 
 
+def test_a_trace_of_as_many_spans_that_says_something_else(tmp_path: Path) -> None:
+    traces.write(tmp_path / "run", traces.ahead())
+    run = next(iter(Runs([tmp_path]))).id
+    with serving(tmp_path) as url:
+        assert ask(url, run=run)["shares"]["learner"]["train"] == pytest.approx(0.275)
+        traces.write(tmp_path / "run", traces.ahead(wait=2.0, train=7.5, sync=0.5, busy=0.9))
+        assert ask(url, run=run)["shares"]["learner"]["train"] == pytest.approx(0.725)
+
+
+def test_a_span_that_began_before_the_window_joins_no_long_one(tmp_path: Path) -> None:
+    spans = [span("learner", "loop", "train", 10, 5), span("learner", "loop", "sync", 9.999, 0.001)]
+    traces.write(tmp_path / "run", [])
+    (tmp_path / "run" / "trace.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in [*spans, span("x", "calls", "y", 0, 1)])
+    )
+    with serving(tmp_path) as url:
+        loop = lanes(ask(url, run=next(iter(Runs([tmp_path]))).id, begin=10, end=20, width=100))["learner", "loop"]
+    assert loop["count"] == [1, 1]
+
+
 def test_many_ask_at_once(page: tuple[str, dict[str, str]]) -> None:
     url, ids = page
     found: list[int] = []
