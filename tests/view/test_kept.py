@@ -77,6 +77,20 @@ def test_a_damaged_index_is_not_used(path: Path, cache: Path, data: bytes) -> No
     assert opened(path).count == 30
 
 
+def test_an_index_that_lacks_something_is_not_used(path: Path, cache: Path) -> None:
+    opened(path)
+    (file,) = cache.iterdir()
+    about = np.frombuffer(b'{"made_by": 1, "read": 3}', np.uint8)
+    with file.open("wb") as target:
+        np.savez(
+            target,
+            rows=np.zeros(30, module.ROW),
+            about=about,
+            dtype=np.frombuffer(repr(module.ROW.descr).encode(), np.uint8),
+        )
+    assert opened(path).count == 30
+
+
 def test_another_version_of_the_index_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(path)
     monkeypatch.setattr(kept, "MADE_BY", 999)
