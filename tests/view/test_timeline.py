@@ -229,6 +229,29 @@ def test_it_is_shown_and_moved_by_keys_buttons_wheel_and_hand(chromium: Any, pag
         assert window(tab)[0] > begin + 100
 
 
+def test_a_key_goes_on_from_the_one_before(chromium: Any, page: tuple[str, dict[str, str]]) -> None:
+    url, ids = page
+    with opened(chromium, f"{url}#/timeline?run={ids['some']}&from=10&to=20") as tab:
+        assert window(tab) == (10, 20)
+        tab.evaluate("""() => ["0", "+"].forEach((key) =>
+            document.querySelector("canvas.lanes").dispatchEvent(new KeyboardEvent("keydown", { key })))""")
+        begin, end = window(tab)
+        assert (begin + end) / 2 == pytest.approx(30) and end - begin == pytest.approx(60 / 1.6, rel=1e-3)
+
+
+def test_versions_have_the_colours_that_are_drawn(chromium: Any, tmp_path: Path) -> None:
+    spans = [s | {"version": s["version"] + 5} if "version" in s else s for s in traces.ahead(steps=3)]
+    traces.write(tmp_path / "run", spans)
+    with (
+        serving(tmp_path) as url,
+        opened(chromium, f"{url}#/timeline?run={next(iter(Runs([tmp_path]))).id}&by=version") as tab,
+    ):
+        keys = tab.locator(".legend .lane-key")
+        hues = keys.locator(".lane-bit").evaluate_all("all => all.map((one) => one.style.getPropertyValue('--hue'))")
+        assert keys.all_inner_texts() == ["5", "6", "7", "8"]
+        assert hues == ["var(--c6)", "var(--c7)", "var(--c8)", "var(--c1)"]
+
+
 def test_exact_values_are_told_where_the_pointer_is(chromium: Any, page: tuple[str, dict[str, str]]) -> None:
     url, ids = page
     with opened(chromium, f"{url}#/timeline?run={ids['some']}") as tab:

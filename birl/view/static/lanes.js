@@ -137,7 +137,7 @@ function label(tools, said, box, right = false) {
 }
 
 function shade({ state, fillOf }, what, version) {
-  if (state.by === "version" && version >= 0) return fillOf(COLOURS[version % 8], waits(what));
+  if (state.by === "version" && version >= 0) return fillOf(COLOURS[version % COLOURS.length], waits(what));
   return fillOf(state.by === "version" ? "--c8" : colour(what), waits(what));
 }
 
