@@ -4,7 +4,7 @@ import { bar, choose, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
 import { first } from "./order.js";
-import { band, nearest, smoothed } from "./smooth.js";
+import { band, beyond, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
 // Seconds between questions to the server: while a run goes on, when none does, and while files are read.
@@ -54,10 +54,11 @@ export async function show(root, params, api) {
 
 /** What the runs have measured: names, state. Builds anew what shows something else. */
 async function learn(it) {
-  const { runs } = await it.api("metrics", { run: it.runs });
+  const { runs, version } = await it.api("metrics", { run: it.runs });
   const differs = (key) => JSON.stringify(runs.map((run) => run[key])) !== JSON.stringify(it.about.map((run) => run[key]));
   const [state, names] = [differs("running"), differs("names")];
   it.about = runs;
+  it.version ||= version; // until something is drawn
   if (state) controls(it);
   if (names) sections(it);
   told(it);
@@ -137,7 +138,9 @@ function zoom(it, low, high) {
 function noticed(it, entries) {
   for (const entry of entries) {
     const name = entry.target.dataset.metric;
-    if (entry.isIntersecting) it.seen.add(name); else it.seen.delete(name);
+    if (!entry.isIntersecting) { it.seen.delete(name); continue; }
+    it.seen.add(name);
+    if (it.fresh.has(name)) draw(it, name); // as everything else may be drawn by now
   }
   ask(it);
 }
@@ -172,7 +175,7 @@ async function once(it, poll) {
   const metrics = missing.length ? missing : [...it.seen], { view, question } = it;
   const answer = await it.api("curves", {
     run: it.runs, metric: metrics, x: view.axis, from: view.low ?? undefined, to: view.high ?? undefined, width: width(it),
-    known: missing.length || !it.version ? undefined : it.version,
+    known: missing.length ? undefined : it.version,
   });
   if (it.over) return;
   if (question !== it.question) { it.again = true; return; } // the view has changed meanwhile
@@ -180,7 +183,7 @@ async function once(it, poll) {
     if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
     return;
   }
-  const newer = it.version !== answer.version && (it.version || answer.read < 1);
+  const newer = it.version !== answer.version;
   if (newer) it.fresh.clear();
   [it.version, it.span, it.read] = [answer.version, answer.span, answer.read];
   for (const name of metrics) {
@@ -259,11 +262,13 @@ function values(it, name) {
   if (!state) return;
   const found = state.series.map((one) => {
     const i = x === null ? one.points.x.length - 1 : nearest(one.points.x, x);
-    const known = it.exact?.[one.run.id]?.values;
-    return { ...one, value: known && !one.members ? own(known, name) : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
+    const known = one.members ? null : it.exact?.[one.run.id]?.values;
+    const value = known ? own(known, name) : (one.members ? one.line : one.points.y)[i];
+    const there = x === null || !beyond(one.points.x, x);
+    return { ...one, there, value: there ? value : null, x: one.points.x[i] };
   });
   if (x === null) return tell(null, found, "");
-  const one = found[0], exactly = one && it.exact?.[one.run.id];
+  const one = found.find((each) => each.there), exactly = one && it.exact?.[one.run.id];
   const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : one?.x;
-  tell(x, found, one ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
+  tell(x, found, found.length ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
 }

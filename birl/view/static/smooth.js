@@ -52,3 +52,10 @@ export function nearest(x, at) {
   }
   return Math.abs(x[low] - at) <= Math.abs(x[high] - at) ? low : high;
 }
+
+/** Whether `at` is farther from both ends of a curve than the points there are from one another: it has no value there. */
+export function beyond(x, at) {
+  const last = x.length - 1;
+  if (last < 1) return false;
+  return at < x[0] - (x[1] - x[0]) || at > x[last] + (x[last] - x[last - 1]);
+}
