@@ -175,6 +175,18 @@ def test_a_run_is_watched_while_it_goes_on(chromium: Any, tmp_path: Path) -> Non
     assert not (run / ".lock").exists()
 
 
+def test_who_types_goes_on_typing_when_a_run_ends(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    run = make(tmp_path / "runs" / "live", ended=False)
+    with serving(tmp_path / "runs") as address, opened(chromium, address) as page:
+        with going_on(run):
+            at(page, "curves", "live")
+            page.wait_for_selector(".legend .state.running")
+            page.fill("#find", "rew")
+        page.wait_for_selector(".legend .state.running", state="detached")
+        page.keyboard.type("ard")
+        assert page.input_value("#find") == "reward"
+
+
 def test_a_hidden_tab_asks_nothing(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
     run = make(tmp_path / "runs" / "live", ended=False)
     with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address) as page:
@@ -309,3 +321,12 @@ def test_steps_between_the_first_two_questions_are_told(chromium: Any, tmp_path:
         at(page, "curves", "demo")
         until(page, "document.querySelector('.status').textContent.startsWith('10 steps')")
         page.wait_for_selector('[data-metric="late/figure"]')
+
+
+def test_a_band_keeps_every_peak(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        found = page.evaluate(
+            """() => import("/static/smooth.js").then(({ band }) => band([{ x: [], y: [] },
+            { x: [0, 2], y: [1, 1], min: [0, 1], max: [9, 1] }, { x: [0, 1, 5], y: [3, 3, 3] }]))"""
+        )
+    assert found == {"x": [0, 1, 2, 5], "y": [2, 2, 2, 3], "min": [0, 0.5, 1, 3], "max": [9, 5, 3, 3]}

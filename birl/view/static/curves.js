@@ -1,6 +1,6 @@
 // Curves of one or more runs, drawn again as they go on.
 import { chart, look, palette } from "./chart.js";
-import { bar, choose, place, recolor } from "./chosen.js";
+import { bar, choose, legend, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
 import { first } from "./order.js";
@@ -23,8 +23,8 @@ export async function show(root, params, api) {
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
     span: [0, 1], read: 1, at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
-  it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
-  fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
+  it.place = { legend: el("div", {}), bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
+  fill(root, el("h1", {}, "Curves"), it.place.legend, it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
   await learn(it);
 
@@ -77,9 +77,12 @@ function told(it) {
 
 // ---- controls
 
+/** The legend says which runs go on; the controls stay as they are, as somebody may be typing. */
 function controls(it) {
-  bar(it.place.bar, it, { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
-    found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) });
+  const act = { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
+    found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) };
+  legend(it.place.legend, it, act);
+  if (!it.place.bar.childElementCount) bar(it.place.bar, it, act);
 }
 
 function remember(it) {
@@ -214,7 +217,7 @@ function series(it, name) {
   const families = Map.groupBy ? Map.groupBy(shown, ({ run }) => run.family) : grouped(shown);
   return [...families.values()].map((members) => {
     if (members.length < 2) return single(members[0]);
-    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, weight) })));
+    const points = band(members.map((one) => ({ ...one.points, y: smoothed(one.points, weight) })));
     return { ...members[0], points, line: points.y, raw: null, label: `mean of ${members.length} seeds of ${members[0].run.name}`, members };
   });
 }

@@ -1,4 +1,5 @@
 // Rollouts of a run: a search and its list; with row= in the address, one episode (episode.js).
+import { offer } from "./chosen.js";
 import { el, fill, keep, name, repeat, say } from "./dom.js";
 import { showEpisode } from "./episode.js";
 import { short, whole } from "./figures.js";
@@ -22,7 +23,7 @@ const SEARCHING = 0.05, WATCHED = 4, ENDED = 60, FAILED = 30;
 export async function show(root, params, api) {
   await sheet();
   const run = params.get("run");
-  if (!run) return choose(root, api);
+  if (!run) return offer(root, api, "Rollouts");
   return params.has("row") ? showEpisode(root, params, api) : list(root, params, api);
 }
 
@@ -34,14 +35,6 @@ function sheet() {
     document.head.append(el("link", { rel: "stylesheet", href: "/static/rollouts.css", on: { load: done, error: done } }));
   });
   return styled;
-}
-
-async function choose(root, api) {
-  const { runs } = await api("runs");
-  fill(root, el("h1", {}, "Rollouts"),
-    runs.length ? el("p", {}, "Of which run?") : el("p", { class: "note" }, "There are no runs here yet."),
-    el("ul", {}, runs.map((run) => el("li", {}, el("a", { href: `#/rollouts?run=${run.id}` }, name(run.name))))));
-  return null;
 }
 
 function list(root, params, api) {

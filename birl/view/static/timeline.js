@@ -1,4 +1,5 @@
 // The timeline of a run: lanes for each process, drawn on a canvas from what fits into its pixels.
+import { offer } from "./chosen.js";
 import { el, fill, keep, name, repeat, say, visible } from "./dom.js";
 import { count, duration } from "./figures.js";
 import { COLOURS, colour, draw, layout, spot } from "./lanes.js";
@@ -8,7 +9,7 @@ const KEYS = "Arrow keys move, + and - zoom, 0 shows all.";
 
 export async function show(root, params, api) {
   const id = params.get("run");
-  if (!id) return choose(root, api);
+  if (!id) return offer(root, api, "Timeline");
   const canvas = el("canvas", { class: "lanes", tabindex: 0, role: "img", "aria-describedby": "keys" });
   const tip = el("div", { class: "tip", role: "presentation", hidden: true });
   const parts = { sentence: el("p", { class: "note verdict" }), legend: el("p", { class: "legend small" }),
@@ -139,13 +140,6 @@ export async function show(root, params, api) {
   const running = await load().catch((problem) => { end(); throw problem; });
   quiet = repeat(async () => (waiting || drag || document.hidden ? LIVE : ((await load()) ? LIVE : 30)), running ? LIVE : 30);
   return end;
-}
-
-async function choose(root, api) {
-  const { runs } = await api("runs");
-  fill(root, el("h1", {}, "Timeline"), runs.length ? el("p", {}, "Choose a run:") : el("p", { class: "muted" }, "No runs yet."),
-    el("ul", {}, runs.map((run) => el("li", {}, el("a", { href: `#/timeline?run=${run.id}` }, name(run.name))))));
-  return null;
 }
 
 /** Everything beside the drawing. */
