@@ -16,7 +16,7 @@ from birl.cache import cache_folder
 if TYPE_CHECKING:
     from birl.view.episodes import Episodes
 
-MADE_BY = 1  # another number where rows mean something else: a column, a detector or its limits has changed
+MADE_BY = 2  # another number where rows mean something else: a column, a detector or its limits has changed
 WORTH = 20_000  # rows that take about a second to read
 FILES = 16  # the newest of them stay
 NAMES = ("tasks", "sources", "broken", "lines", "skipped", "read")
