@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -29,6 +30,9 @@ from birl.models.load import cast
 from birl.rollout.group import Rollout
 from birl.rollout.session import Limits
 from birl.serve.gateway import Gateway
+from birl.track.console import Terminal
+from birl.track.progress import source
+from birl.track.visible import visible
 from birl.types import Group
 
 EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
@@ -157,7 +161,6 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         await parts.close()
     check_failures(groups)
     check_versions(groups)
-    _print(metrics)
     if config.output:
         records = [
             record
@@ -170,6 +173,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         text = json.dumps(found, indent=1, default=str)
         with _writing(output):
             output.write_text(text)
+    show(metrics)
+    if config.output:
         print(f"Written to {config.output}")
 
 
@@ -209,15 +214,18 @@ def _only(group: Group, i: int) -> Group:
     return replace(group, trajectories=(group.trajectories[i],))
 
 
-def _print(metrics: dict[str, float]) -> None:
-    from rich.console import Console
+def show(metrics: dict[str, float]) -> None:
+    """Print them as a table. Names of sources are never cut: in a narrow terminal they go on in the next line."""
     from rich.table import Table
 
-    table = Table("source", "n", "metric", "value", "95 %", "mean score", "mean tokens", "truncated", "failed")
-    for source in dict.fromkeys(name.split("/")[1] for name in metrics):
-        own = {name.split("/")[2]: v for name, v in metrics.items() if name.split("/")[1] == source}
-        for k in (name for name in own if name.startswith("pass@")):
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("source", overflow="fold")
+    for head in ("n", "metric", "value", "95 %", "mean\nscore", "mean\ntokens", "truncated", "failed"):
+        table.add_column(head, no_wrap=True, justify="left" if head == "metric" else "right")
+    for name in dict.fromkeys(map(source, metrics)):
+        own = {key.rpartition("/")[2]: value for key, value in metrics.items() if source(key) == name}
+        for k in (key for key in own if key.startswith("pass@")):
             low, high = wilson(own[k] * own["n"], int(own["n"]))
             rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
-            table.add_row(source, f"{own['n']:.0f}", k, f"{own[k]:.3f}", f"{low:.3f} - {high:.3f}", *rest)
-    Console().print(table)
+            table.add_row(visible(name), f"{own['n']:.0f}", k, f"{own[k]:.3f}", f"{low:.3f} - {high:.3f}", *rest)
+    Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from birl.track.panel import ProgressPanel
-from birl.track.progress import Progress, failures, validation_score
+from birl.track.progress import Progress, failures, source, validation_score
 from birl.track.units import count, duration
 from birl.track.visible import visible
 
@@ -179,6 +179,6 @@ def validation_line(progress: Progress, step: int, metrics: dict[str, float]) ->
     line += f" {score:.3f}" if score is not None else ""
     if len(progress.validations) > 1:
         line += f" (at first {progress.validations[0][1]:.3f})"
-    sources = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/pass@1")}
+    sources = {source(name): value for name, value in metrics.items() if name.endswith("/pass@1")}
     sources.pop("all", None)
     return line + "".join(f"  {visible(name)} {value:.3f}" for name, value in sources.items() if len(sources) > 1)

@@ -19,7 +19,6 @@ from birl.track.units import count, duration, figure
 from birl.track.visible import visible
 
 LAST = 10  # steps that a figure is the mean of
-ALWAYS_OTHER = ("run", "resume")  # keys that differ between any two runs
 FIGURES = (
     *("length/mean", "turns/mean", "groups/no_signal", "entropy", "kl", "clip_fraction", "grad_norm", "mismatch/mean"),
     *("staleness/mean", "outcome/truncated", "speed/generate", "speed/train", "time/step", "memory/peak"),
@@ -66,7 +65,7 @@ def _check(folder: Path) -> None:
 def changed_keys(first: Path, second: Path) -> list[tuple[str, Any, Any]]:
     """Keys with different values, in the order of the configuration; None where a run does not have the key."""
     one, other = runs.config(first), runs.config(second)
-    keys = [key for key in {**one, **other} if key not in ALWAYS_OTHER]
+    keys = [key for key in {**one, **other} if key not in runs.ALWAYS_OTHER]
     return [(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
 
 

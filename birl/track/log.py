@@ -67,17 +67,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All records of a file. A torn last line, left by a crash, is passed over; any other bad line is an error."""
     # Not str.splitlines: it also splits at U+2028 and others, which JSON strings may hold as they are.
     *lines, torn = Path(path).read_bytes().split(b"\n")
-    records = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
+    records = [parsed(path, number, line) for number, line in enumerate(lines, start=1)]
     if torn:
         with suppress(ValueError):
             records.append(json.loads(torn))
     return records
 
 
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The record of line `number` of a file. Raises `BirlError` that names the line."""
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BirlError(f"{path}, line {number}: not JSON ({error}). Delete the line to read the rest.") from error
 
 

@@ -1,6 +1,5 @@
 """Figures on their way to a tracker: a thread and a bounded queue, so that a run never waits for somebody's server."""
 
-import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 from birl.errors import BirlError
 from birl.track.log import encode
 from birl.track.log import replace as write_whole
+from birl.track.runs import mapping
 from birl.track.sink import Figures, Sink, Start
 
 ROOM = 10_000  # records that wait while a tracker is away; then the oldest go
@@ -39,17 +39,11 @@ class Marks:
         self.path, self.name = run / "trackers.json", name
 
     def read(self) -> dict[str, Any]:
-        return self._all().get(self.name, {})
-
-    def _all(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError):
-            found = json.loads(self.path.read_text("utf-8"))
-            return found if isinstance(found, dict) else {}
-        return {}
+        return mapping(self.path).get(self.name, {})
 
     def write(self, **changed: Any) -> None:
         with _MARKS:  # several outboxes share the file
-            known = self._all()
+            known = mapping(self.path)
             known[self.name] = {**known.get(self.name, {}), **changed}
             write_whole(self.path, encode(known))
 

@@ -71,17 +71,22 @@ def failures(metrics: Mapping[str, float]) -> dict[str, float]:
 VALIDATIONS = ("validation/all/pass@1", "validation/all/score", "validation/accuracy", "validation/nll")
 
 
-def validation_name(metrics: Mapping[str, Any]) -> str:
-    """The one figure of a validation: pass@1 over all sources, or the nearest to it that there is; empty for none."""
-    names = [
-        name for name, value in metrics.items() if name.startswith("validation/") and isinstance(value, (int, float))
-    ]
+def validation_name(metrics: Iterable[str]) -> str:
+    """The one figure of a validation: pass@1 over all sources, or the nearest to it that there is; empty for none. Its
+    value may be null, where nothing could be scored."""
+    names = [name for name in metrics if name.startswith("validation/")]
     return next((wanted for wanted in (*VALIDATIONS, *names) if wanted in names), "")
 
 
 def validation_score(metrics: Mapping[str, Any]) -> float | None:
     name = validation_name(metrics)
     return float(metrics[name]) if name else None
+
+
+def source(name: str) -> str:
+    """Whose figure it is; a source may have a slash. Example: source("validation/openai/gsm8k/pass@1") ==
+    "openai/gsm8k" """
+    return name.removeprefix("validation/").rpartition("/")[0]
 
 
 def is_share(name: str) -> bool:

@@ -1,12 +1,12 @@
 """A run's files as Python has them: `Trainer.metrics`, `Trainer.rollouts`."""
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
 from birl.errors import BirlError, did_you_mean
+from birl.track.log import parsed
 
 
 class Records(Sequence[dict[str, Any]]):
@@ -28,12 +28,7 @@ class Records(Sequence[dict[str, Any]]):
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise BirlError(
-                        f"{self.path}, line {number}: not JSON ({error}). Delete the line to read the rest."
-                    ) from error
+                yield parsed(self.path, number, line)
 
     def __len__(self) -> int:
         return sum(1 for _ in self) if self.path.is_file() else 0

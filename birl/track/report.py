@@ -1,6 +1,5 @@
 """report.html: what a run did, in one file without scripts or outside parts, from the files of its folder alone."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 from birl.track.log import replace
 from birl.track.panel import PHASES
-from birl.track.progress import headline, is_share, numbers, stored
+from birl.track.progress import headline, is_share, numbers, source, stored
+from birl.track.runs import summary
 from birl.track.style import CSS
 from birl.track.summary import Pair, change, facts, pairs, shown, tally, trained_on
 from birl.track.svg import Series, curves, escape, stacked
@@ -34,15 +34,15 @@ def write_report(run: Path) -> Path:
     """Write `run`/report.html. A run that goes on, or was stopped, gets a report of what there is."""
     run = Path(run)
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
-    summary = json.loads((run / "summary.json").read_text("utf-8")) if (run / "summary.json").exists() else {}
-    found = {**facts(run), **summary}
-    title = str(summary.get("title") or run.name)
+    told = summary(run)
+    found = {**facts(run), **told}
+    title = str(told.get("title") or run.name)
     body = [
         _head(run, title, found),
         _curves(steps, validations),
         _samples(pairs(validations)),
         _counts(steps),
-        _next(summary.get("next"), bool(summary.get("finished"))),
+        _next(told.get("next"), bool(told.get("finished"))),
         _config(run / "config.yaml"),
         _others(steps, validations),
     ]
@@ -117,12 +117,8 @@ def _curves(steps: Records, validations: Records) -> str:
 def _tested(validations: Records) -> list[str]:
     """Validation metrics that share an axis from 0 to 1. One source alone says the same as `all`."""
     names = list(dict.fromkeys(name for record in validations for name in numbers(record) if "/pass@" in name))
-    sources = {name.split("/")[1] for name in names} - {"all"}
-    return [
-        name
-        for name in names
-        if len(sources) > 1 or name.split("/")[1] == "all" or "validation/all/pass@1" not in names
-    ]
+    several = len({source(name) for name in names} - {"all"}) > 1
+    return [name for name in names if several or source(name) == "all" or "validation/all/pass@1" not in names]
 
 
 def _time_series(steps: Records) -> list[Series]:

@@ -16,28 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from birl.track.algorithm import algorithm
-from birl.track.log import read_jsonl
 from birl.track.progress import headline, is_share, validation_name
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run
 DEPTH = 5  # how far below a folder runs are looked for: --multirun puts them one level deeper
 TAIL = 1 << 16  # bytes to begin with when the last line of a file is wanted
 COMMAND_KEYS = {"rl": "algorithm.baseline", "rm": "ranking.centering", "dpo": "preference.loss"}  # only it has the key
+ALWAYS_OTHER = ("run", "resume")  # keys that differ between any two runs
 STATES = ("running", "done", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
     """One run in figures. `state`: running | done | stopped (by a signal, and saved) | failed (it ended without saying
-    so: an error, a kill, a power cut). `total`: steps, None where epochs decide. `reward`: of the last step, of
-    `headline` (reward/mean, or loss). `best`: of `validation`, the name of a figure, at `best_step`. `seconds`: of all
-    its processes. `updated`: seconds since 1970."""
+    so: an error, a kill, a power cut). `problem`: what is wrong with its folder, "" for nothing. `total`: steps, None
+    where epochs decide. `reward`: of the last step, of `headline` (reward/mean, or loss). `best`: of `validation`, the
+    name of a figure, at `best_step`. `seconds`: of all its processes. `updated`: seconds since 1970."""
 
     path: Path
     command: str
     state: str
     model: str
     algorithm: str
+    problem: str = ""
     step: int = 0
     total: int | None = None
     headline: str = "loss"
@@ -83,8 +84,11 @@ def config(run: Path) -> dict[str, Any]:
 
 def problem(run: Path) -> str:
     """What is wrong with the folder, as a sentence; empty where nothing is."""
+    return _problem(run, _mapping(run / "config.json")[1])
+
+
+def _problem(run: Path, why: str) -> str:
     path = run / "config.json"
-    why = _mapping(path)[1]
     return f"{path} cannot be read ({why}): the configuration is not shown, everything else is." if why else ""
 
 
@@ -134,11 +138,15 @@ def running(run: Path) -> bool:
 
 def state(run: Path) -> str:
     """One of `STATES`."""
+    return _state(run, last_record(run / "metrics.jsonl"), summary(run))
+
+
+def _state(run: Path, last: Mapping[str, Any], told: Mapping[str, Any]) -> str:
     if running(run):
         return "running"
-    last, told = last_record(run / "metrics.jsonl"), summary(run)
-    step = last.get("step", 0)
-    if told and told.get("step", told.get("steps", step)) >= step:
+    step = _number(last.get("step")) or 0.0
+    reached = [n for key in ("step", "steps") if (n := _number(told.get(key))) is not None]
+    if told and (reached or [step])[0] >= step:
         return "done" if told.get("finished", True) else "stopped"
     return "failed"
 
@@ -151,7 +159,7 @@ def last_record(path: Path) -> dict[str, Any]:
             file.seek(max(0, size - wanted))
             lines = file.read(wanted).split(b"\n")
             for line in reversed(lines[0 if wanted >= size else 1 :]):
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     found = json.loads(line)
                     if isinstance(found, dict):
                         return found
@@ -163,8 +171,9 @@ def last_record(path: Path) -> dict[str, Any]:
 
 def about(run: Path) -> About:
     """Everything that a table of runs shows."""
-    keys, told, last = config(run), summary(run), last_record(run / "metrics.jsonl")
-    known, name = state(run), headline(last)
+    written, why = _mapping(run / "config.json")
+    keys, told, last = dict(_dotted(written)), summary(run), last_record(run / "metrics.jsonl")
+    known, name = _state(run, last, told), headline(last)
     validation, best, best_step = best_validation(run)
     return About(
         path=run,
@@ -172,8 +181,9 @@ def about(run: Path) -> About:
         state=known,
         model=_short(str(keys.get("model.path", "?"))),
         algorithm=algorithm(keys),
-        step=int(last.get("step", 0)),
-        total=int(keys.get("steps") or 0) or None,
+        problem=_problem(run, why),
+        step=int(_number(last.get("step")) or 0),
+        total=int(_number(keys.get("steps")) or 0) or None,
         headline=name,
         reward=_number(last.get(name)),
         validation=validation.removeprefix("validation/"),
@@ -221,7 +231,7 @@ def _short(model: str) -> str:
 
 def _between(run: Path, last: Mapping[str, Any]) -> float | None:
     """Seconds from the first step's record to the last."""
-    with suppress(OSError, ValueError, KeyError, TypeError), (run / "metrics.jsonl").open("rb") as file:
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), (run / "metrics.jsonl").open("rb") as file:
         first = json.loads(file.readline())
         spent = datetime.fromisoformat(last["time"]) - datetime.fromisoformat(first["time"])
         return spent.total_seconds() + (_number(first.get("time/step")) or 0.0)
@@ -235,11 +245,7 @@ def _changed(path: Path) -> float:
 
 
 def _number(value: Any) -> float | None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None
-
-
-def steps(run: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl. Raises `BirlError` where a line in the middle is broken."""
-    path = run / "metrics.jsonl"
-    return read_jsonl(path) if path.exists() else []
+    with suppress(OverflowError):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None

@@ -130,7 +130,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
         texts = (found["process"], found["lane"], found["name"])
         numbers = [found["start"], found["seconds"], *(found[name] for name in COLUMNS if name in found)]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     good = all(type(text) is str for text in texts) and all(type(n) in (int, float) and n == n for n in numbers)
     return found if good and found["seconds"] >= 0 and max(map(abs, numbers)) < 2**53 else None

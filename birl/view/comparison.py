@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 
 from birl.track.progress import is_share
+from birl.track.runs import ALWAYS_OTHER
 from birl.view.folders import Run
 from birl.view.history import History
 
 # What should rise and what should fall; of other figures, such as an entropy, neither end is better.
 RISING = ("reward/", "score/", "speed/", "accuracy", "margin")
 FALLING = ("loss", "time/", "memory/", "mismatch/", "updates/nonfinite", "updates/skipped", "packing/padding")
-SECTIONS_OF_A_FOLDER = ("run", "resume")  # always another
 
 
 def differences(runs: list[Run]) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def differences(runs: list[Run]) -> list[dict[str, Any]]:
     readable = [config for config in configs if config]
     found = []
     for key in dict.fromkeys(key for config in readable for key in config):
-        if key in SECTIONS_OF_A_FOLDER:
+        if key in ALWAYS_OTHER:
             continue
         values = [config.get(key) for config in configs]
         if any(key not in config or config[key] != readable[0].get(key) for config in readable):
@@ -32,12 +32,12 @@ def differences(runs: list[Run]) -> list[dict[str, Any]]:
 def figures(histories: list[History]) -> list[dict[str, Any]]:
     """For each figure and run the last value and the best, with its step."""
     names = dict.fromkeys(name for history in histories for name in history.names)
-    ways = {
-        n: "" if n == "loss" and "reward/mean" in names else better(n) for n in names
-    }  # a policy's loss says little
-    return [
-        {"name": n, "better": w, "values": [_figures(history, n, w) for history in histories]} for n, w in ways.items()
-    ]
+    found = []
+    for name in names:
+        way = "" if name == "loss" and "reward/mean" in names else better(name)  # a policy's loss says little
+        values = [_figures(history, name, way) for history in histories]
+        found.append({"name": name, "better": way, "values": values})
+    return found
 
 
 def better(name: str) -> str:

@@ -25,8 +25,10 @@ def sampled(x: np.ndarray, y: np.ndarray, *, low: float, high: float, width: int
     x, y = x[first:last], y[first:last]
     if len(x) <= 2 * width:
         return {"x": _short(x), "y": _short(y)}
-    starts = np.unique(np.searchsorted(x, np.linspace(low, high, width + 1)[:-1]))
-    starts = np.unique(np.append(0, starts[starts < len(x)]))
+    edges = np.searchsorted(x, np.linspace(low, high, width + 1)[:-1])
+    beyond = int(np.searchsorted(x, high, "right"))  # neighbours are points of their own
+    starts = np.unique(np.append(edges, [0, beyond]))
+    starts = starts[starts < len(x)]
     n = np.diff(np.append(starts, len(x)))
     return {
         "x": _short(np.add.reduceat(x, starts) / n),

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from math import inf, nan
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,14 +54,15 @@ SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that an ans
 class Episodes:
     """Everything that is known of a run's episodes without reading the file again. `rows` [N] of type ROW.
 
-    `begun` counts how often rows were taken back: whoever remembers row numbers begins anew when it changes.
+    `begun` counts how often rows were taken back: whoever remembers row numbers begins anew when it changes. `settled`:
+    rows whose flags are known; those of a group that was read in part so far are not.
     `broken`: what was wrong with the first broken lines, by line number; `skipped`: how many there are.
 
     Example: episodes = Episodes(Path("runs/demo/rollouts.jsonl")); episodes.read_on(); episodes.rows["reward"].mean()
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lock, self.begun = Path(path), threading.RLock(), 0
+        self.path, self.lock, self.begun, self.settled = Path(path), threading.RLock(), 0, 0
         self._empty()
         self._kept = -1  # rows of the index in the cache; -1: not looked yet
 
@@ -89,7 +91,9 @@ class Episodes:
             self._take_back(file)
             while self._block(file):
                 if time.monotonic() > until:
+                    self.settled = self._beginning(max(self.count - 1, 0))
                     return False
+            self.settled = self.count
             if self.count - self._kept >= kept.WORTH:
                 kept.save(self)
                 self._kept = self.count
@@ -108,9 +112,8 @@ class Episodes:
     def take(self, rows: np.ndarray, about: Mapping[str, Any]) -> None:
         """An index that was made before: its rows, and the other things that `kept.NAMES` names."""
         self._rows, self.count = rows, len(rows)
-        for name, value in about.items():
-            if name in kept.NAMES:
-                setattr(self, name, value)
+        for name in kept.NAMES:
+            setattr(self, name, about[name])
         self._task_places = {name: n for n, name in enumerate(self.tasks)}
         self._source_places = {name: n for n, name in enumerate(self.sources)}
 
@@ -127,15 +130,15 @@ class Episodes:
         """Rows that are not in the file any more. What was cut back and has grown again is seen by its last row."""
         if self.size < self.read:
             ends = self.rows["at"] + self.rows["size"]
-            kept = int(np.searchsorted(ends, self.size, side="right"))
-            if kept and not self._as_it_was(file, kept - 1):
-                kept = 0  # not cut back but written anew
-            if not kept:
+            left = int(np.searchsorted(ends, self.size, side="right"))
+            # Not cut back but written anew; or it is not known which broken lines lay behind the cut.
+            if left and (self.skipped or not self._as_it_was(file, left - 1)):
+                left = 0
+            if not left:
                 self._empty()
             else:
-                self.read, self._mark = int(ends[kept - 1]), self._head(file, kept - 1)
-                self.lines -= self.count - kept  # broken lines behind the cut stay counted
-            self.count, self.begun = kept, self.begun + 1
+                self.read, self.lines, self._mark = int(ends[left - 1]), left, self._head(file, left - 1)
+            self.count, self.begun = left, self.begun + 1
             self.size = file.seek(0, 2)
         elif self._mark and self._head(file, self.count - 1) != self._mark:
             self._empty()
@@ -219,20 +222,26 @@ class Episodes:
             new = rows[start:end]
             long = (new["tokens"] > limit) & (new["tokens"] >= flags.BLOWUP_FROM)
             new["flags"][long] |= BITS["length"]
-        while first > 0 and rows[first - 1]["group"] == rows[first]["group"]:
-            first -= 1  # a group that was read in two pieces
-        new = rows[first:]
+        new = rows[self._beginning(first) :]
         remarkable = np.flatnonzero(new["key"])
         triples = np.stack([new[n][remarkable] for n in ("step", "group", "key")], axis=1)
         _, place, counts = np.unique(triples, axis=0, return_inverse=True, return_counts=True)
         new["flags"][remarkable[counts[place.reshape(-1)] > 1]] |= BITS["duplicate"]
 
+    def _beginning(self, row: int) -> int:
+        """The first of the rows up to this one that are of its group."""
+        rows = self.rows
+        while row > 0 and all(rows[row - 1][name] == rows[row][name] for name in ("step", "group")):
+            row -= 1
+        return row
+
     def usual(self, row: int) -> float:
         """Tokens that 95 of 100 of the answers before this row's step needed at most; NaN where there are too few."""
-        steps = self.rows["step"]
-        first = max(row - 8 * WINDOW, 0)
+        steps, first = self.rows["step"], max(row - WINDOW, 0)
+        while first > 0 and (steps[first:row] == steps[row]).all():
+            first = max(2 * first - row, 0)
         others = np.flatnonzero(steps[first:row] != steps[row])
-        start = first + int(others[-1]) + 1 if len(others) else first
+        start = first + int(others[-1]) + 1 if len(others) else 0
         past = self.rows["tokens"][max(start - WINDOW, 0) : start]
         return float(np.quantile(past, 0.95)) if len(past) >= flags.PAST else nan
 
@@ -294,7 +303,9 @@ def alone(text: str, answer: Any, score: float) -> list[tuple[str, str]]:
 
 def number(value: Any) -> float:
     """NaN for what is none: a failed episode has no reward."""
-    return float(value) if isinstance(value, int | float) else nan
+    with suppress(OverflowError):
+        return float(value) if isinstance(value, int | float) else nan
+    return nan
 
 
 def _whole(value: Any) -> int:

@@ -91,18 +91,13 @@ class Runs:
 
 def _named(roots: Sequence[Path]) -> list[tuple[Path, str]]:
     """Each run once, with the shortest name that no other has."""
-    found: dict[Path, tuple[Path, str]] = {}
+    found: dict[Path, tuple[Path, str]] = {}  # as it was named, and its name there
     for root in roots:
-        for folder, name in _below(root):
-            found.setdefault(folder.resolve(), (root, name))
+        for folder in runs.find(root):
+            name = root.resolve().name if folder == root else str(folder.relative_to(root))
+            found.setdefault(folder.resolve(), (folder, name))
     uses = Counter(name for _, name in found.values())
-    return sorted((f, name if uses[name] == 1 else str(root / name)) for f, (root, name) in found.items())
-
-
-def _below(root: Path) -> Iterator[tuple[Path, str]]:
-    """Run folders at or below `root`, each with its name there."""
-    for folder in runs.find(root):
-        yield folder, root.resolve().name if folder == root else str(folder.relative_to(root))
+    return sorted((f, name if uses[name] == 1 else str(named)) for f, (named, name) in found.items())
 
 
 def _id(folder: Path) -> str:
@@ -113,7 +108,6 @@ def _id(folder: Path) -> str:
 
 
 def _missing(root: Path) -> str:
-
     if root.exists():
         return f"{root} is a file; `birl view` takes the folder of a run, or a folder of runs."
     near = did_you_mean(str(root), [str(folder) for folder in runs.folders(root.parent)])

@@ -8,7 +8,6 @@ import numpy as np
 from starlette.datastructures import QueryParams
 
 from birl.errors import BirlError
-from birl.track.progress import headline, validation_name
 from birl.view.columns import STAMP, Columns
 from birl.view.curve import sampled, span
 from birl.view.folders import Run, Runs
@@ -73,8 +72,8 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        own = self.steps.names
-        return [*own, *(name for name in self.validations.names if name not in set(own))]
+        with self.lock:  # another request may be reading on, and find new ones
+            return list(dict.fromkeys([*self.steps.names, *self.validations.names]))
 
     def table(self, name: str) -> Columns:
         return self.validations if name in self.validations.names else self.steps
@@ -115,22 +114,16 @@ class History:
         return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
     def about(self) -> dict[str, Any]:
-        config, names = self.run.config, self.names
         return {
             "id": self.run.id,
             "name": self.run.name,
             "running": self.run.running,
-            "state": self.run.state,
             "problem": self.run.problem,
-            "seed": config.get("seed"),
-            "family": family(self.run.id, config),
+            "family": family(self.run.id, self.run.config),
             "read": self.read,
             "rows": self.steps.rows,
             "broken": self.steps.broken + self.validations.broken,
-            "names": names,
-            "headline": headline(names) if names else "",
-            "validation": validation_name(dict.fromkeys(self.validations.names, 0.0)),
-            "span": {kind: self.span(kind) for kind in AXES},
+            "names": self.names,
         }
 
     def curve(self, name: str, kind: str, low: float, high: float, width: int) -> dict[str, np.ndarray]:

@@ -5,7 +5,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-OWN = ("seed", "run", "resume", "threads")  # keys in which seeds of one configuration differ
+from birl.track.runs import ALWAYS_OTHER
+
+OWN = ("seed", "threads", *ALWAYS_OTHER)  # keys in which seeds of one configuration differ
 OWN_SECTIONS = ("track.", "checkpoint.")
 
 

@@ -16,7 +16,7 @@ from birl.cache import cache_folder
 if TYPE_CHECKING:
     from birl.view.episodes import Episodes
 
-MADE_BY = 1  # another number where rows mean something else: a column, a detector or its limits has changed
+MADE_BY = 2  # another number where rows mean something else: a column, a detector or its limits has changed
 WORTH = 20_000  # rows that take about a second to read
 FILES = 16  # the newest of them stay
 NAMES = ("tasks", "sources", "broken", "lines", "skipped", "read")
@@ -35,7 +35,7 @@ def save(episodes: "Episodes") -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-            np.savez(file, rows=episodes.rows, about=text, dtype=_shape(episodes.rows.dtype))
+            np.savez(file, rows=episodes.rows, about=text)
         os.replace(part, target)
         old = sorted(target.parent.glob("*.npz"), key=lambda file: file.stat().st_mtime)[:-FILES]
         for file in old:
@@ -49,15 +49,12 @@ def load(episodes: "Episodes", dtype: np.dtype) -> bool:
     """Take the kept index over, if there is one that fits; the caller compares it with the file."""
     try:
         with np.load(place(episodes.path), allow_pickle=False) as found:
-            about = json.loads(found["about"].tobytes())
-            if about["made_by"] != MADE_BY or found["dtype"].tobytes() != _shape(dtype).tobytes():
-                return False
-            rows = found["rows"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+            rows, about = found["rows"], json.loads(found["about"].tobytes())
+        if about["made_by"] != MADE_BY or rows.dtype != dtype:
+            return False
+        known = {name: about[name] for name in NAMES}
+        known["broken"] = {int(line): why for line, why in about["broken"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile):
         return False
-    episodes.take(rows, {**about, "broken": {int(line): why for line, why in about["broken"].items()}})
+    episodes.take(rows, known)
     return True
-
-
-def _shape(dtype: np.dtype) -> np.ndarray:
-    return np.frombuffer(repr(dtype.descr).encode(), np.uint8)

@@ -23,32 +23,31 @@ def routes(runs: Runs) -> list[Route]:
 
 
 def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, Any]:
-    """The row of a run, read again only where one of its files has changed."""
+    """The row of a run, read again only where it began or ended, or one of its files has changed."""
     files = [run.folder / name for name in ("config.json", "metrics.jsonl", "validation.jsonl", "summary.json")]
-    stamp = tuple(_stamp(file) for file in files)
-    if run.id not in kept or kept[run.id][0] != stamp:
-        kept[run.id] = stamp, row(run)
-    return {**kept[run.id][1], "state": run.state}
+    stamp = run.running, *(_stamp(file) for file in files)
+    known = kept.get(run.id)
+    if known is None or known[0] != stamp:
+        known = kept[run.id] = stamp, row(run)
+    return known[1]
 
 
 def row(run: Run) -> dict[str, Any]:
     """What the list shows of a run; null for what is not known."""
     found = about(run.folder)
-    best = {"value": found.best, "step": found.best_step, "name": f"validation/{found.validation}"}
     return {
         "id": run.id,
         "name": run.name,
-        "folder": str(run.folder),
-        "problem": run.problem,
+        "state": found.state,
+        "problem": found.problem,
         "step": found.step,
         "total": found.total,
         "headline": found.headline,
         "last": found.reward,
-        "validation": None if found.best is None else best,
+        "validation": None if found.best is None else {"value": found.best, "step": found.best_step},
         "seconds": found.seconds,
         "model": found.model,
         "algorithm": found.algorithm,
-        "seed": run.config.get("seed"),
         "changed": found.updated or None,
     }
 

@@ -23,7 +23,8 @@ def routes(runs: Runs) -> list[Route]:
     index = Index(runs)
 
     def metrics(request: Request) -> Response:
-        return Answer({"runs": [_locked(h, History.about) for h in index.asked(request.query_params)]})
+        asked = index.asked(request.query_params)
+        return Answer({"version": _version(asked), "runs": [_locked(h, History.about) for h in asked]})
 
     def curves(request: Request) -> Response:
         return Answer(_curves(index.asked(request.query_params), request.query_params))
@@ -44,7 +45,7 @@ def routes(runs: Runs) -> list[Route]:
 
 def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
     """The asked metrics of the asked runs, unless nothing is newer than what the page knows."""
-    version = " ".join(history.version for history in histories)
+    version = _version(histories)
     answer = {
         "version": version,
         "running": {history.run.id: history.run.running for history in histories},
@@ -59,10 +60,15 @@ def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
     low, high = _number(query, "from", whole[0]), _number(query, "to", whole[1])
     found = {}
     for history in histories:
-        names = set(history.names)
         with history.lock:
+            names = set(history.names)
             found[history.run.id] = {n: history.curve(n, kind, low, high, width) for n in wanted if n in names}
     return {**answer, "span": whole, "curves": found}
+
+
+def _version(histories: list[History]) -> str:
+    """Another text when one of them has anything new."""
+    return " ".join(history.version for history in histories)
 
 
 def _locked(history: History, act: Callable[..., Any], *words: Any) -> Any:

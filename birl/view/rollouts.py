@@ -20,9 +20,10 @@ from birl.track.visible import visible
 from birl.view import flags
 from birl.view.answer import Answer
 from birl.view.episodes import BITS, Episodes
-from birl.view.export import FORMATS, lines
+from birl.view.export import lines
 from birl.view.folders import Run, Runs
-from birl.view.search import Query, Search
+from birl.view.query import Query
+from birl.view.search import Search
 from birl.view.tokens import Vocabulary
 from birl.view.trajectory import group, picture, summary, trajectory
 
@@ -42,14 +43,14 @@ class Inspector:
         self.run = run
         self.episodes = Episodes(run.folder / "rollouts.jsonl")
         self.vocabulary = Vocabulary(run.folder / "model")
-        self.searches: OrderedDict[str, Search] = OrderedDict()
+        self.searches: OrderedDict[Query, Search] = OrderedDict()
 
     def search(self, text: str, patience: float) -> tuple[Search, bool]:
         """The search as far as it is, and whether that is all. Raises `BirlError`."""
         query = Query.parse(text)
         whole = self.episodes.read_on(patience)
-        found = self.searches.pop(str(query), None) or Search(episodes=self.episodes, query=query)
-        self.searches[str(query)] = found
+        found = self.searches.pop(query, None) or Search(self.episodes, query)
+        self.searches[query] = found
         while len(self.searches) > SEARCHES:
             self.searches.popitem(last=False)
         return found, found.go_on(patience) and whole
@@ -62,9 +63,7 @@ def routes(runs: Runs) -> list[Route]:
     def inspector(request: Request) -> Inspector:
         run = runs[_asked(request, "run")]
         with lock:
-            if run.id not in known or known[run.id].run.folder != run.folder:
-                known[run.id] = Inspector(run)
-            return known[run.id]
+            return known.setdefault(run.id, Inspector(run))
 
     def route(path: str, answer: Callable[[Inspector, Request], Response]) -> Route:
         def endpoint(request: Request) -> Response:  # not async: starlette calls it in a thread
@@ -103,6 +102,7 @@ def _list(of: Inspector, request: Request) -> Response:
             "indexed_share": episodes.read / episodes.size if episodes.size else 1.0,
             "looked_share": search.looked / episodes.count if episodes.count else 1.0,
             "slow": search.slow,
+            "begun": episodes.begun,
             "skipped": episodes.skipped,
             "broken": [{"line": line, "problem": visible(why)} for line, why in episodes.broken.items()],
             "running": of.run.running,
@@ -163,8 +163,6 @@ def _picture(of: Inspector, request: Request) -> Response:
 
 def _export(of: Inspector, request: Request) -> Response:
     form = request.query_params.get("format", "jsonl")
-    if form not in FORMATS:
-        raise BirlError(f"format={form}: the formats are {' and '.join(FORMATS)}.")
     search, _ = of.search(request.query_params.get("q", ""), patience=float("inf"))
     name = f"{Path(of.run.folder).name}.{form}".encode("ascii", "replace").decode().replace('"', "")
     return StreamingResponse(

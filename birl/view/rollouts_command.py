@@ -5,12 +5,15 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from birl.errors import BirlError
 from birl.flags import Flag, taken, whole
 from birl.track.log import writing
 from birl.track.visible import visible
+
+if TYPE_CHECKING:
+    from birl.view.search import Search
 
 USAGE = (
     'Usage: birl rollouts RUN ["query"] [--limit N] [--export FILE.jsonl or FILE.csv]\n\n'
@@ -22,7 +25,7 @@ USAGE = (
     "--limit: how many to show (default 20; with --export all are written). docs/rollouts.md has all of the language."
 )
 LIMIT = 20
-SHAPE = "{row:>7} {step:>6} {outcome:<9.9} {reward:>8} {tokens:>6}  {flags:<12.12} {text}"
+SHAPE = "{row:>7} {step:>6} {outcome:<12} {reward:>8} {tokens:>6}  {flags:<12} {text}"
 
 
 def _exported(text: str) -> Path:
@@ -44,9 +47,10 @@ def run(words: list[str]) -> int:
     if not folder.is_dir():
         raise BirlError(f"There is no folder {folder}. Name a run, as in `birl rollouts runs/demo`.")
     from birl.view.episodes import Episodes
-    from birl.view.search import Query, Search
+    from birl.view.query import Query
+    from birl.view.search import Search
 
-    search = Search(episodes=Episodes(folder / "rollouts.jsonl"), query=Query.parse(query))
+    search = Search(Episodes(folder / "rollouts.jsonl"), Query.parse(query))
     search.episodes.read_on()
     search.go_on()
     if search.episodes.skipped:
@@ -60,8 +64,9 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _print(search, limit: int) -> None:
+def _print(search: "Search", limit: int) -> None:
     from birl.view import flags
+    from birl.view.episodes import OUTCOMES
 
     rows, episodes = search.rows, search.episodes
     width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 10_000
@@ -73,7 +78,7 @@ def _print(search, limit: int) -> None:
         line = SHAPE.format(
             row=row,
             step=int(known["step"]),
-            outcome=visible(str(head.get("outcome"))),
+            outcome=OUTCOMES[known["outcome"]],
             reward="-" if known["reward"] != known["reward"] else f"{known['reward']:.4g}",
             tokens=int(known["tokens"]),
             flags=",".join(name for name, _ in episodes.reasons(row, head)),
@@ -84,7 +89,7 @@ def _print(search, limit: int) -> None:
     print(f"{len(rows):,} of {episodes.count:,} episodes{more}")
 
 
-def _export(search, target: Path, limit: int | None) -> int:
+def _export(search: "Search", target: Path, limit: int | None) -> int:
     from birl.view.export import lines
 
     rows = search.rows[:limit].tolist()

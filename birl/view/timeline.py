@@ -40,14 +40,11 @@ class _Traced:
     lock: threading.Lock = field(default_factory=threading.Lock)
     steps: list[Step] = field(default_factory=list[Step])
     shares: Shares | None = None
-    known: int = -1  # spans that both are of
 
     def refresh(self) -> None:
-        self.timeline.read()
-        if self.known != len(self.timeline):
+        if self.timeline.read():
             self.steps = steps_of(self.timeline)
             self.shares = shares_of(self.timeline, self.steps)
-            self.known = len(self.timeline)
 
 
 def routes(runs: Runs) -> list[Route]:
@@ -160,8 +157,8 @@ def _joined(
     """Columns of what is drawn, shortest last. Of spans below a pixel those that begin in the same one are one, under
     the name of the longest; `count` says how many, `seconds` how long they are together."""
     small = end - start < window.pixel
-    place = np.floor((start - window.begin) / window.pixel).astype(np.int64)
-    key = np.where(small, rows * (window.width + 2) + np.clip(place, -1, window.width), -1 - np.arange(len(start)))
+    place = np.clip(np.floor((start - window.begin) / window.pixel), -1, window.width).astype(np.int64) + 1
+    key = np.where(small, rows * (window.width + 2) + place, -1 - np.arange(len(start)))
     order = np.argsort(start - end, kind="stable")  # the longest first: it stands for the others
     _, leader, group = np.unique(key[order], return_index=True, return_inverse=True)
     count, seconds = np.bincount(group), np.bincount(group, (end - start)[order])

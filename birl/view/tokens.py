@@ -7,6 +7,7 @@ as bytes, and the character that it belongs to is named; never as a wrong charac
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -111,30 +112,30 @@ def _alone(data: Sequence[bytes]) -> Iterator[bool]:
 
 def _split(data: Sequence[bytes], found: list[Shown]) -> None:
     """Fill in the tokens with parts of characters, run by run."""
+    for is_part, run in groupby(range(len(data)), lambda n: found[n] == []):
+        if is_part:
+            tokens = list(run)
+            for n, pieces in zip(tokens, _pieces([data[n] for n in tokens]), strict=True):
+                found[n] = pieces
+
+
+def _pieces(data: Sequence[bytes]) -> list[list[Any]]:
+    """What each token of a run holds: whole characters as text, parts as (bytes in hex, the whole character)."""
+    whole, ends = b"".join(data), list(accumulate(map(len, data)))
+    found: list[list[Any]] = [[] for _ in data]
     n = 0
-    while n < len(data):
-        if found[n] != []:
-            n += 1
-            continue
-        end = n
-        while end < len(data) and found[end] == []:
-            end += 1
-        starts = [0]
-        for piece in data[n:end]:
-            starts.append(starts[-1] + len(piece))
-        for first, last, char in characters(b"".join(data[n:end])):
-            for i in range(n, end):
-                own = range(max(first, starts[i - n]), min(last, starts[i - n + 1]))
-                if len(own) == 0:
-                    continue
-                pieces = found[i]
-                assert isinstance(pieces, list)
-                if char and len(own) == last - first:
-                    pieces.append(visible(char))
-                else:
-                    part = b"".join(data[n:end])[own.start : own.stop]
-                    pieces.append([part.hex(" ").upper(), visible(char)])
-        n = end
+    for first, last, char in characters(whole):
+        at = first
+        while at < last:
+            while ends[n] <= at:
+                n += 1
+            end = min(last, ends[n])
+            if char and (at, end) == (first, last):
+                found[n].append(visible(char))
+            else:
+                found[n].append([whole[at:end].hex(" ").upper(), visible(char)])
+            at = end
+    return found
 
 
 def characters(data: bytes) -> Iterator[tuple[int, int, str]]:

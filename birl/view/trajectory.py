@@ -12,7 +12,7 @@ from birl.text import calls
 from birl.track.visible import visible
 from birl.types import ToolCall
 from birl.view import flags
-from birl.view.episodes import Episodes
+from birl.view.episodes import Episodes, number
 from birl.view.tokens import Vocabulary
 
 # How chat templates begin a message; the first group is who speaks.
@@ -50,7 +50,7 @@ def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str
     return {
         **summary(episodes, row, record),
         "detail": visible(str(record.get("detail") or "")),
-        "rewards": record.get("rewards") or {},
+        "rewards": figures(record.get("rewards")),
         "turns": [
             {"agent": visible(str(t.get("agent") or "")), "reward": t.get("reward")}
             for t in record.get("turns") or ()
@@ -74,9 +74,14 @@ def summary(episodes: Episodes, row: int, head: Mapping[str, Any]) -> dict[str, 
         "source": visible(str(head.get("source") or "")),
         "answer": None if head.get("answer") is None else visible(str(head.get("answer"))),
         "outcome": visible(str(head.get("outcome") or "unknown")),
-        "parts": head.get("parts") if isinstance(head.get("parts"), Mapping) else {},
+        "parts": figures(head.get("parts")),
         "flags": [{"name": name, "reason": visible(reason)} for name, reason in episodes.reasons(row, head)],
     }
+
+
+def figures(named: Any) -> dict[str, float]:
+    """The parts of a reward, or those of agents, by name; NaN for what is no number."""
+    return {visible(str(name)): number(value) for name, value in named.items()} if isinstance(named, Mapping) else {}
 
 
 def sample(record: Mapping[str, Any], vocabulary: Vocabulary, row: int) -> dict[str, Any]:

@@ -151,6 +151,8 @@ def test_validation_line_names_sources_when_there_are_several() -> None:
     metrics = {"validation/all/pass@1": 0.3, "validation/a/pass@1": 0.4, "validation/b/pass@1": 0.2}
     progress.validate(10, metrics)
     assert validation_line(progress, 10, metrics) == "step   10/30  validation 0.300 (at first 0.300)  a 0.400  b 0.200"
+    metrics = {"validation/all/pass@1": 0.3, "validation/x/a/pass@1": 0.4, "validation/x/b/pass@1": 0.2}
+    assert validation_line(progress, 10, metrics).endswith("  x/a 0.400  x/b 0.200")
 
 
 def test_characters_that_the_terminal_lacks_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,16 @@ def test_a_run_in_which_nothing_was_scored_has_a_report(tmp_path: Path) -> None:
     assert not {"validation", "reward/mean"} & set(facts(tmp_path)) and "None" not in write_report(tmp_path).read_text()
 
 
+def test_sources_with_a_slash_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    with runs.tracker(tmp_path) as tracker:
+        tracker.rewind(None, 0)
+        tracker.validation(0, {f"validation/{s}/pass@1": 0.5 for s in ("openai/gsm8k", "openai/math", "all")}, [])
+        tracker.step(1, runs.metrics(1))
+    (chart,) = re.findall("<figure><figcaption><b>Validation<.*?</figcaption>", write_report(tmp_path).read_text())
+    assert "openai/gsm8k/pass@1" in chart and "openai/math/pass@1" in chart
+
+
 def test_long_runs_are_thinned_and_gaps_stay() -> None:
     series = svg.Series(
         name="a", steps=range(10_000), values=[math.nan if 4000 < i < 6000 else i for i in range(10_000)]

@@ -74,6 +74,34 @@ def test_half_written_and_broken_files(tmp_path: Path) -> None:
     assert about(run).state == "failed" and about(run).reward is None
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(
+            ("metrics.jsonl", f'{{"step":{step},"reward/mean":{"9" * 400}}}\n')
+            for step in ("null", '"x"', "NaN", "[1]")
+        ),
+        ("metrics.jsonl", "[" * 100_000 + "\n"),
+        *(("config.json", f'{{"steps":{steps}}}') for steps in ('"many"', "[1]", "NaN", "true")),
+        *(("summary.json", f'{{"step":{step},"steps":"x"}}') for step in ("null", '"x"')),
+    ],
+)
+def test_files_of_another_make_harm_nothing(tmp_path: Path, name: str, text: str) -> None:
+    run = made(tmp_path / "a")
+    (run / name).write_text(text)
+    found = about(run)
+    assert found.step in (0, 10) and found.total in (None, 10) and found.state in ("done", "failed")
+    assert listing.row(found) and found.as_json()
+
+
+def test_a_last_validation_without_a_score_is_no_other_figure(tmp_path: Path) -> None:
+    run = made(tmp_path / "a")
+    with (run / "validation.jsonl").open("a") as file:
+        file.write('{"step":11,"validation/all/n":64,"validation/all/pass@1":null}\n')
+    found = about(run)
+    assert (found.validation, found.best, found.best_step) == ("all/pass@1", pytest.approx(0.4), 10)
+
+
 def test_the_last_record_of_a_large_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i, "x": "y" * 200_000}) + "\n" for i in (1, 2)))

@@ -189,7 +189,7 @@ def test_it_is_read_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        *["{", "[]", "null", '"x"', "{}", '{"process": "learner"}'],
+        *["{", "[]", "null", '"x"', "{}", '{"process": "learner"}', "[" * 100_000],
         json.dumps(span("learner", "loop", "train", 0, 1) | {"start": "now"}),
         json.dumps(span("learner", "loop", "train", 0, 1) | {"seconds": -1}),
         json.dumps(span("learner", "loop", "train", 0, 1) | {"seconds": float("nan")}),

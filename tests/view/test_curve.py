@@ -29,6 +29,13 @@ def test_a_zoom_has_a_neighbour_at_each_side() -> None:
     assert sampled(x, x, low=200, high=300, width=100)["x"].tolist() == [90]
 
 
+def test_the_neighbours_of_a_long_curve_are_points_of_their_own() -> None:
+    x = np.append(np.arange(1000.0), 5000)
+    found = sampled(x, x, low=100, high=1000, width=100)
+    assert (found["x"][0], found["n"][0], found["x"][-1], found["n"][-1]) == (99, 1, 5000, 1)
+    assert found["max"][-2] == 999 and found["n"].sum() == 902
+
+
 @pytest.mark.parametrize("y", [[], [np.nan], [np.inf, -np.inf]])
 def test_nothing_to_draw(y: list[float]) -> None:
     assert len(sampled(np.arange(len(y)), np.array(y), low=0, high=1, width=10)["x"]) == 0

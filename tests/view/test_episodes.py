@@ -93,6 +93,20 @@ def test_a_broken_line_is_counted_named_and_passed_over(tmp_path: Path, line: by
     assert list(found.broken) == [2] and found.broken[2]
 
 
+def test_a_broken_line_is_named_rightly_after_the_file_was_cut_back(tmp_path: Path) -> None:
+    path = write(tmp_path / "rollouts.jsonl", [record(step=1)])
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"{broken\n" + encode(record(step=2)))
+    found = indexed(path)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    assert found.read_on() and (found.count, found.skipped, found.broken) == (1, 0, {})
+    with path.open("ab") as file:
+        file.write(encode(record(step=2)) + b"{again\n")
+    assert found.read_on() and list(found.broken) == [3] and found.skipped == 1
+
+
 def test_reading_can_stop_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 2000)
     path = write(tmp_path / "rollouts.jsonl", [record(step=1, group=n, text=LONG * (n % 40)) for n in range(200)])
@@ -127,6 +141,17 @@ def test_a_length_is_compared_with_earlier_steps_only(tmp_path: Path) -> None:
     assert flagged(found, "length") == [131]
     (reason,) = [why for name, why in found.reasons(131, found.head(131)) if name == "length"]
     assert reason == "500 tokens, where 95 of 100 earlier answers had at most 64"
+
+
+def test_a_length_is_compared_with_earlier_steps_however_large_its_own_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WINDOW", 64)
+    rows = [record(step=1, group=n, said=60) for n in range(70)] + [
+        record(step=2, group=n, said=300) for n in range(700)
+    ]
+    found = indexed(write(tmp_path / "rollouts.jsonl", rows))
+    assert found.usual(769) == 60 and len(flagged(found, "length")) == 700
 
 
 def test_the_same_answer_twice_in_a_group_is_flagged_also_over_two_readings(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def test_runs_are_found_below_a_folder_and_not_inside_runs(tmp_path: Path) -> No
 def test_runs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
     for place in ("a", "b"):
         make(tmp_path / place / "demo")
-    assert len(set(names(tmp_path / "a", tmp_path / "b"))) == 2
+    paths = [str(tmp_path / place / "demo") for place in ("a", "b")]
+    assert names(tmp_path / "a", tmp_path / "b") == paths
+    assert names(*map(Path, paths)) == paths
 
 
 def test_an_id_is_the_same_next_time_and_safe_in_an_address(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Axes, exact values and comparison, from files."""
 
 import json
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +125,7 @@ def test_the_list_says_what_a_run_came_to(tmp_path: Path) -> None:
     (run,) = Runs([tmp_path])
     found = row(run)
     assert (found["step"], found["total"], found["model"], found["algorithm"]) == (30, 30, "models/tiny", "dr_grpo*")
-    assert found["validation"] == {"value": pytest.approx(0.9), "step": 30, "name": "validation/all/pass@1"}
+    assert found["validation"] == {"value": pytest.approx(0.9), "step": 30}
     assert found["seconds"] == 135 and found["last"] == history(run.folder).steps["reward/mean"][-1]
 
 
@@ -148,6 +150,26 @@ def test_an_index_reads_a_file_once(tmp_path: Path) -> None:
     assert index.of(run) is first and first.steps.rows == 30
     append(run.folder, 31, 31)
     assert index.of(run).steps.rows == 31 and first.steps.generation == 0
+
+
+def test_names_wait_for_whoever_is_reading_on(tmp_path: Path) -> None:
+    made, found = history(make(tmp_path / "run", steps=3)), list[str]()
+    asked = threading.Thread(target=lambda: found.extend(made.names))
+    with made.lock:
+        asked.start()
+        asked.join(0.1)
+        assert asked.is_alive() and not found
+    asked.join()
+    assert found == [*made.steps.names, *made.validations.names]
+
+
+def test_the_row_of_a_run_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "run")
+    (run,) = Runs([tmp_path])
+    asked, own = Counter[str](), Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *words: asked.update([self.name]) or own(self, *words))
+    assert row(run)["step"] == 30
+    assert (asked["config.json"], asked["summary.json"]) == (1, 1)
 
 
 def test_a_long_file_is_shown_at_once_and_read_in_the_background(

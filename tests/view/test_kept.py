@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,15 @@ def test_a_damaged_index_is_not_used(path: Path, cache: Path, data: bytes) -> No
     opened(path)
     (file,) = cache.iterdir()
     file.write_bytes(data)
+    assert opened(path).count == 30
+
+
+def test_an_index_that_lacks_something_is_not_used(path: Path, cache: Path) -> None:
+    opened(path)
+    (file,) = cache.iterdir()
+    about = np.frombuffer(json.dumps({"made_by": kept.MADE_BY, "read": 3}).encode(), np.uint8)
+    with file.open("wb") as target:
+        np.savez(target, rows=np.zeros(30, module.ROW), about=about)
     assert opened(path).count == 30
 
 

@@ -1,7 +1,6 @@
 """Every view of the shell in a real browser."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.view.browser import NARROW, chromium, opened, serving, until  # noqa: F401  chromium is a fixture
-from tests.view.runs import HOSTILE, append, going_on, long, make
+from tests.view.charts import at, wait_drawn
+from tests.view.runs import HOSTILE, append, make
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -30,54 +30,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(runs: Path) -> Iterator[str]:
     with serving(runs) as address:
         yield address
-
-
-def ids(page: Any) -> dict[str, str]:
-    """The id of each run, by name."""
-    found = page.evaluate("fetch('/api/runs').then((answer) => answer.json())")["runs"]
-    return {run["name"]: run["id"] for run in found}
-
-
-def at(page: Any, view: str, *names: str, more: str = "") -> None:
-    """Go to a view of these runs and wait until it is there."""
-    known = ids(page)
-    query = "&".join(f"run={known[name]}" for name in names)
-    page.evaluate("(to) => { location.hash = to; }", f"#/{view}?{query}{more}")
-    page.wait_for_selector(f"h1:text-is('{view.capitalize()}')")
-    page.wait_for_selector(".view:not([aria-busy])")
-
-
-def drawn(page: Any, metric: str) -> bool:
-    """Whether the canvas of a metric has colours on it, other than the greys of axes."""
-    return page.evaluate(
-        """(name) => {
-          const canvas = document.querySelector(`[data-metric="${name}"] canvas`);
-          if (!canvas || !canvas.width) return false;
-          const { data } = canvas.getContext("2d").getImageData(50, 0, canvas.width - 50, canvas.height - 25);
-          for (let i = 0; i < data.length; i += 4) {
-            const [r, g, b, a] = data.slice(i, i + 4);
-            if (a > 200 && Math.max(r, g, b) - Math.min(r, g, b) > 60) return true;
-          }
-          return false;
-        }""",
-        metric,
-    )
-
-
-def wait_drawn(page: Any, metric: str) -> None:
-    for _ in range(100):
-        if drawn(page, metric):
-            return
-        page.wait_for_timeout(100)
-    raise AssertionError(f"{metric} was not drawn")
-
-
-def values(page: Any, metric: str) -> str:
-    return page.inner_text(f'[data-metric="{metric}"] .values')
-
-
-def slider(page: Any, metric: str) -> Any:
-    return page.locator(f'[data-metric="{metric}"] canvas[role=slider]')
 
 
 def test_the_list_of_runs_can_be_sorted_and_filtered(chromium: Any, url: str) -> None:  # noqa: F811
@@ -116,123 +68,6 @@ def test_chosen_runs_go_to_curves_and_comparison(chromium: Any, url: str) -> Non
         assert page.locator(".legend .run").count() == 2
 
 
-def test_curves_are_drawn_and_say_exact_values(chromium: Any, url: str, runs: Path) -> None:  # noqa: F811
-    with opened(chromium, url) as page:
-        at(page, "curves", "fast")
-        wait_drawn(page, "reward/mean")
-        rows = [json.loads(row) for row in (runs / "fast" / "metrics.jsonl").read_text().splitlines()]
-        assert float(values(page, "reward/mean")) == pytest.approx(rows[-1]["reward/mean"], abs=6e-4)
-        box = slider(page, "reward/mean").bounding_box()
-        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
-        until(page, "document.querySelector('[data-metric=\"kl\"] .where')")
-        step = int(values(page, "kl").split("\n")[0].removeprefix("step "))
-        assert 10 < step < 20
-        for name in ("kl", "reward/mean", "entropy"):
-            where, value = values(page, name).split("\n")
-            assert where == f"step {step}" and float(value) == pytest.approx(rows[step - 1][name], rel=1e-5), name
-        groups = page.locator("details.group h2").all_inner_texts()
-        assert groups[0] == "overview" and {"outcome", "groups", "tokens", "time"} <= set(groups)
-
-
-def test_keyboard_alone(chromium: Any, url: str) -> None:  # noqa: F811
-    """From the first key to a value on a curve, and back."""
-    with opened(chromium, url) as page:
-        page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.className") == "skip"
-        page.keyboard.press("Enter")
-        assert page.evaluate("document.activeElement.id") == "content"
-        at(page, "curves", "grpo/seed=0", "fast")
-        wait_drawn(page, "reward/mean")
-        for _ in range(60):
-            page.keyboard.press("Tab")
-            style = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-            assert style != "none", page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
-            if page.evaluate("document.activeElement.getAttribute('aria-label')") == "reward/mean: value at":
-                break
-        else:
-            raise AssertionError("the chart was not reached")
-        told = lambda: slider(page, "reward/mean").get_attribute("aria-valuetext")  # noqa: E731
-        page.keyboard.press("Home")
-        page.wait_for_timeout(100)
-        assert told().startswith("step 1: ")
-        page.keyboard.press("ArrowRight")
-        page.wait_for_timeout(100)
-        assert told().startswith("step 1: ") or told().startswith("step 2: ")
-        page.keyboard.press("End")
-        page.keyboard.press("ArrowLeft")
-        page.wait_for_timeout(100)
-        assert told().startswith("step 29: ") and "grpo/seed=0" in told() and "fast" in told()
-        page.keyboard.press("+")
-        page.wait_for_selector("button.reset:visible")
-        assert "from=" in page.url
-        page.keyboard.press("Escape")
-        page.wait_for_selector("button.reset", state="hidden")
-        assert "from=" not in page.url
-
-
-def test_zoom_by_dragging_and_back(chromium: Any, url: str) -> None:  # noqa: F811
-    with opened(chromium, url) as page:
-        at(page, "curves", "fast")
-        wait_drawn(page, "kl")
-        box = slider(page, "kl").bounding_box()
-        page.mouse.move(box["x"] + 100, box["y"] + 60)
-        page.mouse.down()
-        page.mouse.move(box["x"] + 200, box["y"] + 60, steps=5)
-        page.mouse.up()
-        page.wait_for_selector("button.reset:visible")
-        low, high = (float(page.url.split(f"&{key}=")[1].split("&")[0]) for key in ("from", "to"))
-        assert 0 < low < high < 30 and float(slider(page, "entropy").get_attribute("aria-valuemin")) == low
-        page.reload()
-        page.wait_for_selector("button.reset:visible")
-        wait_drawn(page, "kl")
-        slider(page, "kl").dblclick()
-        page.wait_for_selector("button.reset", state="hidden")
-
-
-def test_seeds_are_a_band_and_runs_can_be_hidden(chromium: Any, url: str) -> None:  # noqa: F811
-    seeds = [f"grpo/seed={seed}" for seed in range(3)]
-    with opened(chromium, url) as page:
-        at(page, "curves", *seeds, "fast")
-        wait_drawn(page, "reward/mean")
-        dots = page.locator('[data-metric="reward/mean"] .values .dot')
-        assert dots.count() == 2  # three seeds together, and the other run
-        page.uncheck("label:has-text('seeds as a band') input")
-        assert dots.count() == 4 and "band=0" in page.url
-        page.click(".legend .run:has-text('fast')")
-        assert dots.count() == 3
-        page.reload()
-        page.wait_for_selector(".legend .run[aria-pressed=false]")
-        wait_drawn(page, "reward/mean")
-        assert dots.count() == 3 and page.get_attribute(".legend .run:has-text('fast')", "aria-pressed") == "false"
-
-
-def test_smoothing_log_scale_and_other_axes(chromium: Any, url: str) -> None:  # noqa: F811
-    with opened(chromium, url) as page:
-        at(page, "curves", "fast")
-        wait_drawn(page, "loss")
-        picture = lambda name: page.evaluate(  # noqa: E731
-            '(n) => document.querySelector(`[data-metric="${n}"] canvas`).toDataURL()', name
-        )
-        before = picture("reward/mean")
-        page.locator("#smooth").fill("60")
-        assert picture("reward/mean") != before and "smooth=0.9" in page.url
-        page.check("label:has-text('log scale') input")
-        assert "log=1" in page.url
-        page.fill("#find", "staleness")
-        wait_drawn(page, "staleness/mean")
-        assert page.locator(".chart").count() == 1
-        for axis, said in (("time", r"\d+m\d\ds|\d+s"), ("tokens", r"[\d,]+")):
-            page.select_option("#axis", axis)
-            page.wait_for_timeout(300)
-            wait_drawn(page, "staleness/mean")
-            slider(page, "staleness/mean").focus()
-            page.keyboard.press("End")
-            page.wait_for_timeout(150)
-            assert re.fullmatch(f"{axis} ({said})", values(page, "staleness/mean").split("\n")[0]), axis
-        page.fill("#find", "no such figure")
-        assert "No figure is called" in page.inner_text("#content")
-
-
 def test_a_broken_configuration_and_an_empty_run(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url) as page:
         at(page, "curves", "broken")
@@ -244,58 +79,6 @@ def test_a_broken_configuration_and_an_empty_run(chromium: Any, url: str) -> Non
         page.wait_for_selector(".problem")
         assert "config.json cannot be read" in page.inner_text(".problem")
         assert "reward/mean" in page.inner_text("#content")
-
-
-def test_a_run_is_watched_while_it_goes_on(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
-    run = make(tmp_path / "runs" / "live", steps=0, ended=False)
-    with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address) as page:
-        at(page, "curves", "live")
-        until(page, "document.querySelector('.status').textContent.includes('1 running')")
-        append(run, 1, 5)
-        page.wait_for_selector('[data-metric="reward/mean"]')
-        wait_drawn(page, "reward/mean")
-        text = (run / "metrics.jsonl").read_text()
-        before = values(page, "reward/mean")
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"step":6,"reward/mean":0.87')
-        page.wait_for_timeout(2500)
-        assert values(page, "reward/mean") == before
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write('654,"new/figure":1.5}\n')
-        page.wait_for_selector('[data-metric="new/figure"]')
-        until(page, "document.querySelector('[data-metric=\"reward/mean\"] .values').textContent === '0.877'")
-        (run / "metrics.jsonl").write_text(text)  # a resume cut it back
-        until(
-            page,
-            "(was) => document.querySelector('[data-metric=\"reward/mean\"] .values').textContent === was",
-            arg=before,
-        )
-    assert not (run / ".lock").exists()
-
-
-def test_a_hidden_tab_asks_nothing(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
-    run = make(tmp_path / "runs" / "live", ended=False)
-    with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address) as page:
-        at(page, "curves", "live")
-        wait_drawn(page, "kl")
-        hide = """(hidden) => {
-          Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
-          document.dispatchEvent(new Event("visibilitychange"));
-        }"""
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        until(page, "document.readyState === 'complete'")
-        for _ in range(60):
-            page.wait_for_timeout(50 * (not asked))
-        assert asked  # it does ask while it is seen
-        page.evaluate(hide, True)
-        page.wait_for_timeout(300)
-        asked.clear()
-        page.wait_for_timeout(2200)
-        assert not asked
-        page.evaluate(hide, False)
-        page.wait_for_timeout(500)
-        assert asked
 
 
 def test_hostile_names_and_values_are_shown_and_do_nothing(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -358,21 +141,6 @@ def test_the_switch_of_colours_is_kept(chromium: Any, url: str) -> None:  # noqa
         assert page.inner_text("#theme") == "◐ dark" and color() != light
 
 
-def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
-    run = long(tmp_path / "runs" / "long", steps=100_000, figures=12)
-    with serving(tmp_path / "runs") as address, opened(chromium, address) as page:
-        at(page, "curves", "long")
-        wait_drawn(page, "reward/mean")
-        until(page, "document.querySelector('.status').textContent.includes('100,000 steps')", seconds=90)
-        slider(page, "reward/mean").focus()
-        page.keyboard.press("Home")
-        page.keyboard.press("Shift+ArrowRight")
-        until(page, "document.querySelector('[data-metric=\"reward/mean\"] .where')?.textContent === 'step 10,000'")
-        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[9_999])
-        shown = float(values(page, "reward/mean").split("\n")[1])
-        assert row["step"] == 10_000 and shown == pytest.approx(row["reward/mean"], rel=1e-5)
-
-
 def test_without_a_server_the_page_says_what_to_do(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
     make(tmp_path / "runs" / "demo")
     with serving(tmp_path / "runs") as address, opened(chromium, address, quiet=["ERR_", "Failed to load"]) as page:
@@ -387,23 +155,42 @@ def test_a_run_that_is_gone_is_said(chromium: Any, url: str) -> None:  # noqa: F
         assert "There is no run 'nothing'" in page.inner_text("[role=alert]")
 
 
-def test_a_server_that_went_away_and_came_back(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
-    run = make(tmp_path / "runs" / "live", ended=False)
-    quiet = ["ERR_", "Failed to load"]
-    with serving(tmp_path / "runs") as address, going_on(run), opened(chromium, address, quiet=quiet) as page:
-        at(page, "curves", "live")
-        wait_drawn(page, "kl")
-        page.route("**/api/**", lambda route: route.abort())
-        page.wait_for_selector("#trouble:not([hidden])")
-        assert "does not answer" in page.inner_text("#trouble") and drawn(page, "kl")
-        page.unroute("**/api/**")
-        page.wait_for_selector("#trouble", state="hidden")
-
-
-def test_an_address_that_makes_no_sense(chromium: Any, url: str) -> None:  # noqa: F811
+def test_a_view_that_comes_too_late_says_nothing(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url) as page:
-        at(page, "curves", "fast", more="&x=constructor&smooth=-3&from=abc&to=NaN&hide=nobody&log=yes&%E0%A4%A")
-        wait_drawn(page, "kl")
-        assert page.input_value("#axis") == "step" and page.is_hidden("button.reset")
-        page.evaluate("location.hash = '#/no/such/view'")
-        page.wait_for_selector("h1:text-is('Runs')")
+        page.wait_for_selector("tbody tr")
+        held: list[Any] = []
+        page.route("**/api/metrics*", lambda route: held.append(route))
+        page.click("tbody th a:has-text('fast')")
+        until(page, "location.hash.startsWith('#/curves')")
+        while not held:
+            page.wait_for_timeout(20)
+        page.evaluate("location.hash = '#/'")
+        page.wait_for_selector("tbody tr")
+        held[0].continue_()
+        page.wait_for_timeout(500)
+        assert page.title() == "Runs · birl" and page.inner_text("h1") == "Runs"
+
+
+def test_a_filter_that_is_typed_before_there_are_runs(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        held: list[Any] = []
+        page.route("**/api/runs", lambda route: held.append(route))
+        page.reload()
+        page.fill("#find", "fast")
+        page.wait_for_timeout(100)
+        held[0].continue_()
+        page.wait_for_selector("tbody tr")
+        assert page.locator("tbody tr").count() == 1
+
+
+def test_colours_of_runs_are_the_same_after_a_look_at_rollouts(chromium: Any, url: str) -> None:  # noqa: F811
+    style = """() => { const its = getComputedStyle(document.querySelector(".legend .swatch"));
+        return [its.borderTopColor, its.borderTopWidth, its.height]; }"""
+    with opened(chromium, url) as page:
+        at(page, "curves", "fast")
+        before = page.evaluate(style)
+        page.evaluate("location.hash = '#/rollouts'")
+        page.wait_for_selector("h1:text-is('Rollouts')")
+        page.wait_for_selector(".view:not([aria-busy])")
+        at(page, "curves", "fast")
+        assert page.evaluate(style) == before and before[1] == "3px"

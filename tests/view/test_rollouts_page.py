@@ -267,6 +267,82 @@ def test_a_running_run_grows_on_the_page(chromium: Any, tmp_path: Path) -> None:
         assert page.locator(".rows .row").count() == 14
 
 
+def test_an_address_names_a_row_that_was_not_read_yet(
+    chromium: Any,  # noqa: F811
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+) -> None:
+    monkeypatch.setattr("birl.view.episodes.BLOCK", 4000)
+    monkeypatch.setattr("birl.view.rollouts.PATIENCE", 0.0)
+    with serving(folder) as address, opened(chromium, f"{address}#/rollouts?run={_id(folder)}&at=150") as page:
+        loaded(page, "155 of 155")
+        page.wait_for_selector(".row.now[data-at='150']")
+        assert "at=150" in page.url
+
+
+def test_a_list_that_was_left_changes_no_address(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        loaded(page)
+        held: list[Any] = []
+        page.route("**/api/rollouts?*", lambda route: held.append(route))
+        page.evaluate("(to) => { location.hash = to; }", url.split("/", 3)[3] + "&at=5")
+        while not held:
+            page.wait_for_timeout(20)
+        page.evaluate("location.hash = '#/'")
+        page.wait_for_selector("tbody tr")
+        page.evaluate("document.getElementById('said').textContent = ''")
+        for route in held:
+            route.continue_()
+        page.wait_for_timeout(500)
+        assert page.url.endswith("#/") and not page.locator("#said").inner_text()
+
+
+def test_rows_that_a_resume_wrote_again_are_shown_anew(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    folder = run_folder(tmp_path / "demo", [record(step=s, text=f"first {s}") for s in range(150)])
+    with (
+        going_on(folder),
+        serving(folder) as address,
+        opened(chromium, f"{address}#/rollouts?run={_id(folder)}") as page,
+    ):
+        loaded(page, "150 of 150")
+        assert page.locator(".rows .row .start").first.inner_text() == "first 0"
+        write(folder / "rollouts.jsonl", [record(step=s, text=f"again {s}") for s in range(150)])
+        page.wait_for_selector(".rows .row .start:has-text('again 0')")
+
+
+def test_a_server_that_is_away_empties_no_list(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    folder = run_folder(tmp_path / "demo", lines()[:10])
+    with (
+        going_on(folder),
+        serving(folder) as address,
+        opened(chromium, f"{address}#/rollouts?run={_id(folder)}", quiet=["ERR_", "Failed to load"]) as page,
+    ):
+        loaded(page, "10 of 10")
+        page.route("**/api/**", lambda route: route.abort())
+        page.wait_for_selector("[role=alert]")
+        assert page.locator(".rows .row .start").count() == 10 and "Nothing fits" not in page.inner_text("main")
+
+
+def test_two_keys_go_two_episodes_on(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, f"{url}&q=step%3E1&row=3&at=0", quiet=["ERR_", "Failed to load"]) as page:
+        page.wait_for_selector(".cards")
+        page.evaluate("['j', 'j'].forEach((key) => document.dispatchEvent(new KeyboardEvent('keydown', { key })))")
+        page.wait_for_selector("h1:has-text('answer 3')")
+        page.route("**/api/**", lambda route: route.abort())
+        page.keyboard.press("j")
+        page.wait_for_selector("#trouble:not([hidden])")
+
+
+def test_the_colours_of_a_very_long_episode(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        legend = page.evaluate(
+            """() => import("/static/tokens.js").then(({ paint }) => paint(document.createElement("div"), "advantage",
+            Array.from({ length: 300000 }, (_, n) => ({ n, mask: 1, advantage: n / 300000 }))).textContent)"""
+        )
+        assert "\u22121" in legend
+
+
 def test_a_run_without_rollouts_says_why(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
     folder = run_folder(tmp_path / "demo", [])
     (folder / "rollouts.jsonl").unlink()
@@ -286,7 +362,7 @@ def test_a_hundred_thousand_rows_scroll(chromium: Any, tmp_path: Path, monkeypat
     with serving(folder) as address, opened(chromium, f"{address}#/rollouts?run={_id(folder)}") as page:
         for _ in range(3):  # a busy machine may take longer than one wait to read the file
             with suppress(AssertionError):
-                loaded(page, "100\u2009000 of 100\u2009000")
+                loaded(page, "100,000 of 100,000")
         assert page.locator(".rows .row").count() < 60  # those that can be seen
         grid = page.locator(".grid")
         grid.evaluate("grid => { grid.scrollTop = grid.scrollHeight; }")

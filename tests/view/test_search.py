@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birl.errors import BirlError
+from birl.view import episodes as reader
 from birl.view import search as module
 from birl.view.episodes import OUTCOMES, Episodes
 from birl.view.flags import NAMES
-from birl.view.search import FIELDS, Between, OneOf, Query, Said, Search
+from birl.view.query import FIELDS, Between, OneOf, Query, Said
+from birl.view.search import Search
 from tests.view.made import record, write
 
 LONG = "Forty characters are the least that is looked at, so here they are."
@@ -32,7 +34,7 @@ def episodes(tmp_path_factory: pytest.TempPathFactory) -> Episodes:
 
 
 def rows(episodes: Episodes, query: str) -> list[int]:
-    found = Search(episodes=episodes, query=Query.parse(query))
+    found = Search(episodes, Query.parse(query))
     assert found.go_on()
     return found.rows.tolist()
 
@@ -76,6 +78,8 @@ def rows(episodes: Episodes, query: str) -> list[int]:
         ("flag:any", [1, 2, 4, 5]),
         ("flag:none", [0, 3]),
         ("flag:none,format", [0, 3, 4]),
+        ("flag:any,format", [1, 2, 4, 5]),
+        ("flag:any,none", [0, 1, 2, 3, 4, 5]),
         ("-flag:any", [0, 3]),
         ("sort:-tokens", [1, 4, 2, 0, 5, 3]),
         ("sort:reward", [5, 1, 4, 0, 2, 3]),
@@ -207,7 +211,7 @@ def test_a_search_goes_on_where_it_stopped_and_finds_what_is_new(
     path = write(tmp_path / "rollouts.jsonl", [record(step=n, text=f"number {n % 3}") for n in range(60)])
     episodes = Episodes(path)
     episodes.read_on()
-    search = Search(episodes=episodes, query=Query.parse('"number 1" sort:-step'))
+    search = Search(episodes, Query.parse('"number 1" sort:-step'))
     looks = 1
     while not search.go_on(0):
         looks += 1
@@ -222,11 +226,24 @@ def test_a_search_begins_anew_when_rows_were_taken_back(tmp_path: Path) -> None:
     path = write(tmp_path / "rollouts.jsonl", [record(step=n, text="old") for n in range(9)])
     episodes = Episodes(path)
     episodes.read_on()
-    search = Search(episodes=episodes, query=Query.parse("old"))
+    search = Search(episodes, Query.parse("old"))
     search.go_on()
     write(path, [record(step=1, text="new"), record(step=2, text="old")])
     episodes.read_on()
     assert search.go_on() and search.rows.tolist() == [1]
+
+
+def test_a_search_in_a_file_that_is_being_read_sees_flags_of_groups_that_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "BLOCK", 3000)
+    path = write(tmp_path / "rollouts.jsonl", [record(group=n // 5, text=f"{LONG} {n // 5}") for n in range(80)])
+    episodes = Episodes(path)
+    search, looks = Search(episodes, Query.parse("flag:duplicate")), 1
+    while not episodes.read_on(0):
+        search.go_on()
+        looks += 1
+    assert search.go_on() and search.rows.tolist() == list(range(80)) and looks > 5
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", r"(.*a){25}", r"(?:a?){60}a{60}x"])
@@ -235,7 +252,7 @@ def test_a_catastrophic_expression_is_given_up(tmp_path: Path, pattern: str) -> 
     path = write(tmp_path / "rollouts.jsonl", [record(text="a" * 2000 + "!b") for _ in range(30)])
     episodes = Episodes(path)
     episodes.read_on()
-    search, start = Search(episodes=episodes, query=Query.parse(f"/{pattern}/")), time.monotonic()
+    search, start = Search(episodes, Query.parse(f"/{pattern}/")), time.monotonic()
     try:
         search.go_on()
     except BirlError as error:

@@ -144,6 +144,26 @@ def test_a_run_that_goes_on_and_one_that_is_cut_back(tmp_path: Path) -> None:
         assert "empty so far" in ask(url, run=run)["error"]
 
 
+def test_a_trace_of_as_many_spans_that_says_something_else(tmp_path: Path) -> None:
+    traces.write(tmp_path / "run", traces.ahead())
+    run = next(iter(Runs([tmp_path]))).id
+    with serving(tmp_path) as url:
+        assert ask(url, run=run)["shares"]["learner"]["train"] == pytest.approx(0.275)
+        traces.write(tmp_path / "run", traces.ahead(wait=2.0, train=7.5, sync=0.5, busy=0.9))
+        assert ask(url, run=run)["shares"]["learner"]["train"] == pytest.approx(0.725)
+
+
+def test_a_span_that_began_before_the_window_joins_no_long_one(tmp_path: Path) -> None:
+    spans = [span("learner", "loop", "train", 10, 5), span("learner", "loop", "sync", 9.999, 0.001)]
+    traces.write(tmp_path / "run", [])
+    (tmp_path / "run" / "trace.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in [*spans, span("x", "calls", "y", 0, 1)])
+    )
+    with serving(tmp_path) as url:
+        loop = lanes(ask(url, run=next(iter(Runs([tmp_path]))).id, begin=10, end=20, width=100))["learner", "loop"]
+    assert loop["count"] == [1, 1]
+
+
 def test_many_ask_at_once(page: tuple[str, dict[str, str]]) -> None:
     url, ids = page
     found: list[int] = []
@@ -207,6 +227,29 @@ def test_it_is_shown_and_moved_by_keys_buttons_wheel_and_hand(chromium: Any, pag
         tab.reload()  # the address has it
         tab.wait_for_selector(".view:not([aria-busy])")
         assert window(tab)[0] > begin + 100
+
+
+def test_a_key_goes_on_from_the_one_before(chromium: Any, page: tuple[str, dict[str, str]]) -> None:
+    url, ids = page
+    with opened(chromium, f"{url}#/timeline?run={ids['some']}&from=10&to=20") as tab:
+        assert window(tab) == (10, 20)
+        tab.evaluate("""() => ["0", "+"].forEach((key) =>
+            document.querySelector("canvas.lanes").dispatchEvent(new KeyboardEvent("keydown", { key })))""")
+        begin, end = window(tab)
+        assert (begin + end) / 2 == pytest.approx(30) and end - begin == pytest.approx(60 / 1.6, rel=1e-3)
+
+
+def test_versions_have_the_colours_that_are_drawn(chromium: Any, tmp_path: Path) -> None:
+    spans = [s | {"version": s["version"] + 5} if "version" in s else s for s in traces.ahead(steps=3)]
+    traces.write(tmp_path / "run", spans)
+    with (
+        serving(tmp_path) as url,
+        opened(chromium, f"{url}#/timeline?run={next(iter(Runs([tmp_path]))).id}&by=version") as tab,
+    ):
+        keys = tab.locator(".legend .lane-key")
+        hues = keys.locator(".lane-bit").evaluate_all("all => all.map((one) => one.style.getPropertyValue('--hue'))")
+        assert keys.all_inner_texts() == ["5", "6", "7", "8"]
+        assert hues == ["var(--c6)", "var(--c7)", "var(--c8)", "var(--c1)"]
 
 
 def test_exact_values_are_told_where_the_pointer_is(chromium: Any, page: tuple[str, dict[str, str]]) -> None:

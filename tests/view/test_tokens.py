@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,12 @@ def test_each_token_is_its_text(vocabulary: Vocabulary) -> None:
 def test_a_character_in_several_tokens_is_shown_as_bytes(vocabulary: Vocabulary) -> None:
     shown = vocabulary.shown(ids("a🙂b"))
     assert shown == ["a", [["F0", "🙂"]], [["9F", "🙂"]], [["99", "🙂"]], [["82", "🙂"]], "b"]
+
+
+def test_a_long_text_of_parts_takes_no_time(vocabulary: Vocabulary) -> None:
+    tokens, start = ids("🙂") * 4000, time.monotonic()
+    shown = vocabulary.shown(tokens)
+    assert shown[-1] == [["82", "🙂"]] and len(shown) == 16_000 and time.monotonic() - start < 5
 
 
 def test_bytes_of_no_character_are_bytes_of_nothing(vocabulary: Vocabulary) -> None:

@@ -1,3 +1,4 @@
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def test_one_gap_stands_for_all_and_an_older_run_has_none(tmp_path: Path, vocabu
     del row["samples"][0]["gaps"]
     found = opened(tmp_path, vocabulary, row)
     assert "gaps" not in found["samples"][0] and found["source"] == "" and found["parts"] == {}
+
+
+def test_names_of_rewards_are_spelled_out_and_what_is_no_number_is_none(tmp_path: Path, vocabulary: Vocabulary) -> None:
+    found = opened(tmp_path, vocabulary, record(parts={"a\x1b[2J": 1, "b": "x"}, rewards={"\u202eagent": None, "c": 2}))
+    assert list(found["parts"]) == ["a⟪U+001B⟫[2J", "b"] and list(found["rewards"]) == ["⟪U+202E⟫agent", "c"]
+    assert (found["parts"]["a⟪U+001B⟫[2J"], found["rewards"]["c"]) == (1, 2)
+    assert isnan(found["parts"]["b"]) and isnan(found["rewards"]["⟪U+202E⟫agent"])
+    assert opened(tmp_path, vocabulary, record(parts=[1], rewards=3))["parts"] == {}
 
 
 @pytest.mark.parametrize("name", ["mask", "logprobs", "versions", "gaps", "entropies", "advantages"])

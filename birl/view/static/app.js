@@ -53,6 +53,7 @@ async function show() {
   } catch (problem) {
     if (mine === turn) fill(root, el("h1", {}, view[1]), el("p", { class: "problem", role: "alert" }, problem.message));
   }
+  if (mine !== turn) return; // another view is shown by now
   root.removeAttribute("aria-busy");
   document.title = `${view[1]} · birl`;
 }

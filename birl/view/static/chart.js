@@ -169,7 +169,8 @@ function reach({ series, log, low: left, high: right }) {
   }
   if (low > high) return null;
   if (log) return low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
-  const air = high > low ? (high - low) * 0.06 : Math.abs(high) * 0.1 || 1;
+  const varies = high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // less is rounding: a mean of equal values
+  const air = varies ? (high - low) * 0.06 : Math.abs(high) * 0.1 || 1;
   return [low >= 0 && low - air < 0 ? Math.min(0, low) - air * 0.3 : low - air, high + air];
 }
 

@@ -12,6 +12,14 @@ export async function choose(params, api) {
   return newest ? [newest.id] : [];
 }
 
+/** A list of runs, for a view that shows one of them. */
+export async function offer(root, api, title) {
+  const { runs } = await api("runs");
+  fill(root, el("h1", {}, title), el("p", {}, runs.length ? "Of which run?" : "There are no runs yet."),
+    el("ul", {}, runs.map((run) => el("li", {}, el("a", { href: `#/${title.toLowerCase()}?run=${run.id}` }, name(run.name))))));
+  return null;
+}
+
 /** Which look the i-th run has: its own, or that of the first seed that is shown with it as a band. */
 export function place(it, i) {
   if (!it.view.band) return i;
@@ -19,7 +27,7 @@ export function place(it, i) {
   return first < 0 || it.view.hidden.has(it.about[i].id) ? i : first;
 }
 
-/** Legend and controls. act: changed() draw again, asked() other data are needed, found() other charts, reset(). */
+/** The controls. act: changed() draw again, asked() other data are needed, found() other charts, reset(). */
 export function bar(root, it, act) {
   const { view } = it;
   const weight = el("output", { class: "small", for: "smooth" }, view.smooth ? view.smooth.toFixed(3) : "off");
@@ -35,7 +43,6 @@ export function bar(root, it, act) {
   const reset = el("button", { type: "button", class: "reset", hidden: view.low === null, on: { click: act.reset } }, "Whole range");
   const find = el("input", { type: "search", id: "find", placeholder: "such as reward", value: view.find, size: "14", on: { input: (e) => { view.find = e.target.value; act.found(); } } });
   fill(root,
-    legend(it, act),
     el("div", { class: "bar", role: "group", "aria-label": "How curves are drawn" },
       el("label", { for: "axis" }, "by", axis),
       el("label", { for: "smooth" }, "smoothing", smooth, weight),
@@ -45,11 +52,11 @@ export function bar(root, it, act) {
 }
 
 /** Every run with its colour: a button that hides it and shows it again. */
-function legend(it, act) {
+export function legend(root, it, act) {
   const others = el("a", { href: "#/", class: "small" }, "other runs");
   it.swatches = it.about.map(() => el("i", {}));
   recolor(it);
-  return el("div", { class: "legend", role: "group", "aria-label": "Runs; press one to hide or show it" }, it.about.map((run, i) => {
+  fill(root, el("div", { class: "legend", role: "group", "aria-label": "Runs; press one to hide or show it" }, it.about.map((run, i) => {
     const button = el("button", { type: "button", class: "run", "aria-pressed": String(!it.view.hidden.has(run.id)), on: { click: () => {
       if (!it.view.hidden.delete(run.id)) it.view.hidden.add(run.id);
       button.setAttribute("aria-pressed", String(!it.view.hidden.has(run.id)));
@@ -58,7 +65,7 @@ function legend(it, act) {
     run.running ? el("span", { class: "state running", title: "running" }, "running") : null);
     button.title = visible(run.name);
     return button;
-  }), others, it.about.length > 1 ? el("a", { class: "small", href: `#/compare?${new URLSearchParams(it.runs.map((id) => ["run", id]))}` }, "compare") : null);
+  }), others, it.about.length > 1 ? el("a", { class: "small", href: `#/compare?${new URLSearchParams(it.runs.map((id) => ["run", id]))}` }, "compare") : null));
 }
 
 /** The swatches as the curves are. */

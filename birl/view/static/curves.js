@@ -1,10 +1,10 @@
 // Curves of one or more runs, drawn again as they go on.
 import { chart, look, palette } from "./chart.js";
-import { bar, choose, place, recolor } from "./chosen.js";
+import { bar, choose, legend, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
 import { first } from "./order.js";
-import { band, nearest, smoothed } from "./smooth.js";
+import { band, beyond, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
 // Seconds between questions to the server: while a run goes on, when none does, and while files are read.
@@ -23,8 +23,8 @@ export async function show(root, params, api) {
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
     span: [0, 1], read: 1, at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
-  it.place = { bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
-  fill(root, el("h1", {}, "Curves"), it.place.bar, it.place.status, it.place.charts);
+  it.place = { legend: el("div", {}), bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
+  fill(root, el("h1", {}, "Curves"), it.place.legend, it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
   await learn(it);
 
@@ -54,10 +54,11 @@ export async function show(root, params, api) {
 
 /** What the runs have measured: names, state. Builds anew what shows something else. */
 async function learn(it) {
-  const { runs } = await it.api("metrics", { run: it.runs });
+  const { runs, version } = await it.api("metrics", { run: it.runs });
   const differs = (key) => JSON.stringify(runs.map((run) => run[key])) !== JSON.stringify(it.about.map((run) => run[key]));
   const [state, names] = [differs("running"), differs("names")];
   it.about = runs;
+  it.version ||= version; // until something is drawn
   if (state) controls(it);
   if (names) sections(it);
   told(it);
@@ -76,9 +77,12 @@ function told(it) {
 
 // ---- controls
 
+/** The legend says which runs go on; the controls stay as they are, as somebody may be typing. */
 function controls(it) {
-  bar(it.place.bar, it, { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
-    found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) });
+  const act = { changed: () => { remember(it); recolor(it); drawAll(it); }, asked: () => { remember(it); stale(it); ask(it); },
+    found: () => { remember(it); sections(it); }, reset: () => zoom(it, null, null) };
+  legend(it.place.legend, it, act);
+  if (!it.place.bar.childElementCount) bar(it.place.bar, it, act);
 }
 
 function remember(it) {
@@ -137,7 +141,9 @@ function zoom(it, low, high) {
 function noticed(it, entries) {
   for (const entry of entries) {
     const name = entry.target.dataset.metric;
-    if (entry.isIntersecting) it.seen.add(name); else it.seen.delete(name);
+    if (!entry.isIntersecting) { it.seen.delete(name); continue; }
+    it.seen.add(name);
+    if (it.fresh.has(name)) draw(it, name); // as everything else may be drawn by now
   }
   ask(it);
 }
@@ -172,7 +178,7 @@ async function once(it, poll) {
   const metrics = missing.length ? missing : [...it.seen], { view, question } = it;
   const answer = await it.api("curves", {
     run: it.runs, metric: metrics, x: view.axis, from: view.low ?? undefined, to: view.high ?? undefined, width: width(it),
-    known: missing.length || !it.version ? undefined : it.version,
+    known: missing.length ? undefined : it.version,
   });
   if (it.over) return;
   if (question !== it.question) { it.again = true; return; } // the view has changed meanwhile
@@ -180,7 +186,7 @@ async function once(it, poll) {
     if (it.about.some((run) => run.running !== answer.running[run.id])) await learn(it);
     return;
   }
-  const newer = it.version !== answer.version && (it.version || answer.read < 1);
+  const newer = it.version !== answer.version;
   if (newer) it.fresh.clear();
   [it.version, it.span, it.read] = [answer.version, answer.span, answer.read];
   for (const name of metrics) {
@@ -211,7 +217,7 @@ function series(it, name) {
   const families = Map.groupBy ? Map.groupBy(shown, ({ run }) => run.family) : grouped(shown);
   return [...families.values()].map((members) => {
     if (members.length < 2) return single(members[0]);
-    const points = band(members.map((one) => ({ x: one.points.x, y: smoothed(one.points, weight) })));
+    const points = band(members.map((one) => ({ ...one.points, y: smoothed(one.points, weight) })));
     return { ...members[0], points, line: points.y, raw: null, label: `mean of ${members.length} seeds of ${members[0].run.name}`, members };
   });
 }
@@ -259,11 +265,13 @@ function values(it, name) {
   if (!state) return;
   const found = state.series.map((one) => {
     const i = x === null ? one.points.x.length - 1 : nearest(one.points.x, x);
-    const known = it.exact?.[one.run.id]?.values;
-    return { ...one, value: known && !one.members ? own(known, name) : (one.members ? one.line : one.points.y)[i], x: one.points.x[i] };
+    const known = one.members ? null : it.exact?.[one.run.id]?.values;
+    const value = known ? own(known, name) : (one.members ? one.line : one.points.y)[i];
+    const there = x === null || !beyond(one.points.x, x);
+    return { ...one, there, value: there ? value : null, x: one.points.x[i] };
   });
   if (x === null) return tell(null, found, "");
-  const one = found[0], exactly = one && it.exact?.[one.run.id];
+  const one = found.find((each) => each.there), exactly = one && it.exact?.[one.run.id];
   const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : one?.x;
-  tell(x, found, one ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
+  tell(x, found, found.length ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
 }

@@ -49,9 +49,10 @@ export function name(text) {
   return el("bdi", {}, visible(text));
 }
 
-/** Tells a screen reader. */
+/** Tells a screen reader, once. */
 export function say(text) {
-  document.getElementById("said").textContent = text;
+  const place = document.getElementById("said");
+  if (place.textContent !== text) place.textContent = text;
 }
 
 /** Says above the view what does not work now; "" when it works again. */

@@ -1,7 +1,7 @@
 // One episode: its turns token by token, its flags, its pictures, and its group side by side.
-import { el, fill, keep } from "./dom.js";
-import { reasons } from "./flags.js";
-import { figure, outcome, whole } from "./rollouts.js";
+import { el, fill, keep, trouble } from "./dom.js";
+import { short, whole } from "./figures.js";
+import { outcome, reasons } from "./flags.js";
 import { COLOURS, paint, tokenNode, tokensOf, values } from "./tokens.js";
 
 const NAMES = { assistant: "model", prompt: "prompt", environment: "environment" };
@@ -17,6 +17,7 @@ export async function showEpisode(root, params, api) {
   const legend = el("div", {});
   const choice = el("select", { id: "colour", on: { change: () => colour(choice.value) } },
     COLOURS.map(([key, label]) => el("option", { value: key }, label)));
+  let aim = Number(params.get("at") || row), turn = 0; // place in the list that the keys have come to
   const talk = el("div", { class: "talk", tabindex: "0", role: "group", "aria-label": "What was said, token by token",
     on: { mouseover: hover, mouseleave: back, click: hover, keydown: move } }, conversation(episode, tokens));
   const beside = el("section", { "aria-label": "The group" }, el("h2", {}, "The group"), el("p", { class: "muted" }, "…"));
@@ -36,7 +37,7 @@ export async function showEpisode(root, params, api) {
   try { kept = localStorage.getItem("birl-colour") || kept; } catch { /* storage is switched off */ }
   choice.value = COLOURS.some(([key]) => key === kept) ? kept : "advantage";
   colour(choice.value);
-  if (at >= 0 && at < tokens.length) point(at, true);
+  if (tokens[at]) point(at, true);
   document.addEventListener("keydown", keys);
   let gone = false;
   api("rollouts/group", { run, row }).then((found) => { if (!gone) fill(beside, group(found, run)); },
@@ -111,24 +112,29 @@ export async function showEpisode(root, params, api) {
     return `#/rollouts?${words}`;
   }
 
+  /** To the next, or the one before: from where the key before this one wanted to go. */
   async function go(by) {
-    const next = Number(params.get("at") || row) + by;
-    if (next < 0) return;
-    const { rows } = await api("rollouts", { run, q: query, offset: next, limit: 1 });
-    if (!rows.length || gone) return;
+    if (aim + by < 0) return;
+    aim += by;
+    const mine = ++turn, { rows } = await api("rollouts", { run, q: query, offset: aim, limit: 1 }).catch((problem) => {
+      trouble(problem.message);
+      return { rows: [] };
+    });
+    if (mine !== turn || gone) return;
+    if (!rows.length) { aim -= by; return; }
     const words = new URLSearchParams({ run, row: rows[0].row });
     if (query) words.set("q", query);
-    words.set("at", next);
+    words.set("at", aim);
     location.hash = `/rollouts?${words}`;
   }
 }
 
 function facts(episode) {
-  const found = [["outcome", outcome(episode.outcome)], ["reward", figure(episode.reward, 6)]];
-  if (episode.score !== episode.reward) found.push(["score", figure(episode.score, 6)]);
-  for (const [part, value] of Object.entries(episode.parts)) found.push([part, figure(value, 6)]);
-  for (const [agent, value] of Object.entries(episode.rewards)) found.push([`reward of ${agent}`, figure(value, 6)]);
-  found.push(["advantage", figure(episode.advantage, 6)], ["right answer", episode.answer === null ? "–" : el("bdi", {}, episode.answer)],
+  const found = [["outcome", outcome(episode.outcome)], ["reward", short(episode.reward, 6)]];
+  if (episode.score !== episode.reward) found.push(["score", short(episode.score, 6)]);
+  for (const [part, value] of Object.entries(episode.parts)) found.push([part, short(value, 6)]);
+  for (const [agent, value] of Object.entries(episode.rewards)) found.push([`reward of ${agent}`, short(value, 6)]);
+  found.push(["advantage", short(episode.advantage, 6)], ["right answer", episode.answer === null ? "–" : el("bdi", {}, episode.answer)],
     ["tokens", `${whole(episode.tokens)} after ${whole(episode.prompt)}`], ["group", whole(episode.group)]);
   if (episode.source) found.push(["source", el("bdi", {}, episode.source)]);
   return el("dl", { class: "facts" }, found.map(([what, value]) => el("div", {}, el("dt", {}, what), el("dd", {}, value))));
@@ -153,7 +159,7 @@ function conversation(episode, tokens) {
 
 function blockOf(block, tokens, first, told, turn) {
   const label = NAMES[block.role] || block.role;
-  const notes = [turn ? `turn ${turn}` : "", told && told.agent ? told.agent : "", told && told.reward !== null ? `reward ${figure(told.reward)}` : ""];
+  const notes = [turn ? `turn ${turn}` : "", told && told.agent ? told.agent : "", told && told.reward !== null ? `reward ${short(told.reward)}` : ""];
   const nodes = tokens.slice(first + block.start, first + block.end).map(tokenNode);
   const head = nodes.splice(0, block.body - block.start);
   return el("section", { class: `block ${block.model ? "model" : block.role}` },
@@ -181,7 +187,7 @@ function group(found, run) {
     const words = new URLSearchParams({ run, row: one.row, at: one.row }); // among all episodes, not those of the query
     return el("article", { class: `card${one.row === found.row ? " now" : ""}` },
       el("h3", {}, el("a", { href: `#/rollouts?${words}`, "aria-current": one.row === found.row ? "true" : null }, `answer ${one.episode + 1}`), " ",
-        el("b", {}, figure(one.reward)), el("span", { class: "muted" }, ` advantage ${figure(one.advantage)} · ${whole(one.tokens)} tokens `), outcome(one.outcome)),
+        el("b", {}, short(one.reward)), el("span", { class: "muted" }, ` advantage ${short(one.advantage)} · ${whole(one.tokens)} tokens `), outcome(one.outcome)),
       reasons(one.flags),
       one.detail ? el("p", { class: "note small" }, el("bdi", {}, one.detail)) : null,
       el("div", { class: "said small", tabindex: "0", role: "group", "aria-label": `Text of answer ${one.episode + 1}` }, el("bdi", {}, one.text.map(([same, text]) => (same ? text : el("mark", {}, text))))));

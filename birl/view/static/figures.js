@@ -16,6 +16,14 @@ export function exact(value) {
   return Number.isInteger(value) ? grouped(value, 0) : String(Number(value.toPrecision(6)));
 }
 
+/** So many significant digits; null -> "–" */
+export function short(value, digits = 3) {
+  return value === null || value === undefined ? "–" : String(Number(value.toPrecision(digits))).replace("-", "−");
+}
+
+/** 12345 -> "12,345" */
+export const whole = (value) => grouped(value, 0);
+
 /** Seconds -> "2m10s" */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";

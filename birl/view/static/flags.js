@@ -1,4 +1,4 @@
-// Flags: a row of bars, how many episodes of each step are flagged; and the reasons of one episode.
+// What is remarkable: a row of bars, how many episodes of each step are flagged; the reasons of one episode; how it ended.
 import { el } from "./dom.js";
 
 const MEANING = {
@@ -36,4 +36,8 @@ export function reasons(flags) {
   if (!flags.length) return null;
   return el("ul", { class: "reasons", "aria-label": "Flags" }, flags.map((flag) =>
     el("li", {}, el("span", { class: `mark f-${flag.name}` }, flag.name), " ", el("bdi", {}, flag.reason))));
+}
+
+export function outcome(text) {
+  return el("span", { class: { ok: "", truncated: "warn" }[text] ?? "bad" }, text);
 }

@@ -1,5 +1,6 @@
 // What is where on the canvas of the timeline: laid out, drawn, and found again under the pointer.
 import { palette } from "./chart.js";
+import { visible } from "./dom.js";
 
 export const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const KNOWN = { // what has a colour of its own; waits are hatched besides
@@ -122,7 +123,7 @@ function text({ pen, hue, state }, said, x, y, key, weight = 400) {
   const font = pen.font;
   pen.font = `${weight} ${font}`;
   pen.fillStyle = hue(key);
-  pen.fillText(said.replace(/[\p{Cc}\p{Cf}]/gu, "�"), x, y);
+  pen.fillText(visible(said), x, y);
   pen.font = font;
 }
 
@@ -137,7 +138,7 @@ function label(tools, said, box, right = false) {
 }
 
 function shade({ state, fillOf }, what, version) {
-  if (state.by === "version" && version >= 0) return fillOf(COLOURS[version % 8], waits(what));
+  if (state.by === "version" && version >= 0) return fillOf(COLOURS[version % COLOURS.length], waits(what));
   return fillOf(state.by === "version" ? "--c8" : colour(what), waits(what));
 }
 

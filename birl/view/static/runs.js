@@ -17,15 +17,13 @@ const COLUMNS = [ // key, heading, what it sorts by, number?
 
 export async function show(root, params, api) {
   const it = { runs: [], chosen: new Set(params.getAll("run")), by: "changed", down: true, find: "" };
-  const count_ = el("p", { class: "muted small", id: "chosen" }), table = el("div", {});
+  [it.note, it.place] = [el("p", { class: "muted small", id: "chosen" }), el("div", {})];
   const go = (path, words) => el("button", { type: "button", disabled: true, on: { click: () => {
     location.hash = `#/${path}?${new URLSearchParams([...it.chosen].map((id) => ["run", id]))}`;
   } } }, words);
   it.buttons = [go("curves", "Show curves"), go("compare", "Compare")];
-  it.place = table;
-  it.note = count_;
   const find = el("input", { type: "search", id: "find", placeholder: "name, model, algorithm", on: { input: (e) => { it.find = e.target.value.toLowerCase(); draw(it); } } });
-  fill(root, el("h1", {}, "Runs"), el("div", { class: "bar" }, el("label", { for: "find" }, "filter", find), it.buttons, count_), table);
+  fill(root, el("h1", {}, "Runs"), el("div", { class: "bar" }, el("label", { for: "find" }, "filter", find), it.buttons, it.note), it.place);
   let last = "";
   return repeat(async () => {
     const answer = await api("runs");
@@ -38,6 +36,7 @@ export async function show(root, params, api) {
 }
 
 function draw(it) {
+  if (!it.folders) return; // nothing is known yet
   const focused = document.activeElement?.dataset?.key;
   const order = COLUMNS.find(([key]) => key === it.by)[2];
   const fits = (run) => [run.name, run.model, run.algorithm, run.state].join(" ").toLowerCase().includes(it.find);

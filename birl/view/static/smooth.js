@@ -14,31 +14,31 @@ export function smoothed(points, w) {
 }
 
 /** Several curves as one: their mean, lowest and highest at every x that one of them has, between points in a straight
- *  line, within the range of each. curves: [{x, y}] */
+ *  line, within the range of each. curves: [{x, y}], with min and max where a point stands for many. */
 export function band(curves) {
   const known = curves.filter((curve) => curve.x.length);
   const x = [...new Set(known.flatMap((curve) => curve.x))].sort((a, b) => a - b);
-  const columns = known.map((curve) => between(curve, x));
+  const columns = (key) => known.map((curve) => between(curve.x, curve[key] || curve.y, x));
+  const [mean, low, high] = [columns("y"), columns("min"), columns("max")];
   const found = { x: [], y: [], min: [], max: [] };
   x.forEach((at, i) => {
-    const values = columns.map((column) => column[i]).filter((value) => value !== null);
-    if (!values.length) return;
+    const there = (all) => all.map((column) => column[i]).filter((value) => value !== null), values = there(mean);
     found.x.push(at);
     found.y.push(values.reduce((a, b) => a + b) / values.length);
-    found.min.push(Math.min(...values));
-    found.max.push(Math.max(...values));
+    found.min.push(Math.min(...there(low)));
+    found.max.push(Math.max(...there(high)));
   });
   return found;
 }
 
-function between(curve, at) {
+function between(x, y, places) {
+  const last = x.length - 1;
   let i = 0;
-  return at.map((x) => {
-    while (i < curve.x.length - 1 && curve.x[i + 1] <= x) i++;
-    if (x < curve.x[0] || x > curve.x[curve.x.length - 1]) return null;
-    if (curve.x[i] === x || i === curve.x.length - 1) return curve.y[i];
-    const share = (x - curve.x[i]) / (curve.x[i + 1] - curve.x[i]);
-    return curve.y[i] + share * (curve.y[i + 1] - curve.y[i]);
+  return places.map((at) => {
+    while (i < last && x[i + 1] <= at) i++;
+    if (at < x[0] || at > x[last]) return null;
+    if (x[i] === at || i === last) return y[i];
+    return y[i] + ((at - x[i]) / (x[i + 1] - x[i])) * (y[i + 1] - y[i]);
   });
 }
 
@@ -51,4 +51,11 @@ export function nearest(x, at) {
     if (x[middle] < at) low = middle; else high = middle;
   }
   return Math.abs(x[low] - at) <= Math.abs(x[high] - at) ? low : high;
+}
+
+/** Whether `at` is farther from both ends of a curve than the points there are from one another: it has no value there. */
+export function beyond(x, at) {
+  const last = x.length - 1;
+  if (last < 1) return false;
+  return at < x[0] - (x[1] - x[0]) || at > x[last] + (x[last] - x[last - 1]);
 }

@@ -3,9 +3,9 @@ import { count, duration, exact } from "./figures.js";
 
 /** Round numbers from low to high, about `most` of them. */
 export function linear(low, high, most) {
-  const step = nice((high - low) / most);
+  const step = nice((high - low) / most), first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0); // + 0: no -0
+  for (let n = 0; n <= last - first; n++) found.push((first + n) * step + 0); // + 0: no -0; first may be too large for ++
   return found;
 }
 

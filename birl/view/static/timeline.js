@@ -1,4 +1,5 @@
 // The timeline of a run: lanes for each process, drawn on a canvas from what fits into its pixels.
+import { offer } from "./chosen.js";
 import { el, fill, keep, name, repeat, say, visible } from "./dom.js";
 import { count, duration } from "./figures.js";
 import { COLOURS, colour, draw, layout, spot } from "./lanes.js";
@@ -8,7 +9,7 @@ const KEYS = "Arrow keys move, + and - zoom, 0 shows all.";
 
 export async function show(root, params, api) {
   const id = params.get("run");
-  if (!id) return choose(root, api);
+  if (!id) return offer(root, api, "Timeline");
   const canvas = el("canvas", { class: "lanes", tabindex: 0, role: "img", "aria-describedby": "keys" });
   const tip = el("div", { class: "tip", role: "presentation", hidden: true });
   const parts = { sentence: el("p", { class: "note verdict" }), legend: el("p", { class: "legend small" }),
@@ -76,7 +77,7 @@ export async function show(root, params, api) {
     if (state.data) move(state.begin + by, state.end + by);
   }
   function all() {
-    state.all = true;
+    Object.assign(state, { all: true }, state.data && { begin: 0, end: state.data.last }); // the next key goes on from there
     set("from", null);
     set("to", null);
     load().then(() => say("All of the run")).catch(failed);
@@ -128,22 +129,17 @@ export async function show(root, params, api) {
   const resized = new ResizeObserver(() => { if (state.data) { paint(); soon(); } });
   resized.observe(canvas.parentElement);
   addEventListener("themechange", paint);
-  const running = await load();
-  const quiet = repeat(async () => (waiting || drag || document.hidden ? LIVE : ((await load()) ? LIVE : 30)), running ? LIVE : 30);
-  return () => {
+  let quiet = () => {};
+  const end = () => {
     stopped = true;
     quiet();
     clearTimeout(waiting);
     resized.disconnect();
     removeEventListener("themechange", paint);
   };
-}
-
-async function choose(root, api) {
-  const { runs } = await api("runs");
-  fill(root, el("h1", {}, "Timeline"), runs.length ? el("p", {}, "Choose a run:") : el("p", { class: "muted" }, "No runs yet."),
-    el("ul", {}, runs.map((run) => el("li", {}, el("a", { href: `#/timeline?run=${run.id}` }, name(run.name))))));
-  return null;
+  const running = await load().catch((problem) => { end(); throw problem; });
+  quiet = repeat(async () => (waiting || drag || document.hidden ? LIVE : ((await load()) ? LIVE : 30)), running ? LIVE : 30);
+  return end;
 }
 
 /** Everything beside the drawing. */
@@ -180,17 +176,18 @@ function shares(data) {
 function legend(place, state) {
   const { data } = state;
   if (state.by === "version") {
-    const range = data.versions;
-    fill(place, range ? `Versions ${range[0]} to ${range[1]}: ` : "No versions are known.",
-      range && Array.from({ length: Math.min(8, range[1] - range[0] + 1) }, (_, i) => mark(COLOURS[i], `${i}${range[1] > 7 ? ` (and every 8th after)` : ""}`, i)));
-    return;
+    if (!data.versions) return fill(place, "No versions are known.");
+    const [first, last] = data.versions, shown = Math.min(last - first + 1, COLOURS.length);
+    return fill(place, `Versions ${first} to ${last}: `,
+      Array.from({ length: shown }, (_, i) => mark(COLOURS[(first + i) % COLOURS.length], String(first + i))),
+      last - first >= COLOURS.length ? "and so on, each colour again after eight" : null);
   }
-  fill(place, data.names.map((key, i) => [key, data.said[i]]).filter(([key]) => key !== "started")
-    .map(([key, said]) => mark(colour(key), said, 0, key.startsWith("wait:"))));
+  return fill(place, data.names.map((key, i) => [key, data.said[i]]).filter(([key]) => key !== "started")
+    .map(([key, said]) => mark(colour(key), said, key.startsWith("wait:"))));
 }
 
-function mark(hue, text, i, hatched = false) {
-  return el("span", { class: "lane-key" }, el("span", { class: hatched ? "lane-bit hatched" : "lane-bit", style: { "--hue": `var(${hue})` } }), i > 0 && text.includes("(") ? String(i) : name(text));
+function mark(hue, text, hatched = false) {
+  return el("span", { class: "lane-key" }, el("span", { class: hatched ? "lane-bit hatched" : "lane-bit", style: { "--hue": `var(${hue})` } }), name(text));
 }
 
 function time(seconds) {

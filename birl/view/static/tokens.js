@@ -1,5 +1,6 @@
 // Tokens coloured by one of their figures, with a legend and the exact values of the one that is pointed at.
 import { el, fill } from "./dom.js";
+import { short } from "./figures.js";
 
 const LOW = "−", SCALES = {
   advantage: { label: "advantage", title: "what the token is rewarded or punished with" },
@@ -39,7 +40,7 @@ export function tokensOf(episode) {
 /** Bins for this episode: [highest value, class, label], and what is looked up in them. */
 function scaleOf(key, tokens) {
   if (key === "advantage") {
-    const most = Math.max(...tokens.map((t) => Math.abs(t.advantage ?? 0)), 0);
+    const most = tokens.reduce((all, t) => Math.max(all, Math.abs(t.advantage ?? 0)), 0);
     if (!most) return { bins: [[Infinity, "d0", "0"]], value: (t) => t.advantage };
     const at = [-0.8, -0.6, -0.4, -0.2, -1e-9, 1e-9, 0.2, 0.4, 0.6, 0.8, Infinity];
     const kinds = ["n5", "n4", "n3", "n2", "n1", "d0", "p1", "p2", "p3", "p4", "p5"];
@@ -53,8 +54,6 @@ function scaleOf(key, tokens) {
   }
   return SCALES[key];
 }
-
-function short(value) { return String(Number(value.toPrecision(3))); }
 
 function classOf(scale, token) {
   const value = scale.value(token);
