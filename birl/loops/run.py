@@ -197,7 +197,10 @@ class Run:
             if keys.store:
                 self.copy(root / f"step-{step:06d}", step, kept, group)
             if ranks.rank == 0:
-                checkpoint.prune(root, keys.keep_last, kept)
+                try:
+                    checkpoint.prune(root, keys.keep_last, kept)
+                except OSError as error:
+                    self.unsaid.append(f"WARNING: an old checkpoint cannot be deleted. {error}")
 
         if keys.asynchronous:
             self.parts.writer.begin(self.parts.tensors(), work, ranks)
@@ -209,10 +212,10 @@ class Run:
         it, and the next one may get through."""
         ranks, keys = self.parts.crew.ranks, self.config.checkpoint
         try:
-            first = self.store is None
-            store = self.store = self.store or Store(location(keys.store, self.parts.run))
-            if first and ranks.rank == 0:
-                store.about(self.parts.run)
+            store = self.store or Store(location(keys.store, self.parts.run))
+            if self.store is None:
+                checkpoint.agreed(lambda: store.about(self.parts.run) if ranks.rank == 0 else None, ranks, group)
+            self.store = store  # it knows the run by now
             store.put(path, step, ranks, group)
             if ranks.rank == 0:
                 store.prune(keys.keep_last, kept)

@@ -11,6 +11,7 @@ from birl.config.load import load_with_choices
 from birl.config.schema import SFT
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.store import Store
 from birl.loops import sft
 
 
@@ -140,3 +141,31 @@ def test_an_empty_run_folder_goes_on_from_the_store(tiny: Path, tmp_path: Path, 
         trained(tiny, tmp_path, store, "steps=5", "optimizer.lr=0.5")
     other = trained(tiny, tmp_path, f"resume=file://{tmp_path}/store/run", "steps=6", "optimizer.lr=0.5", run="other")
     assert other["step"] == 6
+
+
+def test_a_store_that_fails_at_first_learns_later_what_the_run_is(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    about, tried = Store.about, list[Path]()
+
+    def failing(store: Store, run: Path) -> None:
+        tried.append(run)
+        if len(tried) == 1:
+            raise BirlError("no connection")
+        about(store, run)
+
+    monkeypatch.setattr(Store, "about", failing)
+    trained(tiny, tmp_path, f"checkpoint.store=file://{tmp_path}/store")
+    assert "WARNING: step 1 is not on the store. no connection" in capsys.readouterr().out
+    assert len(tried) == 2 and (tmp_path / "store" / "run" / "config.json").is_file()
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refused(*_: Any) -> list[Path]:
+        raise PermissionError("step-000001 is not ours")
+
+    monkeypatch.setattr(checkpoint, "prune", refused)
+    assert trained(tiny, tmp_path)["step"] == 3
+    assert "WARNING: an old checkpoint cannot be deleted. step-000001 is not ours" in capsys.readouterr().out
