@@ -1,8 +1,9 @@
 """The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
 
 Exit codes: 0 done, or stopped by a signal and saved; 1 a job of --multirun failed, `birl doctor` found something
-missing, `birl eval --validate` a wrong row or `birl reproduce` a figure outside its band; 2 a mistake in the input; 130
-interrupted.
+missing, `birl eval --validate` a wrong row, `birl reproduce` a figure outside its band, `birl status` a process that
+failed, `birl ledger` one that does not close, or `verify` of checkpoints and cache damage; 2 a mistake in the input; 3
+the watchdog ended a run in which nothing went on; 130 interrupted.
 """
 
 import os

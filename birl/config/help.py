@@ -189,22 +189,20 @@ def _wrap_command(command: str, width: int) -> list[str]:
 
 
 def _presets(schema: type, width: int) -> str:
-    lines = []
-    for group, files in presets(schema).items():
-        for name, path in files.items():
-            remark = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
-            lines.append(_wrap(remark, width, f"  {f'{group}={name}':<20}", " " * 22))
-    if "model" in presets(schema):
-        lines.append(
-            _wrap(
-                "A folder, a .gguf file or a hub id: short for model.path=ANY.", width, f"  {'model=ANY':<20}", " " * 22
-            )
-        )
-    if any(doc.key == "reward.functions" for doc in documentation(schema).values()):
-        lines.append(_wrap("Short for reward.functions=ANY.", width, f"  {'reward=ANY':<20}", " " * 22))
-    if any(doc.key == "env.kind" for doc in documentation(schema).values()):
-        lines.append(_wrap("Short for env.kind=ANY.", width, f"  {'env=ANY':<20}", " " * 22))
-    return "\n".join(lines)
+    known, keys = presets(schema), {doc.key for doc in documentation(schema).values()}
+    texts = {
+        f"{group}={name}": path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
+        for group, files in known.items()
+        for name, path in files.items()
+    }
+    if "model" in known:
+        texts["model=ANY"] = "A folder, a .gguf file or a hub id: short for model.path=ANY."
+    if "reward.functions" in keys:
+        texts["reward=ANY"] = "Short for reward.functions=ANY."
+    if "env.kind" in keys:
+        texts["env=ANY"] = "Short for env.kind=ANY."
+    side = 4 + max(map(len, texts), default=0)
+    return "\n".join(_wrap(text, width, f"  {name}".ljust(side), " " * side) for name, text in texts.items())
 
 
 def _keys(docs: list[Doc], width: int, strong: Any) -> str:

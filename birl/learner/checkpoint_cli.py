@@ -9,9 +9,6 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 
 SCORES = ("validation/all/score", "validation/accuracy", "validation/nll")
-USAGE = (
-    "birl checkpoints RUN [verify [STEP] | export STEP FOLDER [--shard-gb N] | export-adapter STEP FOLDER | prune N]"
-)
 
 
 def run(words: Sequence[str]) -> int:
@@ -31,7 +28,7 @@ def run(words: Sequence[str]) -> int:
         case [folder, "prune", count] if count.isdecimal() and int(count) > 0:
             return _prune(_root(folder), int(count))
         case _:
-            raise BirlError(f"Usage:\n{USAGE}")
+            raise BirlError(f"{' '.join(words)}: `birl checkpoints --help` says what can be asked")
 
 
 def _root(folder: str) -> Path:

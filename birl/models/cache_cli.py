@@ -8,8 +8,6 @@ from pathlib import Path
 from birl.errors import BirlError
 from birl.models.gguf import cache_root, verify
 
-USAGE = "birl cache [list | verify | clear NAME | clear --all]"
-
 
 def run(words: Sequence[str]) -> int:
     entries = sorted(p for p in cache_root().glob("*") if p.is_dir()) if cache_root().is_dir() else []
@@ -30,7 +28,7 @@ def run(words: Sequence[str]) -> int:
                 f"There is no {name!r} in {cache_root()}; there are: {', '.join(p.name for p in entries) or 'none'}."
             )
         case _:
-            raise BirlError(f"Usage: {USAGE}")
+            raise BirlError(f"{' '.join(words)}: `birl cache --help` says what can be asked")
 
 
 def _list(entries: Sequence[Path]) -> int:

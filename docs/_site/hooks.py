@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 #: pages of the site that are files elsewhere in the repository
 OUTSIDE = {
-    "recipes/README.md": "recipes.md",
+    "recipes/README.md": "recipes_measured.md",
     "examples/README.md": "examples.md",
     "benchmarks/README.md": "benchmarks.md",
     "CONTRIBUTING.md": "contributing.md",

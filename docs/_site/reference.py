@@ -10,10 +10,13 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
+from birl.cli.commands import ALL, CONFIGURED, Command
 from birl.cli.usage import USAGE
 from birl.config.help import Doc, documentation, presets, written
 from birl.config.schema import COMMANDS
 from birl.envs.open import BUILT_IN
+from birl.launch import command as launch
+from birl.launch.launcher import WHERE, launcher
 
 HEAD = "| key | default | type | meaning |\n|---|---|---|---|\n"
 SPECIAL = str.maketrans({c: f"&#{ord(c)};" for c in "|*_{}[]#"})
@@ -23,6 +26,7 @@ def pages(root: Path) -> dict[str, str]:
     """Markdown by the name of its page."""
     found = {f"reference/{name}.md": command_page(name, schema) for name, schema in COMMANDS.items()}
     found["reference/tasks.md"] = tasks_page()
+    found["reference/places.md"] = places_page()
     found["reference/commands.md"] = commands_page()
     found["reference/api.md"] = api_page(public_modules(root))
     return found
@@ -63,9 +67,33 @@ def tasks_page() -> str:
 
 
 def commands_page() -> str:
+    """What `birl COMMAND --help` prints, of all commands without keys of their own."""
     parts = ["# Other commands\n"]
-    for name, usage in USAGE.items():
-        parts.append(f"## `birl {name}`\n\n```text\n{usage}\n```\n")
+    for command in ALL:
+        if command.name not in CONFIGURED:
+            usage = help_of(command)
+            parts.append(f"## `birl {command.name}`\n\n{sentence(command.brief)}\n\n```text\n{usage}\n```\n")
+    return "\n".join(parts)
+
+
+def sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def help_of(command: Command) -> str:
+    if command.name == "launch":  # it has one for each place, too: places_page
+        return launch.usage("")
+    return USAGE.get(command.name) or import_module(command.run.partition(":")[0]).USAGE
+
+
+def places_page() -> str:
+    """The keys of `birl launch`, place by place."""
+    parts = ["# Keys of `birl launch`\n\n`birl launch WHERE --help` prints those of a place.\n"]
+    for where, brief in WHERE.items():
+        rows = "".join(
+            row(doc, f"{launch.PREFIX}{doc.key}", where) for doc in documentation(launcher(where).Keys).values()
+        )
+        parts.append(f"## {where}\n\n{text(sentence(brief))}\n\n{HEAD}{rows}")
     return "\n".join(parts)
 
 
@@ -80,12 +108,13 @@ def public_modules(root: Path) -> list[str]:
     return [line for line in lines if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", line)]
 
 
-def row(doc: Doc, key: str) -> str:
+def row(doc: Doc, key: str, place: str = "") -> str:
+    """`place`: in front of the anchor, where several places have the key."""
     unit = f" [{doc.unit}]" if doc.unit else ""
     default = written(doc.default)
     shown = "" if default == "" else f"`{default}`" if "|" not in default else f"<code>{text(default)}</code>"
     kind = text(doc.type + unit)
-    return f'| <span id="{key}"></span>`{key}` | {shown} | {kind} | {text(doc.text)} |\n'
+    return f'| <span id="{place}{key}"></span>`{key}` | {shown} | {kind} | {text(doc.text)} |\n'
 
 
 def text(words: str) -> str:

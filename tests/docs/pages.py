@@ -9,6 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS]
+#: pages whose commands and names are not looked up, only their links
+OTHERS = [
+    ROOT / name for name in ("recipes/README.md", "recipes/toy/README.md", "benchmarks/README.md", "CONTRIBUTING.md")
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: pages for those who come from elsewhere, and what their tables' first column is called
 PEERS = {"from_trl.md": "TRL", "from_verl.md": "verl", "from_rl2.md": "RL2"}

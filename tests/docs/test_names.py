@@ -12,7 +12,7 @@ from birl.config.load import SHORTHANDS
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 from birl.envs.open import BUILT_IN
 from birl.simulation import scenario
-from tests.docs.pages import CODE, FENCE, PAGES, PEERS, ROOT, preset_rows, spans
+from tests.docs.pages import CODE, FENCE, OTHERS, PAGES, PEERS, ROOT, preset_rows, spans
 
 SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve)
 KEYS = {key for kind in SCHEMAS for key in documentation(kind)}
@@ -70,7 +70,7 @@ def defined() -> set[str]:
     return set(re.findall(r"^\s*(?:async def|def|class) (\w+)", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#\s]+)", text):

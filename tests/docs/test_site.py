@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from birl.cli.commands import ALL, CONFIGURED
 from birl.config.help import documentation
 from tests.docs.pages import DOCS, FENCE, ROOT
 
@@ -42,6 +43,13 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert not missing, "mkdocs.yml, nav"
 
 
+def test_pages_from_elsewhere_take_no_page_s_place() -> None:
+    text = (ROOT / "docs" / "_site" / "hooks.py").read_text(encoding="utf-8")
+    outside = dict(re.findall(r'^    "([\w/]+\.md)": "(\w+\.md)",$', text, re.MULTILINE))
+    assert "recipes/README.md" in outside and not set(outside.values()) & {path.name for path in DOCS}
+    assert set(outside.values()) <= set(in_navigation(CONFIG["nav"]))
+
+
 def test_every_page_is_in_the_list_of_pages() -> None:
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     assert not [path.name for path in DOCS if f"]({path.name})" not in text and path.name != "README.md"]
@@ -54,7 +62,13 @@ def test_the_reference_has_every_key_with_its_default_and_meaning(reference: Mod
         rows = re.findall(r'^\| <span id="([^"]+)"></span>`([^`]+)` \| .* \| .* \| (.*) \|$', text, re.MULTILINE)
         assert sorted(key for key, _, _ in rows) == sorted(documentation(schema))
         assert all(key == again and meaning for key, again, meaning in rows)
-    assert "`env.count`" in pages["reference/tasks.md"] and "birl checkpoints RUN" in pages["reference/commands.md"]
+    commands = re.findall(r"^## `birl (\w+)`$", pages["reference/commands.md"], re.MULTILINE)
+    assert commands == [command.name for command in ALL if command.name not in CONFIGURED]
+    assert (
+        "`launch.partition`" in pages["reference/places.md"]
+        and "`env.count`" in pages["reference/tasks.md"]
+        and "birl checkpoints RUN" in pages["reference/commands.md"]
+    )
     assert "::: birl.types" in pages["reference/api.md"]
 
 
