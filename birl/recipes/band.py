@@ -101,4 +101,6 @@ def read_curve(file: Path, column: str) -> Points:
             raise BirlError(
                 f"{file}, row {number}: step and {column} must be numbers, not {list(row.values())}"
             ) from None
+    if not points:
+        raise BirlError(f"{file}: the column {column} is empty")
     return points

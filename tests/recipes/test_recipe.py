@@ -126,6 +126,7 @@ def test_curves_are_compared_by_windows(tmp_path: Path) -> None:
     [
         ("step,loss\n1,2\n", "there is no column reward; there is step, loss"),
         ("", "there is no column step; there is nothing"),
+        ("step,reward\n1,\n2,\n", "the column reward is empty"),
         ("step,reward\n1,2\n2,x\n", "row 3: step and reward must be numbers"),
         ("step,reward\n1,2\n2", None),  # a line that was cut has no reward
     ],
