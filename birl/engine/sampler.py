@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from birl.errors import BirlError
 from birl.kernels import Kernels
 from birl.models.fused import on_gpu, triton_kernels
 from birl.types import SamplingParams
@@ -20,21 +21,18 @@ def sample(
     """logits [B, V] float32 (overwritten) -> tokens [B], logprobs [B] float32.
 
     A row with temperature 0 is greedy; its log-prob is that of the model itself (temperature 1), since greedy choice
-    has none.
+    has none. Raises `BirlError` where a row on a CPU has NaN.
     """
-    if kernels is not None:
-        temperatures = [p.temperature for p in params]
-        for row, p in enumerate(params):
-            if not plain(p):
-                logits[row] = restrict(logits[row] / p.temperature, p)
-                temperatures[row] = 1.0
-        return kernels.sample(logits, torch.tensor(temperatures), torch.tensor(uniforms, dtype=torch.float32))
-    device = logits.device
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    temperatures = [p.temperature for p in params]
     for row, p in enumerate(params):
         if not plain(p):
-            logits[row] = restrict(logits[row] / p.temperature, p) * p.temperature
-    return draw(logits, temperatures, torch.tensor(uniforms, dtype=torch.float32, device=device))
+            logits[row] = restrict(logits[row] / p.temperature, p)
+            temperatures[row] = 1.0
+    numbers = (torch.tensor(x, dtype=torch.float32, device=logits.device) for x in (temperatures, uniforms))
+    tokens, logprobs = (draw if kernels is None else kernels.sample)(logits, *numbers)
+    if logits.device.type == "cpu" and logprobs.isnan().any():
+        raise BirlError("The model's logits are not numbers any more: its weights are not finite, or too large.")
+    return tokens, logprobs
 
 
 def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:
@@ -71,7 +69,7 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor
     # possible token.
     last = torch.searchsorted(cumulative, norm, right=False)
     tokens = torch.minimum(torch.searchsorted(cumulative, uniforms[:, None] * norm, right=True), last)[:, 0]
-    tokens = torch.where(greedy, best, tokens)
+    tokens = torch.where(greedy, best, tokens).clamp(max=logits.shape[1] - 1)  # of NaN nothing is found
     return tokens, shifted.gather(1, tokens[:, None])[:, 0] - shifted.logsumexp(-1)
 
 

@@ -116,6 +116,6 @@ EXPORT void sample(const float *logits, const float *temperatures, const float *
         } else
             for (long i = 1; i < V; i++) chosen = row[i] > row[chosen] ? i : chosen;
         tokens[b] = chosen;
-        logp[b] = fmaf(row[chosen], scale, -norm);
+        logp[b] = chosen < 0 ? NAN : fmaf(row[chosen], scale, -norm); /* of logits that are NaN nothing is chosen */
     }
 }

@@ -93,8 +93,14 @@ class Following:
         try:
             while True:
                 await asyncio.sleep(LOOK)
-                with contextlib.suppress(OSError):
+                try:
                     await self.look()
+                except OSError:  # of the folder with the names: the next look may find it
+                    pass
+                except Exception as error:
+                    if (why := f"{type(error).__name__}: {error}") not in self.told:
+                        self.told.add(why)
+                        self.heard("engines_not_looked_for", error=why)
         finally:
             for task in self.leaving.values():
                 task.cancel()

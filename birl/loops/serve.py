@@ -116,8 +116,8 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 
 
 async def look(service: Service, root: Path) -> None:
-    """Take whatever is announced in `root` (weights.method=volume). What fails is told once, and tried again when
-    something else is announced. An engine that sleeps takes it when it is awake."""
+    """Take whatever is announced in `root` (weights.method=volume). What fails is told once, whatever it is, and tried
+    again when something else is announced. An engine that sleeps takes it when it is awake."""
     tried: Update | None = None
     said = ""
     while True:
@@ -128,9 +128,10 @@ async def look(service: Service, root: Path) -> None:
                 tried = update
                 async with service.control():
                     await service.load(update)
-        except (WeightsFailed, Refused, OSError) as error:
-            if str(error) != said:
-                said = str(error)
+        except Exception as error:
+            known = isinstance(error, (WeightsFailed, Refused, OSError))
+            if (why := str(error) if known else f"{type(error).__name__}: {error}") != said:
+                said = why
                 print(f"birl serve: volume={root}: {said}", flush=True)
         await asyncio.sleep(LOOK)
 

@@ -91,7 +91,7 @@ class Group:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._leader.wait(10.0)
+        self.wait(10.0)  # one that the kernel does not let go of must not keep the others alive
         self._swept = True
 
 

@@ -4,7 +4,9 @@ import random
 import pytest
 import torch
 
+from birl import kernels
 from birl.engine.sampler import restrict, sample
+from birl.errors import BirlError
 from birl.types import SamplingParams
 
 
@@ -68,3 +70,12 @@ def test_the_ends_of_the_interval_never_pick_an_impossible_token(uniform: float)
     logits[0, 300] = logits[0, 600] = 0.0
     tokens, _ = sample(logits, [params()], [uniform])
     assert int(tokens[0]) in (300, 600)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("k", [None, kernels.load(torch.float32, 64)])
+def test_nothing_is_drawn_from_what_is_no_number(k: kernels.Kernels | None, temperature: float) -> None:
+    logits = torch.zeros(2, 40)
+    logits[1] = torch.nan
+    with pytest.raises(BirlError, match="not numbers any more"):
+        sample(logits, [params(temperature=temperature)] * 2, [0.5, 0.5], k)
