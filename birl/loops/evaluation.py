@@ -31,6 +31,7 @@ from birl.rollout.group import Rollout
 from birl.rollout.session import Limits
 from birl.serve.gateway import Gateway
 from birl.track.console import Terminal
+from birl.track.log import encode
 from birl.track.progress import source
 from birl.track.visible import visible
 from birl.types import Group
@@ -170,7 +171,7 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
         about |= {"n": parts.plan.samples, "config": flatten(config)}
         found = {**about, "metrics": metrics, "answers": records}
-        text = json.dumps(found, indent=1, default=str)
+        text = json.dumps(json.loads(encode(found, exact=True)), indent=1)  # without NaN, which is no JSON
         with _writing(output):
             output.write_text(text)
     show(metrics)
