@@ -35,7 +35,6 @@ async def _answer(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> float:
     answers = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(asked, params, strict=True)))
     seconds = time.perf_counter() - start
     assert all(len(a.tokens) == tokens for a in answers)
-    await engine.close()
     return seconds
 
 

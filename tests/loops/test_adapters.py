@@ -51,11 +51,17 @@ def words(name: str) -> tuple[str, ...]:
 def test_a_step_is_trained(name: str, long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("envs.py").write_text(ENVS)
-    servers = []
+    processes = []
     begin = openenv.started
-    monkeypatch.setattr(openenv, "started", lambda command: servers.append(begin(command)) or servers[-1])
+
+    def started(command: str) -> openenv.Server:
+        server = begin(command)
+        processes.append(server.process)
+        return server
+
+    monkeypatch.setattr(openenv, "started", started)
     episodes = run(long, tmp_path, *words(name))
-    assert len(servers) == (name == "openenv") and all(s.process.poll() is not None for s in servers)
+    assert len(processes) == (name == "openenv") and all(process.poll() is not None for process in processes)
     assert len(episodes) == 8 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
     assert all(math.isfinite(e["reward"]) for e in episodes)
     (metrics,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
