@@ -186,6 +186,8 @@ class EmbeddedEngine:
             began = time.perf_counter()
             if self.recompute_kv:
                 self.scheduler.restart()
+            else:
+                self.scheduler.outdate()
             held = weights.swap(staged, update)
             self._seen = update.version
             return replace(held, seconds=time.perf_counter() - began)
@@ -299,7 +301,9 @@ class EmbeddedEngine:
         watched = any(r.watch for r in tuple(self._open))  # the event loop adds to it meanwhile
         if self.version != self._seen:
             self._seen = self.version
-            if self.recompute_kv and self.scheduler.running:
+            if not self.recompute_kv:
+                self.scheduler.outdate()
+            elif self.scheduler.running:
                 self.scheduler.restart()
                 self.counters.restarts += 1
         finished = self.scheduler.retire()

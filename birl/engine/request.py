@@ -32,7 +32,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of the KV cache, in order of position
-    computed: int = 0  # positions whose keys and values are there
+    computed: int = 0  # positions whose keys and values are there,
+    older: bool = False  # some of them with weights that were replaced since
     daring: int = 2  # tokens to guess ahead (`Drafts`),
     guess_from: int = 0  # once so many are sampled
     routes: list[bytes] = field(default_factory=list)  # which experts computed each position, where that is recorded

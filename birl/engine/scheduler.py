@@ -175,7 +175,8 @@ class Scheduler:
         """Full pages of a running request with the same prompt, and their routes; at least one token is left to
         compute."""
         full = min(len(request.prompt), len(request) - 1) // PAGE
-        donor = next((r for r in self.running if r.computed >= full * PAGE and r.prompt == request.prompt), None)
+        same = (r for r in self.running if r.computed >= full * PAGE and not r.older and r.prompt == request.prompt)
+        donor = next(same, None)
         return (donor.pages[:full], donor.routes[: full * PAGE]) if donor is not None else ([], [])
 
     def retire(self) -> list[Request]:
@@ -198,6 +199,11 @@ class Scheduler:
             self.waiting.appendleft(request)
         self.running.clear()
 
+    def outdate(self) -> None:
+        """The weights have changed, and everybody keeps the keys and values there are: nobody new may share them."""
+        for request in self.running:
+            request.older = True
+
     def clear(self) -> None:
         """Forget everybody."""
         for request in self.running:
@@ -209,7 +215,7 @@ class Scheduler:
     def give_back(self, request: Request) -> None:
         for page in request.pages:
             self.pages.release(page)
-        request.pages, request.computed = [], 0
+        request.pages, request.computed, request.older = [], 0, False
 
 
 def leads(work: Work, request: Request) -> bool:

@@ -144,6 +144,25 @@ def test_weights_that_change_in_the_middle_of_an_answer(folders, compute, recomp
     run(main)
 
 
+def test_who_comes_after_an_update_shares_no_older_keys(folders, compute) -> None:
+    """Where running answers keep theirs. They have the same prompt, of more than a page."""
+    prompt = tuple(range(3, 73))
+
+    async def main() -> None:
+        own, judge = engine(folders[0], compute, recompute_kv=False), engine(folders[1], compute)
+        first = asyncio.create_task(own.generate(prompt, params(400), watch=step_by_step))
+        await after(own, 50)
+        await own.load(update(folders[1], 7))
+        found = await own.generate(prompt, params(20))
+        assert not first.done() and found.logprobs == (await judge.generate(prompt, params(20))).logprobs
+        await own.abort()
+        await first
+        await own.close()
+        await judge.close()
+
+    run(main)
+
+
 def test_a_pause_changes_nothing(folders, compute) -> None:
     async def main() -> None:
         own = engine(folders[0], compute)
