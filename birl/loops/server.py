@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def serve_words(engine: schema.Engine, wanted: Wanted) -> list[str]:
     return words + ([f"volume={wanted.volume}"] if wanted.volume else [])
 
 
+def cores_of(number: int, threads: int, among: Sequence[int]) -> Sequence[int]:
+    """Of server `number`: the last cores for the first one, those before them for the second, and the last ones again
+    where no others are left. Example: cores_of(1, 2, [0, 1, 2, 3, 4]) == [1, 2]
+    """
+    end = len(among) - number % max(len(among) // threads, 1) * threads
+    return among[max(end - threads, 0) : end]
+
+
 def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, token: str, number: int | str) -> Process:
     """How one server is started."""
     threads = server_threads(engine)
@@ -84,8 +93,8 @@ def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, toke
         }
         if engine.kind == "vllm":
             command = vllm_process.command(**common)
-            own = sorted(os.sched_getaffinity(0))[-threads:]
-            bind = f"{own[0]}-{own[-1]}" if len(own) > 1 else str(own[0])
+            own = cores_of(number if isinstance(number, int) else 0, threads, sorted(os.sched_getaffinity(0)))
+            bind = ",".join(map(str, own))
             env = vllm_process.environment(cpu=not gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
         else:
             command = sglang_process.command(**common, token=token, cpu=not gpu)

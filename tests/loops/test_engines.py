@@ -19,6 +19,7 @@ from birl.errors import BirlError, EngineDown
 from birl.learner import checkpoint
 from birl.loops import attached, engines, evaluation
 from birl.loops.ledger import audit
+from birl.loops.server import cores_of
 from birl.serve import names
 from birl.serve.owner import header
 from birl.serve.wire import Info
@@ -99,6 +100,15 @@ def test_a_rollout_test_finds_servers_by_name(tiny: Path, tmp_path: Path, server
         evaluation.run(load(schema.Eval, [*words, "engine.attach=[nobody/0]", "engine.start_timeout=0.1"]))
     with pytest.raises(BirlError, match=r"127.0.0.1:9"):
         evaluation.run(load(schema.Eval, [*words, "engine.attach=['http://127.0.0.1:9']"]))
+
+
+@pytest.mark.parametrize(
+    ("number", "threads", "among", "own"),
+    [(0, 2, [0, 1, 2, 3, 4], [3, 4]), (1, 2, [0, 1, 2, 3, 4], [1, 2]), (2, 2, [0, 1, 2, 3, 4], [3, 4]),
+     (0, 4, [1, 6], [1, 6]), (1, 4, [1, 6], [1, 6]), (1, 1, [1, 6], [1])],
+)  # fmt: skip
+def test_each_server_has_cores_of_its_own(number: int, threads: int, among: list[int], own: list[int]) -> None:
+    assert cores_of(number, threads, among) == own
 
 
 def test_servers_of_an_evaluation_that_fails_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
