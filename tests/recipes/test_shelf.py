@@ -58,6 +58,7 @@ def test_what_is_expected_is_what_the_curves_say(name: str) -> None:
             continue
         source = expected.metric.removeprefix("validation/").removesuffix("/score")
         column = "held_out" if source in ("all", "accuracy") else f"held_out/{source}"
+        column = "reward" if expected.metric == "reward/mean" else column
         for seed, value in expected.values.items():
             curve = read_curve(folder / f"seed-{seed}.csv", column)
             assert curve[-1 if expected.step == "last" else 0][1] == pytest.approx(value, abs=6e-4), (name, seed)
