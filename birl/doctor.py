@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.allocator import cores, system_memory
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 
 GIB = 2**30
 MIN_PYTHON = (3, 11)
@@ -132,7 +132,7 @@ def _import_torch() -> tuple[Any, list[Finding]]:
     try:
         return import_module("torch"), []
     except (ImportError, OSError) as error:  # OSError: a shared library of another CUDA or glibc version
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         return None, [
             Finding("bad", "torch", f"is installed but does not load: {reason}", "pip install --force-reinstall torch")
         ]

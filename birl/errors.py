@@ -52,6 +52,11 @@ def tell(error: BirlError) -> None:
         print(f"birl: {line}", file=sys.stderr)
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """` Did you mean grpo?`, or nothing where no option is close."""
     found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.5)

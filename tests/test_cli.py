@@ -226,3 +226,11 @@ def test_ctrl_c_reaches_the_job_once_and_stops_the_rest(tmp_path: Path):
     assert process.returncode == 130
     assert (tmp_path / "signals").read_text() == "1"
     assert (tmp_path / "started").read_text() == "x" and "not run" in out
+
+
+def test_the_configured_commands_are_those_that_have_a_schema() -> None:
+    """Named apart from their schemas, which nobody wants to import for `birl --help`."""
+    from birl.cli import commands
+    from birl.config import schema
+
+    assert (tuple(schema.TRAINING), tuple(schema.COMMANDS)) == (commands.TRAINING, commands.CONFIGURED)

@@ -25,7 +25,7 @@ from birl.config.nearest import meant, suggest
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
 from birl.config.words import command
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError, did_you_mean, first_line
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 
@@ -250,7 +250,7 @@ def _parse(setting: Setting, text: str, literal: bool) -> Any:
             return text
         if re.fullmatch(r"\[[^\[\]'\"]*\]", text):  # [name=value,...]: the grammar has no = in a list
             return [word.strip() for word in text[1:-1].split(",") if word.strip()]
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise BirlError(
             f"{setting.source}: is not complete or not readable ({reason}). "
             "A list is [a,b]; put \"...\" around an element with unusual characters, and '...' around all of it "
@@ -292,12 +292,12 @@ def _to_object(config: DictConfig) -> Any:
     try:
         return OmegaConf.to_object(config)
     except InterpolationResolutionError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise BirlError(
             f"{error.full_key}: {reason}. ${{section.key}} copies a key's value; write \\${{ for the text."
         ) from None
     except OmegaConfBaseException as error:
-        raise BirlError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+        raise BirlError(f"{error.full_key}: {first_line(error)}") from None
 
 
 def read_section(schema: type, written: Mapping[str, Any], prefix: str) -> Any:
@@ -306,7 +306,7 @@ def read_section(schema: type, written: Mapping[str, Any], prefix: str) -> Any:
     try:
         config, errors = OmegaConf.structured(schema), []
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         kinds = "A key is a number, true or false, text, or a list."
         raise BirlError(f"{prefix}{error.full_key}: {reason}. {kinds}") from None
     for key, value in written.items():

@@ -7,7 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 
 
 def sweep(overrides: list[str]) -> list[list[str]]:
@@ -49,9 +49,7 @@ def _values(argument: str) -> list[str]:
         try:
             values = list(override.sweep_string_iterator())
         except HydraException as error:
-            raise BirlError(
-                f"{argument}: {str(error).splitlines()[0]}. Use a list, range(...) or choice(...)"
-            ) from None
+            raise BirlError(f"{argument}: {first_line(error)}. Use a list, range(...) or choice(...)") from None
         if not values:
             raise BirlError(f"{argument}: this sweep is empty")
         return [f"{override.get_key_element()}={value}" for value in values]

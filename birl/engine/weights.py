@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from birl.errors import WeightsFailed
+from birl.errors import WeightsFailed, first_line
 from birl.models import decoder, fused_decoder
 from birl.models.digests import digests, whole
 from birl.types import Held, Update
@@ -94,7 +94,7 @@ def read(folder: Path) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as opened:
                 found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise WeightsFailed("truncated", f"{folder}: {str(error).splitlines()[0]}") from error
+        raise WeightsFailed("truncated", f"{folder}: {first_line(error)}") from error
     return found
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 
 NAMESPACE = "birl"
 HEAD = "node:__internal_head__"  # a resource that only the head node has
@@ -66,9 +66,7 @@ def _join(ray: Any, address: str) -> bool:
     except ConnectionError:
         return False
     except Exception as error:
-        raise BirlError(
-            f"launch.address={address}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-        ) from error
+        raise BirlError(f"launch.address={address}: {first_line(error)}") from error
     return True
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from birl.config import schema
 from birl.envs.calls import called
 from birl.envs.open import World, open_world
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.launch.ray_cluster import library
 from birl.types import Conversation, Feedback, Message, Task
 from birl.waits import waiting
@@ -213,9 +213,9 @@ class Collectors:
             place.node = await place.actor.ready.remote()
         except self.ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BirlError) else error
-            raise BirlError(f"env=ray: {str(cause).splitlines()[0]}") from error
+            raise BirlError(f"env=ray: {first_line(cause)}") from error
         except self.ray.exceptions.RayError as error:
-            raise BirlError(f"env=ray: an actor did not start: {str(error).splitlines()[0]}") from error
+            raise BirlError(f"env=ray: an actor did not start: {first_line(error)}") from error
         place.ready, place.used, self.problem = True, time.monotonic(), ""
         self._wake()
 

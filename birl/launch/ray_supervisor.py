@@ -15,6 +15,7 @@ import traceback
 from collections import deque
 from typing import Any
 
+from birl.errors import first_line
 from birl.launch.launcher import Status
 from birl.launch.ray_cluster import HEAD, NAMESPACE, library, room
 from birl.launch.ray_host import Order
@@ -97,7 +98,7 @@ class Supervisor:
                 try:
                     self._tick()
                 except self.ray.exceptions.RayError as error:  # a node that is just being lost
-                    self._tell(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                    self._tell(f"{type(error).__name__}: {first_line(error)}")
                 self.rows = [self._row(spot) for spot in self.spots]
                 time.sleep(max(began + TICK - time.monotonic(), 0))
         except Exception:

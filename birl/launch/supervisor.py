@@ -8,7 +8,6 @@ It starts nothing but what is in the file, and imports nothing heavy. Its proces
 """
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -23,6 +22,7 @@ from birl.launch import plan as files
 from birl.launch.child import Child
 from birl.launch.plan import Plan, State
 from birl.serve import names
+from birl.track.runs import last_record
 
 POLL = 0.1  # s between two looks
 LONGEST = 30.0  # s before an engine or the learner is started again, at most
@@ -216,10 +216,8 @@ def forget(name: str, pid: int = 0) -> None:
 def latest(run: str) -> tuple[int, float]:
     """The last step of a run and when it was over [s of the clock]; zeros where there is none. A line that is half
     written is none."""
-    file = Path(run) / "metrics.jsonl"
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError), file.open("rb") as opened:
-        opened.seek(max(opened.seek(0, os.SEEK_END) - 65536, 0))
-        row = json.loads(opened.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
+    row = last_record(Path(run) / "metrics.jsonl")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         return int(row["step"]), datetime.fromisoformat(row["time"]).timestamp()
     return 0, 0.0
 

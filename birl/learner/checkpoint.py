@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from birl.cache import sweep
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.models.manifest import damage, digest
 from birl.parallel.ranks import Ranks
 
@@ -256,7 +256,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error) or type(error).__name__
     inner = error.__cause__ or error.__context__
-    return _reason(inner) if inner is not None else (str(error).strip() or type(error).__name__).splitlines()[0]
+    return _reason(inner) if inner is not None else first_line(error)
 
 
 def _free(path: Path) -> str:

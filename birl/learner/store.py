@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.learner import checkpoint
 from birl.models.manifest import digest
 from birl.parallel.ranks import Ranks
@@ -135,8 +135,7 @@ class Store:
                 if attempt == TRIES:
                     raise BirlError(
                         f"checkpoint.store: could not {what} {self.url} in {TRIES} tries: "
-                        f"{(str(error) or type(error).__name__).splitlines()[0]}."
-                        + (" The run folder has all checkpoints." if what == "write" else "")
+                        f"{first_line(error)}." + (" The run folder has all checkpoints." if what == "write" else "")
                     ) from error
                 time.sleep(self.pause * 2 ** (attempt - 1))
         raise AssertionError("the last try returns or raises")

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.models import attention
 from birl.models.gguf import bundled, converted
 from birl.models.heads import add_score_head
@@ -55,7 +55,7 @@ def from_hub(name: str, wanted: list[str], key: str = "model.path") -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise BirlError(
             f"{key}={name}: there is no such folder, and it could not be had from the hub either ({reason}). "
             "Name an existing folder, a .gguf file, a hub id, or smollm2."
@@ -125,7 +125,7 @@ def load_model(
             f"{folder}: birl cannot train {config.model_type}, whose attention transformers does not let it replace."
         ) from error
     except Exception as error:
-        raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
+        raise BirlError(f"{folder}: not loadable as a causal language model: {first_line(error)}") from error
     model, report = loaded
     report["missing_keys"] = set(report.get("missing_keys") or ()) - without
     report["unexpected_keys"] = set(report.get("unexpected_keys") or ()) - beside
@@ -147,7 +147,7 @@ def skeleton(folder: Path, scores: bool = False) -> nn.Module:
             kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
             model = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
-        raise BirlError(f"{folder}: not loadable as a causal language model: {_first_line(error)}") from error
+        raise BirlError(f"{folder}: not loadable as a causal language model: {first_line(error)}") from error
     model.tie_weights()
     return model
 
@@ -166,7 +166,7 @@ def check_files(folder: Path) -> None:
             with safe_open(file, framework="pt") as opened:
                 opened.keys()
         except (SafetensorError, OSError) as error:
-            raise BirlError(f"{file} is damaged: {_first_line(error)}. Download or convert the model again.") from error
+            raise BirlError(f"{file} is damaged: {first_line(error)}. Download or convert the model again.") from error
 
 
 def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise BirlError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise BirlError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
     if chat_template:
         try:
             tokenizer.chat_template = template_file(chat_template).read_text(encoding="utf-8")
@@ -265,7 +265,3 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.flags import Flag, taken, whole
 from birl.jobs import Jobs
 from birl.recipes import shelf
@@ -78,7 +78,7 @@ def _listed() -> Iterator[str]:
         try:
             recipe = read(file, name)
         except BirlError as error:
-            yield f"{name}\n{_indented(str(error).splitlines()[0])}\n"
+            yield f"{name}\n{_indented(first_line(error))}\n"
             continue
         yield "\n".join([name, *map(_indented, (recipe.about, _cost(recipe), _promise(recipe)))]) + "\n"
     yield "birl reproduce NAME runs one; --dry-run says what it would do."

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from birl.errors import BirlError, WeightsFailed
+from birl.errors import BirlError, WeightsFailed, first_line
 from birl.serve.wire import Invitation
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Group:
         except TimeoutError as error:
             raise self._failed(f"it took longer than {self.invitation.timeout:g} s") from error
         except (RuntimeError, OSError) as error:  # all of torch's own are the former
-            raise self._failed((str(error) or type(error).__name__).splitlines()[0]) from error
+            raise self._failed(first_line(error)) from error
         finally:
             self._waits.discard(future)
 

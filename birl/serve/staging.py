@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from birl.errors import WeightsFailed
+from birl.errors import WeightsFailed, first_line
 from birl.serve.limits import Refused
 
 ABANDONED = 600.0  # seconds without a new piece after which the others are dropped
@@ -71,5 +71,5 @@ def read(data: bytes, version: int) -> dict[str, Tensor]:
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
+        why = first_line(error)
         raise WeightsFailed("truncated", f"A piece of version {version} is damaged: {why}.") from error

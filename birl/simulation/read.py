@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError, did_you_mean, first_line
 from birl.simulation.presets import PRESETS
 from birl.simulation.run_figures import from_run
 from birl.simulation.scenario import SECTIONS, Lengths, Scenario, checked
@@ -160,7 +160,7 @@ def _file(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
     except (json.JSONDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise BirlError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise BirlError(f"{path}: {first_line(error)}") from None
     if not isinstance(found, Mapping):
         raise BirlError(f"{path}: must hold sections ({', '.join(SECTIONS)}), each with its keys.")
     return found

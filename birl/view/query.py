@@ -14,7 +14,6 @@ Terms are separated by spaces, and a row has to fit all of them; `-` before a te
 Numbers and names are looked up in the index; only for text is the file read again (search.py).
 """
 
-import difflib
 import math
 from dataclasses import dataclass
 from math import inf, isnan
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import regex
 
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.view import flags
 from birl.view.episodes import BITS, OUTCOMES, Episodes
 
@@ -179,13 +178,15 @@ def _column(field: str, op: str, value: str, negated: bool) -> Column:
         names = tuple(sorted(set(filter(None, value.split(",")))))
         known = {"outcome": OUTCOMES, "flag": (*flags.NAMES, "any", "none")}.get(field, names)
         if wrong := [n for n in names if n not in known] or ([""] if not names else []):
-            raise BirlError(f"{whole}: {field} is one of {', '.join(known) or 'the names'}.{_near(wrong[0], known)}")
+            raise BirlError(
+                f"{whole}: {field} is one of {', '.join(known) or 'the names'}.{did_you_mean(wrong[0], known)}"
+            )
         return OneOf(field=field, names=names, negated=negated)
     if field not in FIELDS:
         fields = (*FIELDS, *NAMED, "sort")
         raise BirlError(
-            f"{whole}: there is no {field}; there are {', '.join(fields)}.{_near(field, fields)} To look for the text, "
-            "write it in quotes."
+            f"{whole}: there is no {field}; there are {', '.join(fields)}.{did_you_mean(field, fields)} To look for "
+            "the text, write it in quotes."
         )
     if op == "!=":
         op, negated = "=", not negated
@@ -223,11 +224,6 @@ def _sort(op: str, value: str) -> str:
     if op != ":" or name not in FIELDS:
         raise BirlError(f"sort{op}{value}: write sort:reward or sort:-tokens, with one of {', '.join(FIELDS)}.")
     return value
-
-
-def _near(word: str, options: tuple[str, ...]) -> str:
-    found = difflib.get_close_matches(word.lower(), options, n=1, cutoff=0.5)
-    return f" Did you mean {found[0]}?" if found else ""
 
 
 def _past_spaces(text: str, place: int) -> int:

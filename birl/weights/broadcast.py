@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.errors import BirlError, EngineDown, WeightsFailed, first_line
 from birl.serve.client import Client
 from birl.serve.collective import Group, backend, gpu, host_store, own_address, shapes_of
 from birl.serve.wire import Invitation
@@ -179,7 +179,7 @@ class Broadcast:
                 address = (outside or found)[0]
                 self._store, self._place = await asyncio.to_thread(host_store, address, self.timeout)
             except (OSError, RuntimeError) as error:
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
                 raise BirlError(
                     f"weights.method=nccl: engines could not reach this process: {reason}. Use weights.method=direct."
                 ) from error

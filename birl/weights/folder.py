@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from birl.errors import WeightsFailed
+from birl.errors import WeightsFailed, first_line
 from birl.types import Update
 from birl.weights.gathered import Gathered
 
@@ -41,7 +41,7 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
         part.rename(target)
     except Exception as error:  # safetensors has an error of its own for a full disk
         shutil.rmtree(part, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise WeightsFailed(
             "truncated",
             f"Version {version} of the weights could not be written to {root}: {reason}. Make room, or name another "

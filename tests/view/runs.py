@@ -85,6 +85,14 @@ def make(folder: Path, *, steps: int = 30, seed: int = 0, every: int = 10, ended
     return folder
 
 
+def several(folder: Path) -> Path:
+    """Three seeds of one configuration, and another one."""
+    for seed in range(3):
+        make(folder / "grpo" / f"seed={seed}", seed=seed)
+    make(folder / "fast", seed=5, optimizer__lr=1e-4, model__path="models/other", algorithm__clip_high=0.28)
+    return folder
+
+
 def append(folder: Path, first: int, last: int, of: int = 30) -> None:
     """What the run writes in the steps `first` to `last`."""
     chance = random.Random(first)

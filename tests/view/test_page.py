@@ -9,17 +9,14 @@ import pytest
 
 from tests.view.browser import NARROW, chromium, opened, serving, until  # noqa: F401  chromium is a fixture
 from tests.view.charts import at, wait_drawn
-from tests.view.runs import HOSTILE, append, make
+from tests.view.runs import HOSTILE, append, make, several
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("page") / "runs"
-    for seed in range(3):
-        make(folder / "grpo" / f"seed={seed}", seed=seed)
-    make(folder / "fast", seed=5, optimizer__lr=1e-4, model__path="models/other", algorithm__clip_high=0.28)
+    folder = several(tmp_path_factory.mktemp("page") / "runs")
     make(folder / "broken", steps=12, ended=False)
     (folder / "broken" / "config.json").write_text('{"seed": 0,')
     make(folder / "empty", steps=0, ended=False)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.envs.adapters.package import arguments, imported, unknown
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.named import from_file
 
 KIND = "gymnasium"
@@ -24,5 +24,5 @@ def made(id: str, parameters: list[str], drawn: bool) -> Any:
     except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
         raise unknown("env.id", id, gymnasium.registry) from error
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        told = f"{error}".splitlines()[0]
+        told = first_line(error)
         raise BirlError(f"env.id={id} env.parameters={parameters}: {told}") from error
