@@ -334,7 +334,7 @@ class EmbeddedEngine:
 
     def single(self, plan: list[Work]) -> None:
         """One forward pass."""
-        logits = self.runner.run(plan)
+        hidden = self.runner.run(plan)
         params: list[SamplingParams] = []
         uniforms: list[float] = []
         for work in plan:
@@ -346,8 +346,13 @@ class EmbeddedEngine:
                 uniforms += request.uniforms(len(work.drafts) + 1)
         if not params:
             return
-        scored = self.score(plan, logits)
-        tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
+        scored: dict[Request, list[tuple[int, float]]] = {}
+        if any(work.complete and work.request.forced for work in plan):
+            logits = self.runner.logits(hidden)
+            scored = self.score(plan, logits)
+            tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
+        else:
+            tokens, logprobs = self.runner.sample(hidden, params, uniforms)
         drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         for work in plan:
             for request in work.samplers:

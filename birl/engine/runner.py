@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from birl import kernels
 from birl.engine.graphs import Graphs
 from birl.engine.pages import Pages
-from birl.engine.sampler import plain
+from birl.engine.sampler import checked, plain, sample
 from birl.engine.scheduler import Work, sharing
 from birl.kernels import PAGE
 from birl.models.decoder import decoder_for, head_dim
@@ -19,6 +19,7 @@ from birl.models.fused_decoder import fused_for
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
 from birl.models.routing import routing_for
+from birl.types import SamplingParams
 
 
 class Runner:
@@ -33,8 +34,8 @@ class Runner:
         self.graphs: Graphs | None = None  # on CUDA
 
     def run(self, plan: Sequence[Work]) -> Tensor:
-        """Logits of the next token for each sampler of each complete work, and of one more behind each guess, in order:
-        [samplers + guesses, V] float32. Where somebody follows, nobody guesses."""
+        """Hidden states [samplers + guesses, H] for the next token of each sampler of each complete work, and for one
+        more behind each guess, in order. Where somebody follows, nobody guesses."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]
@@ -60,13 +61,22 @@ class Runner:
                 if len(follower) % PAGE:
                     copies.append((work.request.pages[len(follower) // PAGE], follower.pages[-1]))
         self.cache.copy_pages(copies)
-        if not rows:
-            return hidden.new_empty(0, head(self.model).weight.shape[0], dtype=torch.float32)
         if rows != list(range(len(hidden))):
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=device)]
-        return self.logits(hidden)
+        return hidden
+
+    def sample(
+        self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, H] -> tokens [B], logprobs [B] float32, as `sampler.sample` draws them."""
+        decoder = decoder_for(self.model)
+        if decoder is None or not all(plain(p) for p in params):
+            return sample(self.logits(hidden), params, uniforms, self.kernels)
+        temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+        return checked(*decoder.head.sample(hidden, temperatures, torch.tensor(uniforms, dtype=torch.float32)))
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """[B, H] -> [B, V] float32."""
         decoder = decoder_for(self.model)
         return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
 

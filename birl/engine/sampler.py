@@ -29,8 +29,12 @@ def sample(
             logits[row] = restrict(logits[row] / p.temperature, p)
             temperatures[row] = 1.0
     numbers = (torch.tensor(x, dtype=torch.float32, device=logits.device) for x in (temperatures, uniforms))
-    tokens, logprobs = (draw if kernels is None else kernels.sample)(logits, *numbers)
-    if logits.device.type == "cpu" and logprobs.isnan().any():
+    return checked(*(draw if kernels is None else kernels.sample)(logits, *numbers))
+
+
+def checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """What was drawn. Raises `BirlError` where a row on a CPU has NaN; other devices are not waited for."""
+    if logprobs.device.type == "cpu" and logprobs.isnan().any():
         raise BirlError("The model's logits are not numbers any more: its weights are not finite, or too large.")
     return tokens, logprobs
 

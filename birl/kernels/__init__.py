@@ -266,6 +266,19 @@ class Kernels:
         self.lib.sample(_p(logits), _p(temperatures), _p(uniforms), _p(tokens), _p(logp), *logits.shape)
         return tokens, logp
 
+    def head_sample(
+        self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, temperatures: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Same bits."""
+        rows, words = len(hidden), head.rows
+        tokens, logp = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        masses, peaks = torch.empty(rows, -(-words // 64)), torch.empty(rows, -(-words // 1024))
+        self.lib.head_sample(
+            *(_p(hidden), hidden.stride(0), _p(head.data), _p(bias), _p(temperatures), _p(uniforms)),
+            *(_p(tokens), _p(logp), _p(peaks), _p(masses), rows, words, head.columns),
+        )
+        return tokens, logp
+
 
 # p pointer, n long, f float, i int
 SIGNATURES = {
@@ -285,6 +298,7 @@ SIGNATURES = {
     "logprobs": "ppfpppnn",
     "logprobs_backward": "ppfpppppnnnn",
     "sample": "pppppnn",
+    "head_sample": "pnppppppppnnn",
 }
 
 

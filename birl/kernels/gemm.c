@@ -161,19 +161,31 @@ static void many_rows(const task *t) {
     free(rest);
 }
 
+static void compute(const task *t) {
+    if (t->M <= FEW)
+        few_rows(t);
+    else
+        many_rows(t);
+}
+
 /* y [M, N] (rows ldy apart) = x [M, K] W', see the enum for what `mode` does with it. K must be a multiple of 32, N of
    16. Threads share out the columns. */
 void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode) {
     const long pairs = (N + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
-    const task t = {x, packed, bias, y, ldx, ldy, M, N, K, pairs * me / threads, pairs * (me + 1) / threads, mode};
     START_THREAD();
-    if (M <= FEW)
-        few_rows(&t);
-    else
-        many_rows(&t);
+    compute(&(task){x, packed, bias, y, ldx, ldy, M, N, K, pairs * me / threads, pairs * (me + 1) / threads, mode});
     END_THREAD();
 #pragma omp barrier
+}
+
+void gemm_begin(void) { START_THREAD(); }
+
+void gemm_end(void) { END_THREAD(); }
+
+void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, float *y, long ldy, long M, long N,
+                long K) {
+    compute(&(task){x, packed, bias, (char *)y, ldx, ldy, M, N, K, 0, (N + 31) / 32, KEEP});
 }
 
 EXPORT void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,

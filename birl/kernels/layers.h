@@ -26,6 +26,10 @@ void rotary_part(elem *rows, const float *cosine, const float *sine, long T, lon
 void swiglu_part(const elem *gate_up, elem *y, long T, long I);
 void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode);
+void gemm_begin(void); /* before the first gemm_alone of a thread */
+void gemm_end(void);   /* and behind the last */
+void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, float *y, long ldy, long M, long N,
+                long K); /* all of it by this thread, kept in float32 */
 void open_pages(elem *values, const int32_t *pages, const int32_t *places, long T, long kv_heads);
 void cache_write_part(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
                       const int32_t *places, long T, long kv_heads);

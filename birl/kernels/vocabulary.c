@@ -1,31 +1,70 @@
 /* From logits to log-probs, samples, and gradients; logits are float32 and need not be kept. */
-#include "common.h"
 
-#define STRETCH 1024
+#include "vocabulary.h"
 
-static long stretches_of(long V) { return (V + STRETCH - 1) / STRETCH; }
-
-/* log sum exp(scale l) over a row, scale = 1 / temperature, and the sum of e^(scale l - peak) of each stretch of it. One
-   function, not inlined, for the engine and the learner: the same order of summation, the same roundings. */
-static __attribute__((noinline)) float row_norm(const float *logits, long V, float scale, float *masses, float *peak_out) {
+/* One stretch of a row of logits: its largest, times scale, and for each cell the sum of e^(scale l - that). */
+void weigh(const float *logits, long count, float scale, float *peak, float *masses) {
     vec most = splat(-INFINITY);
     long i = 0;
-    for (; i + LANES <= V; i += LANES) most = larger(*(const vec *)(logits + i), most);
-    float peak = largest(most);
-    for (; i < V; i++) peak = logits[i] > peak ? logits[i] : peak;
-    peak *= scale;
+    for (; i + LANES <= count; i += LANES) most = larger(*(const vec *)(logits + i), most);
+    float found = largest(most);
+    for (; i < count; i++) found = logits[i] > found ? logits[i] : found;
+    *peak = found *= scale;
+    const float base = found == -INFINITY ? 0 : found; /* where nothing is possible all masses are 0, or NaN */
+    for (long c = 0; c * CELL < count; c++) {
+        const long end = (c + 1) * CELL < count ? (c + 1) * CELL : count;
+        vec mass = {};
+        float rest = 0;
+        for (i = c * CELL; i + LANES <= end; i += LANES) mass += vexp(*(const vec *)(logits + i) * scale - base);
+        for (; i < end; i++) rest += expf(logits[i] * scale - base);
+        masses[c] = sum(mass) + rest;
+    }
+}
+
+float combine(const float *peaks, float *masses, long V, float *peak) {
+    float most = -INFINITY;
+    for (long s = 0; s < stretches_of(V); s++) most = peaks[s] > most ? peaks[s] : most;
     double total = 0;
     for (long s = 0; s < stretches_of(V); s++) {
-        const long end = (s + 1) * STRETCH < V ? (s + 1) * STRETCH : V;
-        vec mass[2] = {};
-        float rest = 0;
-        for (i = s * STRETCH; i + 2 * LANES <= end; i += 2 * LANES)
-            for (int half = 0; half < 2; half++) mass[half] += vexp(*(const vec *)(logits + i + half * LANES) * scale - peak);
-        for (; i < end; i++) rest += expf(logits[i] * scale - peak);
-        total += masses[s] = sum(mass[0] + mass[1]) + rest;
+        const float factor = peaks[s] == most ? 1 : expf(peaks[s] - most);
+        const long last = (s + 1) * CELLS < cells_of(V) ? (s + 1) * CELLS : cells_of(V);
+        double here = 0;
+        for (long c = s * CELLS; c < last; c++) here += masses[c] *= factor;
+        total += here;
     }
-    *peak_out = peak;
-    return peak + logf(total);
+    *peak = most;
+    return most + logf(total);
+}
+
+/* log sum exp(scale l) over a row; peaks, masses and peak as `combine` leaves them. */
+static float row_norm(const float *logits, long V, float scale, float *peaks, float *masses, float *peak) {
+    for (long s = 0; s < stretches_of(V); s++)
+        weigh(logits + s * STRETCH, V - s * STRETCH < STRETCH ? V - s * STRETCH : STRETCH, scale, peaks + s, masses + s * CELLS);
+    return combine(peaks, masses, V, peak);
+}
+
+long cell_at(const float *masses, long V, float uniform, double *before, double *point) {
+    double total = 0;
+    for (long c = 0; c < cells_of(V); c++) total += masses[c];
+    *point = uniform * total;
+    *before = 0;
+    long c = 0;
+    while (c + 1 < cells_of(V) && *before + masses[c] <= *point) *before += masses[c++];
+    while (masses[c] == 0 && c > 0) c--; /* rounding must not lead past the last possible cell */
+    return c;
+}
+
+long word_at(const float *cell, long count, float scale, float peak, double before, double point) {
+    long chosen = -1;
+    for (long i = 0; i < count; i++) {
+        const float e = expf(cell[i] * scale - peak);
+        if (e > 0) {
+            chosen = i; /* nor past the last possible word */
+            before += e;
+            if (before > point) break;
+        }
+    }
+    return chosen;
 }
 
 /* logp[n] = l[target] / t - norm, norm[n], entropy[n] = norm - sum p l / t.  logits [N, V]. */
@@ -35,8 +74,8 @@ EXPORT void logprobs(const float *logits, const int64_t *targets, float temperat
 #pragma omp parallel for schedule(static)
     for (long n = 0; n < N; n++) {
         const float *row = logits + n * V;
-        float peak, masses[stretches_of(V)];
-        norm[n] = row_norm(row, V, scale, masses, &peak);
+        float peak, peaks[stretches_of(V)], masses[cells_of(V)];
+        norm[n] = row_norm(row, V, scale, peaks, masses, &peak);
         logp[n] = fmaf(row[targets[n]], scale, -norm[n]);
         vec weighted = {};
         float rest = 0;
@@ -92,27 +131,14 @@ EXPORT void sample(const float *logits, const float *temperatures, const float *
 #pragma omp parallel for schedule(static)
     for (long b = 0; b < B; b++) {
         const float *row = logits + b * V, scale = temperatures[b] > 0 ? 1.f / temperatures[b] : 1.f;
-        const long stretches = stretches_of(V);
-        float peak, masses[stretches];
-        const float norm = row_norm(row, V, scale, masses, &peak);
+        float peak, peaks[stretches_of(V)], masses[cells_of(V)];
+        const float norm = row_norm(row, V, scale, peaks, masses, &peak);
         long chosen = 0;
         if (temperatures[b] > 0) {
-            double total = 0, before = 0;
-            for (long s = 0; s < stretches; s++) total += masses[s];
-            const double point = uniforms[b] * total;
-            long s = 0;
-            while (s + 1 < stretches && before + masses[s] <= point) before += masses[s++];
-            while (masses[s] == 0 && s > 0) before -= masses[--s];
-            const long end = (s + 1) * STRETCH < V ? (s + 1) * STRETCH : V;
-            chosen = -1;
-            for (long i = s * STRETCH; i < end; i++) {
-                const float e = expf(row[i] * scale - peak);
-                if (e > 0) {
-                    chosen = i; /* rounding must not lead past the last possible token */
-                    before += e;
-                    if (before > point) break;
-                }
-            }
+            double before, point;
+            const long first = cell_at(masses, V, uniforms[b], &before, &point) * CELL;
+            chosen = word_at(row + first, V - first < CELL ? V - first : CELL, scale, peak, before, point);
+            chosen = chosen < 0 ? -1 : first + chosen;
         } else
             for (long i = 1; i < V; i++) chosen = row[i] > row[chosen] ? i : chosen;
         tokens[b] = chosen;

@@ -86,6 +86,13 @@ class Matrix:
         packed = self.layout()
         return self.kernels.gemm_float(x, packed, self.bias) if isinstance(packed, PackedWeight) else self(x)
 
+    def sample(self, x: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a head: one word for each row of x [B, K], and its log-prob, drawn as `Kernels.sample` does."""
+        packed = self.layout()
+        if isinstance(packed, PackedWeight):
+            return self.kernels.head_sample(x, packed, self.bias, temperatures, uniforms)
+        return self.kernels.sample(self(x), temperatures, uniforms)
+
     def by_input(self, grad: Tensor) -> Tensor:
         """grad W: the gradient by the input, [T, N] -> [T, K]."""
         weights = self.weights

@@ -226,6 +226,41 @@ def test_samples_follow_the_distribution_and_their_logprobs_are_the_learners() -
     assert best == logits.argmax() and logp.item() == pytest.approx(logits.log_softmax(-1).max().item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 40, 128, 131])
+@pytest.mark.parametrize("words", [16, 1008, 3040])  # less than a cell; a stretch that is not full; several
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_head_draws_what_is_drawn_from_its_logits(rows: int, words: int, biased: bool) -> None:
+    k = kernels.load(torch.bfloat16, SIZE)
+    assert k is not None
+    hidden, weight = rand(rows, 96, seed=1).bfloat16(), (rand(words, 96, seed=2) * 0.4).bfloat16()
+    bias = rand(words, seed=3).bfloat16() if biased else None
+    packed = k.pack([weight])
+    temperatures = torch.tensor([1.0, 0.0, 0.7, 0.01]).repeat(rows)[:rows]
+    uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(4))
+    uniforms[-1] = 1.0
+    tokens, logp = k.head_sample(hidden, packed, bias, temperatures, uniforms)
+    wanted = k.sample(k.gemm_float(hidden, packed, bias), temperatures, uniforms)
+    assert torch.equal(tokens, wanted[0]) and torch.equal(logp, wanted[1])
+    assert not biased or words < 1000 or rows < 40 or len(tokens.unique()) > 10  # it is not one word for all
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_head_tells_of_logits_that_are_no_numbers(value: float) -> None:
+    k = kernels.load(torch.bfloat16, SIZE)
+    assert k is not None
+    weight = rand(2000, 32, seed=2).bfloat16()
+    bias = torch.zeros(2000, dtype=torch.bfloat16)
+    bias[1500:1600] = value
+    for temperature in (1.0, 0.0):
+        tokens, logp = k.head_sample(
+            rand(4, 32).bfloat16(), k.pack([weight]), bias, torch.full((4,), temperature), torch.full((4,), 0.9)
+        )
+        if value == -float("inf"):
+            assert logp.isfinite().all() and not ((tokens >= 1500) & (tokens < 1600)).any()
+        else:
+            assert logp.isnan().all()
+
+
 SCRIPT = """
 import torch
 from birl import kernels
