@@ -66,11 +66,12 @@ def own_k(task: Task) -> int:
 
 
 def measure(groups: Sequence[Group], ks: Sequence[int]) -> dict[str, float]:
-    """Names: validation/<source>/{pass@k, score, length, truncated, failed, n}, and <source> "all" over everything."""
+    """Names: validation/<source>/{pass@k, score, length, truncated, failed, n}, and <source> "all" over everything,
+    even where a source is called that."""
     by_source: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        by_source[group.task.source].append(group)
-        by_source["all"].append(group)
+        for source in dict.fromkeys((group.task.source, "all")):
+            by_source[source].append(group)
     return {
         f"validation/{s}/{name}": v for s, members in by_source.items() for name, v in _figures(members, ks).items()
     }

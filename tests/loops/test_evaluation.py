@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+from birl.loops.evaluate import measure
 from birl.loops.evaluation import show
+from birl.types import Group, Outcome, Task, Trajectory
 
 NAMES = ("openai/gsm8k", "math[algebra]", "competition_mathematics_of_many_years", "all")
 FIGURES = {"score": 0.5, "length": 12.25, "truncated": 3.0, "failed": 0.0, "n": 1319.0, "pass@1": 0.5, "pass@8": 0.75}
@@ -44,3 +46,12 @@ def test_characters_that_the_output_lacks_are_no_error(monkeypatch: pytest.Monke
     show({f"validation/数学/{figure}": value for figure, value in FIGURES.items()})
     file.flush()
     assert isinstance(file.buffer, io.BytesIO) and b"?? " in file.buffer.getvalue()
+
+
+def test_the_whole_counts_each_row_once_whatever_its_source_is_called() -> None:
+    def group(source: str, score: float) -> Group:
+        one = Trajectory(turns=(), reward=score, score=score, outcome=Outcome.OK)
+        return Group(index=0, task=Task(id="", prompt="x", source=source), trajectories=(one,), start_version=0)
+
+    found = measure([group("all", 1.0), group("math", 0.0)], [1])
+    assert (found["validation/all/n"], found["validation/all/score"], found["validation/math/n"]) == (2.0, 0.5, 1.0)
