@@ -1,5 +1,7 @@
 """The data that recipes bring along: what writes it, and that it is what was written."""
 
+import asyncio
+import dataclasses
 import importlib.util
 import json
 from collections import Counter
@@ -7,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
+
+from birl.types import Message, Task
 
 DATA = Path(__file__).parents[2] / "recipes" / "data"
 
@@ -22,6 +27,29 @@ def script(name: str) -> ModuleType:
 def test_right_calls_are_what_the_script_writes(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script("make_calculator").main(40)
     assert capsys.readouterr().out == (DATA / "calculator" / "calls.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("name", "number"), [("code", 24), ("countdown", 128), ("letter_counting", 160)])
+def test_solutions_are_what_the_script_writes_and_right(
+    name: str, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("make_solutions")
+    module.main(name, number)
+    text = capsys.readouterr().out
+    assert text == (DATA / name / "solutions.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    task, config, _ = module.TASKS[name]
+    for row, asked in zip(rows, task.tasks(dataclasses.replace(config, rows=number), "train"), strict=True):
+        own = Task(id="", prompt=row["prompt"], answer=asked["answer"], columns=asked)
+        if name == "code":
+            assert [row["response"]] == task.gold(own)  # which `birl eval --validate` runs
+            continue
+        env = task(own, config) if name == "countdown" else task(own)
+        assert asyncio.run(env.step(Message(role="assistant", content=row["response"]))).reward == 1.0, row
+    env = yaml.safe_load((DATA.parent / name / "rl.yaml").read_text())["env"]
+    keys = {key: value for key, value in env.items() if key not in ("kind", "max_turns")}
+    held_out = {row["prompt"] for row in task.tasks(task.Config(**keys), "validation")}
+    assert not held_out & {row["prompt"] for row in rows}
 
 
 PAGE = """Some words

@@ -43,6 +43,8 @@ class LetterCounting:
         """Longest word [letters]."""
         absent: float = 0.1
         """Share of questions about a letter that the word does not have [0 to 1]."""
+        spelled: bool = False
+        """Whether the word is shown letter by letter too. Tokens hide letters, and few small models can spell."""
         rows: int = 300
         """Training tasks."""
         validation_rows: int = 100
@@ -69,7 +71,8 @@ class LetterCounting:
                 letter = rng.choice(sorted(set(LETTERS) - set(word)))
             else:
                 word, letter = rng.choice(rng.choice((once, often, often)))  # the few are soon drawn twice
-            prompt = f"How many times does the letter {letter} occur in the word {word}?"
+            shown = f"{word} ({' '.join(word)})" if config.spelled else word
+            prompt = f"How many times does the letter {letter} occur in the word {shown}?"
             row = {"prompt": prompt, "answer": str(word.count(letter)), "word": word, "letter": letter}
             return word, {**row, "data_source": "letter_counting"}
 

@@ -82,6 +82,12 @@ def test_words_are_words() -> None:
     assert len(WORDS) == len(set(WORDS)) > 200 and all(w.isalpha() and w.islower() for w in WORDS)
 
 
+def test_a_word_is_spelled_where_that_is_asked_for() -> None:
+    plain, spelled = (LetterCounting.tasks(LetterCounting.Config(spelled=s, rows=3), "train")[0] for s in (False, True))
+    word = plain["word"]
+    assert spelled["prompt"] == plain["prompt"].replace(word, f"{word} ({' '.join(word)})") != plain["prompt"]
+
+
 def test_no_answer_of_letter_counting_is_right_in_most_cases() -> None:
     """A model that always said 1 had 0.79 once, and that looked like learning."""
     config = LetterCounting.Config()
