@@ -70,15 +70,15 @@ def given(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[list[float], li
     return asyncio.run(run()), asked
 
 
-SLOW = "```python\nimport time\ndef add(a, b):\n    time.sleep(0.5)\n    return a + b\n```"
+SLOW = "```python\nimport time\ndef add(a, b):\n    time.sleep(1)\n    return a + b\n```"
 LARGE = "```python\ndef add(a, b):\n    held = bytearray(100 << 20)\n    return a + b\n```"
 
 
 def test_each_key_has_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given(monkeypatch) == ([1.0, 1.0, 1.0], [("auto", 1)])
     assert given(monkeypatch, kind="landlock", workers=3) == ([1.0, 1.0, 1.0], [("landlock", 3)])
-    assert given(monkeypatch, seconds=0.4)[0] == [1.0, 0.0, 1.0]
-    assert given(monkeypatch, total_seconds=0.8)[0] == [1.0, 0.5, 1.0]
+    assert given(monkeypatch, seconds=0.9)[0] == [1.0, 0.0, 1.0]
+    assert given(monkeypatch, total_seconds=1.7)[0] == [1.0, 0.5, 1.0]
     assert given(monkeypatch, memory_mb=96)[0] == [1.0, 1.0, 0.0]
 
 
