@@ -69,12 +69,13 @@ SETTINGS = {  # what a toy needs: its KL is large from the first steps on
     "rloo": ("algorithm.kl_coef=0.002",),
     "reinforce_pp": ("algorithm.kl_coef=0.002",),
     "top_entropy": ("steps=60",),
+    "dapo": ("steps=25",),  # later, all groups are right: no signal, which it refuses
 }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_reward_rises(tiny: Path, tmp_path: Path, preset: str) -> None:
-    words = (f"algorithm={preset}", "algorithm.overlong_buffer=0", "steps=25", "rollout.group_size=8")
+    words = (f"algorithm={preset}", "algorithm.overlong_buffer=0", "steps=40", "rollout.group_size=8")
     run(tiny, tmp_path, *words, *SETTINGS.get(preset, ()), reward=any_a if preset == "pass_at_k" else many_a)
     rewards = [m["reward/mean"] for m in log(tmp_path)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
