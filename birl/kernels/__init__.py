@@ -30,6 +30,7 @@ from birl.cache import cache_folder, sweep
 HERE = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
 PAGE = 32  # positions in a page of the KV cache (attention.c)
+CELL, STRETCH = 64, 1024  # words of a vocabulary that are summed together (vocabulary.h)
 ROUND, KEEP, ADD = 0, 1, 2  # what gemm does with its float32 sums (gemm.c)
 
 
@@ -272,7 +273,7 @@ class Kernels:
         """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Same bits."""
         rows, words = len(hidden), head.rows
         tokens, logp = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        masses, peaks = torch.empty(rows, -(-words // 64)), torch.empty(rows, -(-words // 1024))
+        masses, peaks = torch.empty(rows, -(-words // CELL)), torch.empty(rows, -(-words // STRETCH))
         self.lib.head_sample(
             *(_p(hidden), hidden.stride(0), _p(head.data), _p(bias), _p(temperatures), _p(uniforms)),
             *(_p(tokens), _p(logp), _p(peaks), _p(masses), rows, words, head.columns),
