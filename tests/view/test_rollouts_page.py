@@ -329,8 +329,9 @@ def test_two_keys_go_two_episodes_on(chromium: Any, url: str) -> None:  # noqa: 
         page.wait_for_selector(".cards")
         page.evaluate("['j', 'j'].forEach((key) => document.dispatchEvent(new KeyboardEvent('keydown', { key })))")
         page.wait_for_selector("h1:has-text('answer 3')")
+        page.wait_for_selector(".cards")  # nothing is under way any more when requests begin to fail
         page.route("**/api/**", lambda route: route.abort())
-        page.keyboard.press("j")
+        page.evaluate("document.dispatchEvent(new KeyboardEvent('keydown', { key: 'j' }))")
         page.wait_for_selector("#trouble:not([hidden])")
 
 
