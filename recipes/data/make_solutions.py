@@ -1,6 +1,7 @@
 """Right answers of a task for `birl sft`, worked out as a model shall learn to:
 
 python recipes/data/make_solutions.py countdown 128 > recipes/data/countdown/solutions.jsonl
+python recipes/data/make_solutions.py code 24 > recipes/data/code/solutions.jsonl
 python recipes/data/make_solutions.py letter_counting 160 > recipes/data/letter_counting/solutions.jsonl
 """
 
@@ -12,6 +13,7 @@ from birl.envs.tasks.countdown import Countdown
 from birl.envs.tasks.expression import evaluate
 from birl.envs.tasks.letter_counting import LetterCounting
 from birl.envs.tasks.rows import Row
+from birl.types import Task
 
 SEED = 1000  # training has seed 0: other tasks, but for a few; those of validation are told by their text
 
@@ -29,7 +31,7 @@ def solved(row: Row) -> str:
 
 
 def programmed(row: Row) -> str:
-    return f"```python\n{row['answer']}\n```"
+    return Code.gold(Task(id="", prompt=row["prompt"], answer=row["answer"]))[0]
 
 
 def counted(row: Row) -> str:
