@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -61,9 +62,10 @@ def test_memory_is_flat(
     folder: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tensor more after 50 steps than after 10. What is allocated may grow by 16 KiB in a step: it trains at least
-    320 tokens of hidden size 64, so that one float32 activation kept would be 80 KiB. The median, as oneDNN and PyTorch
-    keep 9 MiB of compiled products for a number of rows that they have not met before (of the last 1,024 products).
-    Resident memory grows in jumps as well, when no hole is large enough for a block: 24 MiB of that are allowed."""
+    320 tokens of hidden size 64, so that one float32 activation kept would be 80 KiB. The median, as oneDNN takes some
+    MiB more when it meets a larger shape than ever before. All answers have the same length: oneDNN and PyTorch keep
+    9 MiB of compiled products for each number of rows that they met (of the last 1,024 products). Resident memory
+    grows in jumps as well, when no hole is large enough for a block: 24 MiB of that are allowed."""
     tensors: list[int] = []
     memory: list[int] = []
     allocated: list[int] = []
@@ -79,6 +81,8 @@ def test_memory_is_flat(
             gc.collect()
             tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
 
+    sampling = build.sampling
+    monkeypatch.setattr(build, "sampling", lambda rollout: replace(sampling(rollout), ignore_eos=True))
     monkeypatch.setattr(Tracker, "step", step)
     config = load(
         schema.RL,
@@ -94,5 +98,4 @@ def test_memory_is_flat(
     assert len(memory) == STEPS and min(trained) > 320
     assert max(tensors) == tensors[0]
     assert median(after - before for before, after in pairwise(allocated[10:])) < 16 * 2**10
-    new = len(set(trained[10:]) - set(trained[:10]))
-    assert max(memory[10:]) - max(memory[:10]) < (24 + 12 * new) * 2**20
+    assert max(memory[10:]) - max(memory[:10]) < 24 * 2**20
