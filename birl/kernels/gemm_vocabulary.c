@@ -18,16 +18,12 @@ static void logits_of(const head *h, long row, long rows, long first, long count
                count, h->K);
 }
 
-/* The first of the likeliest words: in the first stretch with the largest peak, in a cell with e^0 in its mass. */
-static long likeliest(const head *h, long row, long V, const float *peaks, const float *masses, float peak, float *cell) {
-    for (long c = 0; c < cells_of(V); c++) {
-        if (!(peaks[c / CELLS] == peak && masses[c] >= 1)) continue;
-        const long count = V - c * CELL < CELL ? V - c * CELL : CELL;
-        logits_of(h, row, 1, c * CELL, count, cell, CELL);
-        for (long i = 0; i < count; i++)
-            if (cell[i] == peak) return c * CELL + i;
-    }
-    return -1;
+typedef struct { const head *its; long row; float *logits; } again;
+
+static const float *computed(void *from, long c, long count) {
+    const again *a = from;
+    logits_of(a->its, a->row, 1, c * CELL, count, a->logits, CELL);
+    return a->logits;
 }
 
 /* What `sample` (vocabulary.c) gives for the logits x W' + bias, x [B, K], with the same bits. `masses` [B, cells] and
@@ -48,31 +44,15 @@ EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, con
                 const long rows = B - top < STRIPE ? B - top : STRIPE;
                 logits_of(&h, top, rows, first, count, logits, STRETCH);
                 for (long b = 0; b < rows; b++) {
-                    const float t = temperatures[top + b], scale = t > 0 ? 1.f / t : 1.f;
-                    weigh(logits + b * STRETCH, count, scale, peaks + (top + b) * stretches + s,
+                    weigh(logits + b * STRETCH, count, scale_of(temperatures[top + b]), peaks + (top + b) * stretches + s,
                           masses + (top + b) * cells + s * CELLS);
                 }
             }
         }
 #pragma omp for schedule(static)
-        for (long b = 0; b < B; b++) {
-            const float scale = temperatures[b] > 0 ? 1.f / temperatures[b] : 1.f;
-            float *weights = masses + b * cells, peak;
-            const float norm = combine(peaks + b * stretches, weights, V, &peak);
-            long chosen = -1, first = 0;
-            if (temperatures[b] > 0) {
-                double before, point;
-                first = cell_at(weights, V, uniforms[b], &before, &point) * CELL;
-                const long count = V - first < CELL ? V - first : CELL;
-                logits_of(&h, b, 1, first, count, logits, CELL);
-                chosen = word_at(logits, count, scale, peak, before, point);
-            } else if ((chosen = likeliest(&h, b, V, peaks + b * stretches, weights, peak, logits)) >= 0) {
-                first = chosen / CELL * CELL;
-                chosen -= first;
-            }
-            tokens[b] = chosen < 0 ? -1 : first + chosen;
-            logp[b] = chosen < 0 ? NAN : fmaf(logits[chosen], scale, -norm);
-        }
+        for (long b = 0; b < B; b++)
+            logp[b] = draw(peaks + b * stretches, masses + b * cells, V, temperatures[b], uniforms[b], computed,
+                           &(again){&h, b, logits}, tokens + b);
         gemm_end();
         free(logits);
     }

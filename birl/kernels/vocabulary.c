@@ -21,7 +21,8 @@ void weigh(const float *logits, long count, float scale, float *peak, float *mas
     }
 }
 
-float combine(const float *peaks, float *masses, long V, float *peak) {
+/* From all stretches of a row: masses become sums of e^(scale l - peak), peak that of the row. Returns log sum e^(scale l). */
+static __attribute__((noinline)) float combine(const float *peaks, float *masses, long V, float *peak) {
     float most = -INFINITY;
     for (long s = 0; s < stretches_of(V); s++) most = peaks[s] > most ? peaks[s] : most;
     double total = 0;
@@ -36,35 +37,42 @@ float combine(const float *peaks, float *masses, long V, float *peak) {
     return most + logf(total);
 }
 
-/* log sum exp(scale l) over a row; peaks, masses and peak as `combine` leaves them. */
-static float row_norm(const float *logits, long V, float scale, float *peaks, float *masses, float *peak) {
+static void weigh_row(const float *logits, long V, float scale, float *peaks, float *masses) {
     for (long s = 0; s < stretches_of(V); s++)
         weigh(logits + s * STRETCH, V - s * STRETCH < STRETCH ? V - s * STRETCH : STRETCH, scale, peaks + s, masses + s * CELLS);
-    return combine(peaks, masses, V, peak);
 }
 
-long cell_at(const float *masses, long V, float uniform, double *before, double *point) {
-    double total = 0;
-    for (long c = 0; c < cells_of(V); c++) total += masses[c];
-    *point = uniform * total;
-    *before = 0;
-    long c = 0;
-    while (c + 1 < cells_of(V) && *before + masses[c] <= *point) *before += masses[c++];
-    while (masses[c] == 0 && c > 0) c--; /* rounding must not lead past the last possible cell */
-    return c;
-}
+static long count_of(long c, long V) { return V - c * CELL < CELL ? V - c * CELL : CELL; }
 
-long word_at(const float *cell, long count, float scale, float peak, double before, double point) {
-    long chosen = -1;
-    for (long i = 0; i < count; i++) {
-        const float e = expf(cell[i] * scale - peak);
-        if (e > 0) {
-            chosen = i; /* nor past the last possible word */
-            before += e;
-            if (before > point) break;
+float draw(float *peaks, float *masses, long V, float temperature, float uniform, cell_of cell, void *from, int64_t *token) {
+    const float scale = scale_of(temperature);
+    float peak;
+    const float norm = combine(peaks, masses, V, &peak);
+    const float *logits = NULL;
+    long c = 0, chosen = -1;
+    if (temperature > 0) {
+        double total = 0, before = 0;
+        for (long i = 0; i < cells_of(V); i++) total += masses[i];
+        const double point = uniform * total;
+        while (c + 1 < cells_of(V) && before + masses[c] <= point) before += masses[c++];
+        while (masses[c] == 0 && c > 0) c--; /* rounding must not lead past the last possible cell */
+        logits = cell(from, c, count_of(c, V));
+        for (long i = 0; i < count_of(c, V); i++) {
+            const float e = expf(logits[i] * scale - peak);
+            if (e > 0) {
+                chosen = i; /* nor past the last possible word */
+                before += e;
+                if (before > point) break;
+            }
         }
-    }
-    return chosen;
+    } else
+        for (; chosen < 0 && c < cells_of(V); c += chosen < 0) { /* in the first cell with the peak, and e^0 in its mass */
+            if (!(peaks[c / CELLS] == peak && masses[c] >= 1)) continue;
+            logits = cell(from, c, count_of(c, V));
+            for (long i = 0; i < count_of(c, V) && chosen < 0; i++) chosen = logits[i] == peak ? i : -1;
+        }
+    *token = chosen < 0 ? -1 : c * CELL + chosen;
+    return chosen < 0 ? NAN : fmaf(logits[chosen], scale, -norm);
 }
 
 /* logp[n] = l[target] / t - norm, norm[n], entropy[n] = norm - sum p l / t.  logits [N, V]. */
@@ -75,7 +83,8 @@ EXPORT void logprobs(const float *logits, const int64_t *targets, float temperat
     for (long n = 0; n < N; n++) {
         const float *row = logits + n * V;
         float peak, peaks[stretches_of(V)], masses[cells_of(V)];
-        norm[n] = row_norm(row, V, scale, peaks, masses, &peak);
+        weigh_row(row, V, scale, peaks, masses);
+        norm[n] = combine(peaks, masses, V, &peak);
         logp[n] = fmaf(row[targets[n]], scale, -norm[n]);
         vec weighted = {};
         float rest = 0;
@@ -124,24 +133,15 @@ EXPORT void logprobs_backward(const float *logits, const int64_t *targets, float
     }
 }
 
-/* One token a row by inverting the cumulative distribution at uniforms[b], and its log-prob. Temperature 0: the first of
-   the likeliest, with the log-prob at temperature 1. logits [B, V]; -inf is never chosen. */
+static const float *in_memory(void *row, long c, long count) { return (const float *)row + c * CELL; }
+
+/* `draw` for each row of logits [B, V]; temperature 0 gives the log-prob at temperature 1. -inf is never chosen. */
 EXPORT void sample(const float *logits, const float *temperatures, const float *uniforms, int64_t *tokens, float *logp,
                    long B, long V) {
 #pragma omp parallel for schedule(static)
     for (long b = 0; b < B; b++) {
-        const float *row = logits + b * V, scale = temperatures[b] > 0 ? 1.f / temperatures[b] : 1.f;
-        float peak, peaks[stretches_of(V)], masses[cells_of(V)];
-        const float norm = row_norm(row, V, scale, peaks, masses, &peak);
-        long chosen = 0;
-        if (temperatures[b] > 0) {
-            double before, point;
-            const long first = cell_at(masses, V, uniforms[b], &before, &point) * CELL;
-            chosen = word_at(row + first, V - first < CELL ? V - first : CELL, scale, peak, before, point);
-            chosen = chosen < 0 ? -1 : first + chosen;
-        } else
-            for (long i = 1; i < V; i++) chosen = row[i] > row[chosen] ? i : chosen;
-        tokens[b] = chosen;
-        logp[b] = chosen < 0 ? NAN : fmaf(row[chosen], scale, -norm); /* of logits that are NaN nothing is chosen */
+        float *row = (float *)logits + b * V, peaks[stretches_of(V)], masses[cells_of(V)];
+        weigh_row(row, V, scale_of(temperatures[b]), peaks, masses);
+        logp[b] = draw(peaks, masses, V, temperatures[b], uniforms[b], in_memory, row, tokens + b);
     }
 }

@@ -14,11 +14,11 @@ static inline long stretches_of(long V) { return (V + STRETCH - 1) / STRETCH; }
 
 void weigh(const float *logits, long count, float scale, float *peak, float *masses);
 
-/* From all stretches of a row: masses become sums of e^(scale l - peak), peak that of the row. Returns log sum e^(scale l). */
-float combine(const float *peaks, float *masses, long V, float *peak);
+/* Logits of the `count` words of cell c of a row: where they lie, or where `from` had them computed. */
+typedef const float *(*cell_of)(void *from, long c, long count);
 
-/* The cell where the cumulative distribution passes uniform; the mass before it, and the mass to pass. */
-long cell_at(const float *masses, long V, float uniform, double *before, double *point);
+/* One word of a row whose stretches were weighed, by inverting the cumulative distribution at `uniform`; at temperature 0
+   the first of the likeliest. Its log-prob, or NAN, and -1 for the word, where the logits are not numbers. */
+float draw(float *peaks, float *masses, long V, float temperature, float uniform, cell_of cell, void *from, int64_t *token);
 
-/* And the word in it; -1 where none is possible. */
-long word_at(const float *cell, long count, float scale, float peak, double before, double point);
+static inline float scale_of(float temperature) { return temperature > 0 ? 1.f / temperature : 1.f; }
