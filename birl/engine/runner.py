@@ -43,7 +43,7 @@ class Runner:
         lengths = [w.start + i + 1 for w, n in zip(plan, counts, strict=True) for i in range(n)]
         if device.type == "cpu":
             tables = [w.request.pages for w, n in zip(plan, counts, strict=True) for _ in range(n)]
-            layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths))
+            layout = Paged.of(self.cache, tables, lengths, *sharing(tables, lengths), apart=max(counts) == 1)
         else:
             layout = Paged.repeated(self.cache, [w.request.pages for w in plan], counts, lengths)
         with nullcontext({}) if self.routing is None else self.routing.watching() as seen:

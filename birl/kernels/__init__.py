@@ -217,12 +217,14 @@ class Kernels:
         cosine: Tensor,
         sine: Tensor,
         where: Sequence[Tensor],
+        apart: bool,
         sizes: tuple[int, int, int, int],
         eps: float,
         scale: float,
     ) -> None:
         """All layers in one call: x [T, H] float32 in place. `layers` [layers, 9] int64 addresses (gemm_stack.c),
         `where` the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads.
+        `apart`: every row belongs to another sequence.
         """
         hidden, inner, heads, kv_heads = sizes
         wide = max(hidden, heads * self.head_dim)
@@ -231,7 +233,7 @@ class Kernels:
         pages, places, table, lengths, starts, shared = where
         self.lib.paged_stack(
             *(_p(layers), len(layers), _p(x), _p(cosine), _p(sine), _p(pages), _p(places), _p(table), table.shape[1]),
-            *(_p(lengths), _p(starts), _p(shared), len(shared), _p(scratch), len(x), *sizes, eps, scale),
+            *(_p(lengths), _p(starts), _p(shared), len(shared), int(apart), _p(scratch), len(x), *sizes, eps, scale),
         )
 
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +297,7 @@ SIGNATURES = {
     "tree_attention_backward": "pppnpppppppnnnfn",
     "cache_write": "ppnppppnn",
     "paged_attention": "pnppppnpppnnnfn",
-    "paged_stack": "pnppppppnpppnpnnnnnff",
+    "paged_stack": "pnppppppnpppnipnnnnnff",
     "logprobs": "ppfpppnn",
     "logprobs_backward": "ppfpppppnnnn",
     "sample": "pppppnn",

@@ -6,6 +6,8 @@
 
 #define QUERIES (HEAD_DIM > 64 ? 2 : 4)
 
+static __thread scratch mine;
+
 /* scores[i][0..31] = q[i] . k  for n queries and a tile of keys [HEAD_DIM][32]. */
 static inline void score_tile(const float *q, long n, const float *keys, float *scores, long stride) {
     for (long i = 0; i < n; i += QUERIES) {
@@ -106,7 +108,7 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
     for (long task = 0; task < count * kv_heads; task++) {
         const segment s = segments[task / kv_heads];
         const long h = task % kv_heads, step = block_rows(group), width = (pages_of(s.prefix) + pages_of(s.length) + 1) * PAGE;
-        float *memory = take((2 * width * HEAD_DIM + step * group * (width + 2 * HEAD_DIM)) * sizeof(float));
+        float *memory = take(&mine, (2 * width * HEAD_DIM + step * group * (width + 2 * HEAD_DIM)) * sizeof(float));
         float *prefix_keys = memory, *keys = prefix_keys + pages_of(s.prefix) * PAGE * HEAD_DIM;
         float *values = memory + width * HEAD_DIM, *scores = values + width * HEAD_DIM;
         float *q = scores + step * group * width, *o = q + step * group * HEAD_DIM;
@@ -131,7 +133,7 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
             for (long i = 0; i < rows; i++)
                 narrow(o + i * group * HEAD_DIM, out + ((s.start + top + i) * heads + h * group) * HEAD_DIM, group * HEAD_DIM);
         }
-        free(memory);
+        give(&mine);
     }
 }
 
@@ -174,7 +176,7 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
         const long prefix = to > from + 1 ? segments[from + 1].prefix : 0;
         const long width = (pages_of(prefix) + pages_of(most) + 1) * PAGE, n_max = step * group;
         /* of the tree: natural keys, values and their gradients; of a segment: tiles; of a block: rows of scores */
-        float *memory = take((4 * (length + 4) * HEAD_DIM + 4 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM)) * sizeof(float));
+        float *memory = take(&mine, (4 * (length + 4) * HEAD_DIM + 4 * width * HEAD_DIM + n_max * (2 * width + 4 * HEAD_DIM)) * sizeof(float));
         float *k_rows = memory, *v_rows = k_rows + (length + 4) * HEAD_DIM;
         float *dk = v_rows + (length + 4) * HEAD_DIM, *dv = dk + (length + 4) * HEAD_DIM;
         float *k_prefix = dv + (length + 4) * HEAD_DIM, *v_prefix = k_prefix + width * HEAD_DIM;
@@ -233,7 +235,7 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
             narrow(dk + t * HEAD_DIM, grad_key + (root.start + t) * stride + h * HEAD_DIM, HEAD_DIM);
             narrow(dv + t * HEAD_DIM, grad_value + (root.start + t) * stride + h * HEAD_DIM, HEAD_DIM);
         }
-        free(memory);
+        give(&mine);
     }
 }
 
@@ -266,7 +268,7 @@ EXPORT void paged_attention(const elem *query, long stride, elem *out, const ele
         long longest = 0;
         for (long b = first; b < first + count; b++) longest = lengths[b] > longest ? lengths[b] : longest;
         const long width = (pages_of(longest) + 1) * PAGE;
-        float *memory = take((PAGE * HEAD_DIM + count * group * (width + 2 * HEAD_DIM)) * sizeof(float));
+        float *memory = take(&mine, (PAGE * HEAD_DIM + count * group * (width + 2 * HEAD_DIM)) * sizeof(float));
         float *tile = memory, *scores = tile + PAGE * HEAD_DIM, *q = scores + count * group * width;
         float *o = q + count * group * HEAD_DIM;
         memset(o, 0, count * group * HEAD_DIM * sizeof(float));
@@ -298,6 +300,6 @@ EXPORT void paged_attention(const elem *query, long stride, elem *out, const ele
             }
             narrow(o + i * group * HEAD_DIM, out + ((first + i) * heads + h * group) * HEAD_DIM, group * HEAD_DIM);
         }
-        free(memory);
+        give(&mine);
     }
 }

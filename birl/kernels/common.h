@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -87,8 +87,13 @@ static inline float largest(vec x) {
    1, no sum could tell, and products of what would be left fall into the subnormal range, which costs 100 cycles each. */
 static inline vec vexp(vec x) {
     const float magic = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
+#ifdef __AVX512F__
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-60.f), _CMP_NLT_UQ);
+    x = (vec)_mm512_min_ps(_mm512_set1_ps(88.f), (__m512)x); /* NaN stays */
+#else
     ivec tiny = x < -60.f;
     x = choose(tiny, splat(-60.f), choose(x > 88.f, splat(88.f), x));
+#endif
     vec shifted = x * 1.44269504f + magic;
     vec n = shifted - magic;
     vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
@@ -98,7 +103,21 @@ static inline vec vexp(vec x) {
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.f;
+    y = y * (r * r) + r + 1.f;
+#ifdef __AVX512F__
+    return (vec)_mm512_maskz_scalef_ps(counts, (__m512)y, (__m512)n);
+#else
     ivec exponent = ((ivec)shifted - 0x4b400000) << 23;
     return choose(tiny, splat(0.f), (vec)((ivec)y + exponent));
+#endif
+}
+
+/* 1 / x to about one unit in the last place: a division takes as long as the rest of a sigmoid. */
+static inline vec reciprocal(vec x) {
+#ifdef __AVX512F__
+    const vec guess = (vec)_mm512_rcp14_ps((__m512)x);
+    return guess * (2.f - x * guess);
+#else
+    return 1.f / x;
+#endif
 }

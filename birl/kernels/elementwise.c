@@ -74,7 +74,7 @@ EXPORT void rotary(elem *rows, const float *cosine, const float *sine, long T, l
     rotary_part(rows, cosine, sine, T, heads, stride, direction);
 }
 
-static inline vec sigmoid(vec x) { return 1.f / (1.f + vexp(-x)); }
+static inline vec sigmoid(vec x) { return reciprocal(1.f + vexp(-x)); }
 
 /* y = silu(gate) * up.  gate_up [T, 2 I], y [T, I]. */
 void swiglu_part(const elem *gate_up, elem *y, long T, long I) {

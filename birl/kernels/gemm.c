@@ -86,10 +86,12 @@ static void finish(const float *sums, void *y, long ldy, long rows, long columns
         }
 }
 
+static __thread scratch padding;
+
 /* Rows of x [rows, K] with zeros behind them, up to 32; NULL where they fill tiles of 16 anyway. */
 static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
     if (rows % 16 == 0) return NULL;
-    uint16_t *copy = take(32 * K * 2);
+    uint16_t *copy = take(&padding, 32 * K * 2);
     memset(copy, 0, 32 * K * 2);
     for (long i = 0; i < rows; i++) memcpy(copy + i * K, x + i * ldx, K * 2);
     return copy;
@@ -135,7 +137,7 @@ static void few_rows(const task *t) {
         }
         put(t, sums, 0, t->M, pair * 32);
     }
-    free(rest);
+    give(&padding);
 }
 
 /* With many, computing takes longer. */
@@ -158,7 +160,7 @@ static void many_rows(const task *t) {
             }
         }
     }
-    free(rest);
+    give(&padding);
 }
 
 static void compute(const task *t) {

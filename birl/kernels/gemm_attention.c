@@ -14,6 +14,8 @@
 #define KEY_BLOCKS (HEAD_DIM / BLOCK)
 #define MOST 32 /* queries of a product */
 
+static __thread scratch mine;
+
 /* c [n, 32] = a k' for one page of keys, n rows of a in steps of at most 32 (rows up to the next 16 are written). */
 static inline void score_page(const elem *a, long n, const elem *keys, float *c, long ld) {
     for (long i = 0; i < n; i += MOST)
@@ -119,7 +121,7 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
         for (long task = 0; task < trees * kv_heads; task++) {
             const tree t = find_tree(segments, count, task / kv_heads, group);
             const long h = task % kv_heads, from = t.from, to = t.to, width = t.width, step = t.step, most = t.most;
-            char *memory = take(2 * width * HEAD_DIM * sizeof(elem) + most * (HEAD_DIM + width) * (sizeof(elem) + sizeof(float)));
+            char *memory = take(&mine, 2 * width * HEAD_DIM * sizeof(elem) + most * (HEAD_DIM + width) * (sizeof(elem) + sizeof(float)));
             float *scores = (float *)memory, *o = scores + most * width;
             elem *keys = (elem *)(o + most * HEAD_DIM), *values = keys + width * HEAD_DIM;
             elem *q = values + width * HEAD_DIM, *p = q + most * HEAD_DIM;
@@ -159,7 +161,7 @@ EXPORT void tree_attention(const elem *query, const elem *key, const elem *value
                                   *(vec *)(o + i * HEAD_DIM + d) * inverse[i]);
                 }
             }
-            free(memory);
+            give(&mine);
         }
         END_THREAD();
     }
@@ -191,7 +193,7 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
             const tree t = find_tree(segments, count, task / kv_heads, group);
             const long h = task % kv_heads, from = t.from, to = t.to, width = t.width, step = t.step, most = t.most;
             const long prefix = to > from + 1 ? segments[from].length : 0;
-            char *memory = take(width * HEAD_DIM * (3 * sizeof(elem) + 2 * sizeof(float)) + most * width * (2 * sizeof(elem) + 2 * sizeof(float)) +
+            char *memory = take(&mine, width * HEAD_DIM * (3 * sizeof(elem) + 2 * sizeof(float)) + most * width * (2 * sizeof(elem) + 2 * sizeof(float)) +
                                 most * HEAD_DIM * (4 * sizeof(elem) + sizeof(float)) + 4 * TILE * sizeof(elem));
             float *dk = (float *)memory, *dv = dk + width * HEAD_DIM, *scores = dv + width * HEAD_DIM;
             float *dp = scores + most * width, *dq = dp + most * width;
@@ -279,7 +281,7 @@ EXPORT void tree_attention_backward(const elem *query, const elem *key, const el
                         store(grad_value + to_row, *(vec *)(dv + from_row));
                     }
             }
-            free(memory);
+            give(&mine);
         }
         END_THREAD();
     }
@@ -294,18 +296,22 @@ void open_pages(elem *values, const int32_t *pages, const int32_t *places, long 
         if (!places[t]) memset(values + pages[t] * kv_heads * PAGE_SIZE, 0, kv_heads * PAGE_SIZE * sizeof(elem));
 }
 
+/* One position of one head goes to place j of a page. */
+static inline void write_place(const elem *key, const elem *value, long j, elem *keys, elem *values) {
+    elem *to_keys = keys + j / 16 * KEY_BLOCKS * TILE + j % 16 * 2;
+    for (long d = 0; d < HEAD_DIM; d += 2) memcpy(to_keys + d / 2 * BLOCK, key + d, 2 * sizeof(elem));
+    elem *to_values = values + j / 2 * BLOCK + j % 2;
+    for (long d = 0; d < HEAD_DIM; d++) to_values[d / PANEL * TILE + d % PANEL * 2] = value[d];
+}
+
 /* Rows t of key and value [T, stride] go to page pages[t], place places[t]. */
 void cache_write_part(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
                       const int32_t *places, long T, long kv_heads) {
 #pragma omp for schedule(static)
     for (long t = 0; t < T; t++)
         for (long h = 0; h < kv_heads; h++) {
-            const elem *k = key + t * stride + h * HEAD_DIM, *v = value + t * stride + h * HEAD_DIM;
-            const long j = places[t], page = (pages[t] * kv_heads + h) * PAGE_SIZE;
-            elem *to_keys = keys + page + j / 16 * KEY_BLOCKS * TILE + j % 16 * 2;
-            for (long d = 0; d < HEAD_DIM; d += 2) memcpy(to_keys + d / 2 * BLOCK, k + d, 2 * sizeof(elem));
-            elem *to_values = values + page + j / 2 * BLOCK + j % 2;
-            for (long d = 0; d < HEAD_DIM; d++) to_values[d / PANEL * TILE + d % PANEL * 2] = v[d];
+            const long row = t * stride + h * HEAD_DIM, page = (pages[t] * kv_heads + h) * PAGE_SIZE;
+            write_place(key + row, value + row, places[t], keys + page, values + page);
         }
 }
 
@@ -318,63 +324,74 @@ EXPORT void cache_write(const elem *key, const elem *value, long stride, elem *k
     }
 }
 
-/* One query row for each of B sequences of lengths[b] positions, all in the cache. Sequences starts[g]..starts[g + 1]
-   have their first shared[g] pages in common: these are read once for all of them. */
-void paged_attention_part(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+/* One query row for each of B sequences of lengths[b] positions. Sequences starts[g]..starts[g + 1] have their first
+   shared[g] pages in common: these are read once for all of them. All positions are in the cache, unless there is `fresh`
+   [B, stride]: keys, then values, of the last ones, which go to pages that no other group reads and are put there just
+   before, when the page is read anyway. */
+void paged_attention_part(const elem *query, const elem *fresh, long stride, elem *out, elem *keys, elem *values,
                           const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
                           const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {
-    const long group = heads / kv_heads;
+    const long group = heads / kv_heads, step = kv_heads * PAGE_SIZE;
     START_THREAD();
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < groups * kv_heads; task++) {
         const long g = task / kv_heads, h = task % kv_heads, begin = starts[g], count = starts[g + 1] - begin;
         const long common = shared[g], n = count * group, most = (n + MOST + group) / MOST * MOST + MOST;
+        const int32_t *pages = table + begin * table_width, *length = lengths + begin;
+        elem *k = keys + h * PAGE_SIZE, *v = values + h * PAGE_SIZE;
         long longest = 0;
-        for (long b = begin; b < begin + count; b++) longest = lengths[b] > longest ? lengths[b] : longest;
+        for (long i = 0; i < count; i++) longest = length[i] > longest ? length[i] : longest;
         const long width = pages_of(longest) * PAGE, alone = (group + MOST - 1) / MOST * MOST;
-        char *memory = take((most * (HEAD_DIM + width) + alone * HEAD_DIM) * sizeof(float) + most * (HEAD_DIM + width) * sizeof(elem));
-        float *scores = (float *)memory, *o = scores + most * width, *one = o + most * HEAD_DIM;
+        char *memory = take(&mine, (most * (HEAD_DIM + width) + alone * HEAD_DIM) * sizeof(float) +
+                                       most * (HEAD_DIM + width) * sizeof(elem) + count * pages_of(longest) * sizeof(int32_t));
+        float *scores = (float *)memory, *o = scores + most * width, *one = o + most * HEAD_DIM, inverse[n];
         elem *q = (elem *)(one + alone * HEAD_DIM), *p = q + most * HEAD_DIM;
-        float inverse[n];
-        for (long i = 0; i < count; i++)
+        int32_t *own = (int32_t *)(p + most * width); /* the pages of one sequence each, in the order of reading */
+        long all = 0, at = 0;
+        for (long i = 0; i < count; i++) {
             memcpy(q + i * group * HEAD_DIM, query + (begin + i) * stride + h * group * HEAD_DIM, group * HEAD_DIM * sizeof(elem));
-        memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
-        for (long page = 0; page < common; page++)
-            score_page(q, n, keys + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, scores + page * PAGE, width);
-        for (long i = 0; i < count; i++) {
-            const long length = lengths[begin + i], end = pages_of(length) * PAGE;
-            float *rows = scores + i * group * width;
-            for (long page = common; page < pages_of(length); page++) {
-                const int32_t *own = table + (begin + i) * table_width + page;
-                if (page + 1 < pages_of(length)) fetch_page(keys + (own[1] * kv_heads + h) * PAGE_SIZE);
-                fetch_page(values + (own[0] * kv_heads + h) * PAGE_SIZE);
-                score_page(q + i * group * HEAD_DIM, group, keys + (own[0] * kv_heads + h) * PAGE_SIZE, rows + page * PAGE, width);
-            }
-            for (long j = i * group; j < (i + 1) * group; j++)
-                soften(scores + j * width, window && length > window ? length - window : 0, length, end, scale, p + j * width, inverse + j);
+            for (long page = common; page < pages_of(length[i]); page++) own[all++] = pages[i * table_width + page];
         }
-        for (long page = 0; page < common; page++)
-            value_page(p + page * PAGE, width, n, values + (table[begin * table_width + page] * kv_heads + h) * PAGE_SIZE, o, page > 0);
+        memset(q + n * HEAD_DIM, 0, (most - n) * HEAD_DIM * sizeof(elem));
         for (long i = 0; i < count; i++) {
-            const long length = lengths[begin + i];
+            if (fresh) {
+                const elem *row = fresh + (begin + i) * stride + h * HEAD_DIM;
+                const long j = length[i] - 1, page = pages[i * table_width + j / PAGE] * step;
+                write_place(row, row + kv_heads * HEAD_DIM, j % PAGE, k + page, v + page);
+            }
+            for (long page = common; page < pages_of(length[i]); page++, at++) {
+                if (at + 1 < all) fetch_page(k + own[at + 1] * step);
+                score_page(q + i * group * HEAD_DIM, group, k + own[at] * step, scores + i * group * width + page * PAGE, width);
+            }
+        }
+        for (long page = 0; page < common; page++) score_page(q, n, k + pages[page] * step, scores + page * PAGE, width);
+        for (long j = 0; j < n; j++) {
+            const long last = length[j / group], first = window && last > window ? last - window : 0;
+            if (j < 2 && j < all) fetch_page(v + own[j] * step);
+            soften(scores + j * width, first, last, pages_of(last) * PAGE, scale, p + j * width, inverse + j);
+        }
+        for (long page = 0; page < common; page++) value_page(p + page * PAGE, width, n, v + pages[page] * step, o, page > 0);
+        at = 0;
+        for (long i = 0; i < count; i++) {
             memcpy(one, o + i * group * HEAD_DIM, group * HEAD_DIM * sizeof(float));
-            for (long page = common; page < pages_of(length); page++)
-                value_page(p + i * group * width + page * PAGE, width, group,
-                           values + (table[(begin + i) * table_width + page] * kv_heads + h) * PAGE_SIZE, one, page > 0);
+            for (long page = common; page < pages_of(length[i]); page++, at++) {
+                if (at + 1 < all) fetch_page(v + own[at + 1] * step);
+                value_page(p + i * group * width + page * PAGE, width, group, v + own[at] * step, one, page > 0);
+            }
             for (long j = 0; j < group; j++)
                 for (long d = 0; d < HEAD_DIM; d += LANES)
                     store(out + ((begin + i) * heads + h * group + j) * HEAD_DIM + d,
                           *(vec *)(one + j * HEAD_DIM + d) * inverse[i * group + j]);
         }
-        free(memory);
+        give(&mine);
     }
     END_THREAD();
 }
 
-EXPORT void paged_attention(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+EXPORT void paged_attention(const elem *query, long stride, elem *out, elem *keys, elem *values,
                             const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
                             const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window) {
 #pragma omp parallel
-    paged_attention_part(query, stride, out, keys, values, table, table_width, lengths, starts, shared, groups, heads,
-                         kv_heads, scale, window);
+    paged_attention_part(query, NULL, stride, out, keys, values, table, table_width, lengths, starts, shared, groups,
+                         heads, kv_heads, scale, window);
 }

@@ -6,14 +6,14 @@ typedef struct { /* of one layer; packed weights as gemm.c wants them, biases ma
     elem *keys, *values; /* its cache */
 } layer;
 
-/* x [T, H] float32 goes through `count` layers in place. `scratch` holds T (2 H' + qkv + 3 I) elements, H' the larger of
-   H and the queries' width. */
+/* x [T, H] float32 goes through `count` layers in place. `room` holds T (2 H' + qkv + 3 I) elements, H' the larger of
+   H and the queries' width. `apart`: every row is another sequence's, so none sees what another one writes. */
 EXPORT void paged_stack(const layer *layers, long count, float *x, const float *cosine, const float *sine,
                         const int32_t *pages, const int32_t *places, const int32_t *table, long table_width,
-                        const int32_t *lengths, const int32_t *starts, const int32_t *shared, long groups, elem *scratch,
-                        long T, long H, long I, long heads, long kv_heads, float eps, float scale) {
+                        const int32_t *lengths, const int32_t *starts, const int32_t *shared, long groups, int apart,
+                        elem *room, long T, long H, long I, long heads, long kv_heads, float eps, float scale) {
     const long width = heads * HEAD_DIM, stride = (heads + 2 * kv_heads) * HEAD_DIM, wide = H > width ? H : width;
-    elem *h = scratch, *attended = h + T * wide, *qkv = attended + T * wide, *both = qkv + T * stride, *inner = both + T * 2 * I;
+    elem *h = room, *attended = h + T * wide, *qkv = attended + T * wide, *both = qkv + T * stride, *inner = both + T * 2 * I;
 #pragma omp parallel
     {
         for (const layer *l = layers; l < layers + count; l++) open_pages(l->values, pages, places, T, kv_heads);
@@ -22,9 +22,9 @@ EXPORT void paged_stack(const layer *layers, long count, float *x, const float *
             gemm_part(h, H, l->qkv, l->qkv_bias, qkv, stride, T, stride, H, ROUND);
             rotary_part(qkv, cosine, sine, T, heads + kv_heads, stride, 1.f);
             const elem *key = qkv + width, *value = key + kv_heads * HEAD_DIM;
-            cache_write_part(key, value, stride, l->keys, l->values, pages, places, T, kv_heads);
-            paged_attention_part(qkv, stride, attended, l->keys, l->values, table, table_width, lengths, starts, shared,
-                                 groups, heads, kv_heads, scale, 0);
+            if (!apart) cache_write_part(key, value, stride, l->keys, l->values, pages, places, T, kv_heads);
+            paged_attention_part(qkv, apart ? key : NULL, stride, attended, l->keys, l->values, table, table_width, lengths,
+                                 starts, shared, groups, heads, kv_heads, scale, 0);
             gemm_part(attended, width, l->output, NULL, x, H, T, H, width, ADD);
             rms_norm_part(x, l->norm2, h, NULL, T, H, eps);
             gemm_part(h, H, l->gate_up, NULL, both, 2 * I, T, 2 * I, H, ROUND);

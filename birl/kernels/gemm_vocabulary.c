@@ -5,6 +5,8 @@
 
 static const long STRIPE = 128; /* rows whose logits of a stretch are there at once: 512 KB */
 
+static __thread scratch mine;
+
 typedef struct {
     const uint16_t *x, *packed;
     const elem *bias;
@@ -35,7 +37,7 @@ EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, con
     const long stretches = stretches_of(V), cells = cells_of(V);
 #pragma omp parallel
     {
-        float *logits = take((B < STRIPE ? B : STRIPE) * STRETCH * sizeof(float));
+        float *logits = take(&mine, (B < STRIPE ? B : STRIPE) * STRETCH * sizeof(float));
         gemm_begin();
 #pragma omp for schedule(static)
         for (long s = 0; s < stretches; s++) {
@@ -54,6 +56,6 @@ EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, con
             logp[b] = draw(peaks + b * stretches, masses + b * cells, V, temperatures[b], uniforms[b], computed,
                            &(again){&h, b, logits}, tokens + b);
         gemm_end();
-        free(logits);
+        give(&mine);
     }
 }

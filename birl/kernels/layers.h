@@ -13,11 +13,25 @@ typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
 
 static inline long pages_of(long n) { return (n + PAGE - 1) / PAGE; }
 
-static inline void *take(size_t bytes) { /* aligned, and with room behind for what vectors read beyond the end */
-    void *p = NULL;
-    if (!posix_memalign(&p, 64, bytes + 4096)) return p;
+/* Memory that a thread works in, kept for its next call: threads that ask malloc at once wait for one another, and one
+   attention of a decode step asks 24 times. Make it `static __thread`. */
+typedef struct { void *at; size_t bytes; } scratch;
+
+static const size_t KEPT = 4 << 20; /* what is larger is given back at once */
+
+static inline void *take(scratch *s, size_t bytes) { /* aligned, and with room behind for what vectors read beyond the end */
+    if (bytes <= s->bytes) return s->at;
+    free(s->at);
+    *s = (scratch){NULL, bytes};
+    if (!posix_memalign(&s->at, 64, bytes + 4096)) return s->at;
     fprintf(stderr, "birl: a kernel found no memory for %zu bytes\n", bytes); /* threads of a team cannot raise */
     abort();
+}
+
+static inline void give(scratch *s) {
+    if (s->bytes <= KEPT) return;
+    free(s->at);
+    *s = (scratch){};
 }
 
 /* A `_part` is called by all threads of a team and does this thread's share; when it returns, all is done. */
@@ -33,6 +47,6 @@ void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem 
 void open_pages(elem *values, const int32_t *pages, const int32_t *places, long T, long kv_heads);
 void cache_write_part(const elem *key, const elem *value, long stride, elem *keys, elem *values, const int32_t *pages,
                       const int32_t *places, long T, long kv_heads);
-void paged_attention_part(const elem *query, long stride, elem *out, const elem *keys, const elem *values,
+void paged_attention_part(const elem *query, const elem *fresh, long stride, elem *out, elem *keys, elem *values,
                           const int32_t *table, long table_width, const int32_t *lengths, const int32_t *starts,
                           const int32_t *shared, long groups, long heads, long kv_heads, float scale, long window);

@@ -268,7 +268,7 @@ class Decoder:
         where = (layout.pages, layout.places, layout.table, layout.lengths, layout.starts, layout.shared)
         sizes = (x.shape[1], inner, first.heads, first.kv_heads)
         eps = first.norm1.variance_epsilon
-        self.kernels.paged_stack(self.addresses, x, cosine, sine, where, sizes, eps, first.scale)
+        self.kernels.paged_stack(self.addresses, x, cosine, sine, where, layout.apart, sizes, eps, first.scale)
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D / 2] float32, from the model's own module; kept for all positions so far."""

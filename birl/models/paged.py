@@ -72,11 +72,12 @@ class Paged:
     lengths: Tensor
     starts: Tensor
     shared: Tensor
+    apart: bool = False  # every row belongs to another sequence
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: Cache, tables: Sequence[Sequence[int]], lengths: Sequence[int], groups: Sequence[int],
-           shared: Sequence[int]) -> "Paged":  # fmt: skip
+           shared: Sequence[int], apart: bool = False) -> "Paged":  # fmt: skip
         """`groups`: how many rows each group has."""
         width = max(map(len, tables))
         starts = [0]
@@ -86,7 +87,7 @@ class Paged:
         numbers = (
             torch.tensor(x, dtype=torch.int32, device=cache.keys[0].device) for x in (padded, lengths, starts, shared)
         )
-        return cls(cache, *numbers)  # pyright: ignore[reportArgumentType]
+        return cls(cache, *numbers, apart=apart)  # pyright: ignore
 
     @classmethod
     def repeated(
