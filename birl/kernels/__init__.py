@@ -31,7 +31,8 @@ HERE = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
 PAGE = 32  # positions in a page of the KV cache (attention.c)
 CELL, STRETCH = 64, 1024  # words of a vocabulary that are summed together (vocabulary.h)
-ROUND, KEEP, ADD = 0, 1, 2  # what gemm does with its float32 sums (gemm.c)
+PANEL = 16  # rows of a weight that are packed together (tile.h)
+ROUND, KEEP, ADD, HALVES = 0, 1, 2, 3  # what gemm does with its float32 sums (layers.h)
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class PackedWeight:
     data: Tensor
     rows: int
     columns: int
+    halves: bool = False  # two weights whose panels take turns, so that a thread has both sides of a SwiGLU
 
 
 class Kernels:
@@ -98,10 +100,14 @@ class Kernels:
         return y
 
     def pack(
-        self, weights: Sequence[Tensor], transposed: bool = False, into: PackedWeight | None = None
+        self,
+        weights: Sequence[Tensor],
+        transposed: bool = False,
+        into: PackedWeight | None = None,
+        halves: bool = False,
     ) -> PackedWeight:
         """Weights [N_i, K] below one another, for products with their transpose; `transposed`: with themselves. `into`:
-        an earlier result of the same shape, to use its memory."""
+        an earlier result of the same shape, to use its memory. `halves` is for two weights of 16 n rows (gemm.c)."""
         sizes = [w.shape[0] for w in weights]
         inner = weights[0].shape[1]
         rows, columns = (inner, sum(sizes)) if transposed else (sum(sizes), inner)
@@ -110,9 +116,9 @@ class Kernels:
         assert len(data) == size
         done = 0
         for weight, size in zip(weights, sizes, strict=True):
-            self.lib.gemm_pack(_p(weight), _p(data), size, inner, done, columns, int(transposed))
-            done += size
-        return PackedWeight(data, rows, columns)
+            self.lib.gemm_pack(_p(weight), _p(data), size, inner, done, columns, int(transposed), 2 if halves else 1)
+            done += PANEL if halves else size
+        return PackedWeight(data, rows, columns, halves)
 
     def transpose(self, x: Tensor) -> Tensor:
         """[T, N] -> [N, T padded to 32 with zeros]."""
@@ -131,7 +137,7 @@ class Kernels:
 
     def gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """x W' + bias: [T, K] -> [T, N], or added to `add_to` [T, N] float32. Rows of x may be apart."""
-        mode = ROUND if add_to is None else ADD
+        mode = ADD if add_to is not None else HALVES if weight.halves else ROUND
         y = torch.empty(x.shape[0], weight.rows, dtype=self.dtype) if add_to is None else add_to
         self._gemm(x, weight, bias, y, mode)
         return y
@@ -228,7 +234,7 @@ class Kernels:
         """
         hidden, inner, heads, kv_heads = sizes
         wide = max(hidden, heads * self.head_dim)
-        per_row = 2 * wide + (heads + 2 * kv_heads) * self.head_dim + 3 * inner
+        per_row = 2 * wide + (heads + 2 * kv_heads) * self.head_dim + inner
         scratch = torch.empty(len(x) * per_row, dtype=self.dtype)
         pages, places, table, lengths, starts, shared = where
         self.lib.paged_stack(
@@ -290,7 +296,7 @@ SIGNATURES = {
     "rotary": "pppnnnf",
     "swiglu": "ppnn",
     "swiglu_backward": "pppnn",
-    "gemm_pack": "ppnnnni",
+    "gemm_pack": "ppnnnnin",
     "gemm_transpose": "pnpnnn",
     "gemm": "pnpppnnnni",
     "tree_attention": "pppnpppnnnfn",

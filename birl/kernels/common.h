@@ -121,3 +121,7 @@ static inline vec reciprocal(vec x) {
     return 1.f / x;
 #endif
 }
+
+static inline vec sigmoid(vec x) { return reciprocal(1.f + vexp(-x)); }
+
+static inline vec swish(vec gate, vec up) { return gate * sigmoid(gate) * up; }

@@ -74,21 +74,14 @@ EXPORT void rotary(elem *rows, const float *cosine, const float *sine, long T, l
     rotary_part(rows, cosine, sine, T, heads, stride, direction);
 }
 
-static inline vec sigmoid(vec x) { return reciprocal(1.f + vexp(-x)); }
-
 /* y = silu(gate) * up.  gate_up [T, 2 I], y [T, I]. */
-void swiglu_part(const elem *gate_up, elem *y, long T, long I) {
-#pragma omp for schedule(static)
+EXPORT void swiglu(const elem *gate_up, elem *y, long T, long I) {
+#pragma omp parallel for schedule(static)
     for (long t = 0; t < T; t++)
         for (long i = 0; i < I; i += LANES) {
             vec g = load(gate_up + t * 2 * I + i), u = load(gate_up + t * 2 * I + I + i);
-            store(y + t * I + i, g * sigmoid(g) * u);
+            store(y + t * I + i, swish(g, u));
         }
-}
-
-EXPORT void swiglu(const elem *gate_up, elem *y, long T, long I) {
-#pragma omp parallel
-    swiglu_part(gate_up, y, T, I);
 }
 
 /* gate_up becomes its own gradient, and y (the forward result) is computed again. */

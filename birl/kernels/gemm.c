@@ -42,19 +42,21 @@ EXPORT void gemm_transpose(const uint16_t *x, long stride, uint16_t *y, long T, 
 }
 
 /* Rows [N, K] of a weight whose first row, or column, is number `done` of the packed matrix; `columns` is its K.
-   transposed: the packed matrix is [K, columns], with this weight's rows as columns done, done + 1, ... */
-EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long done, long columns, int transposed) {
+   transposed: the packed matrix is [K, columns], with this weight's rows as columns done, done + 1, ... Otherwise its
+   panels are every `turns`th from there on. */
+EXPORT void gemm_pack(const uint16_t *w, uint16_t *packed, long N, long K, long done, long columns, int transposed,
+                      long turns) {
     const long blocks = blocks_of(columns);
     if (!transposed) {
-        const long first = done / PANEL, last = (done + N + PANEL - 1) / PANEL;
+        const long first = done / PANEL, count = (N + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static)
-        for (long p = first; p < last; p++)
+        for (long p = 0; p < count; p++)
             for (long b = 0; b < blocks; b++) {
-                uint16_t *tile = packed + (p * blocks + b) * TILE;
+                uint16_t *tile = packed + ((first + p * turns) * blocks + b) * TILE;
                 uvec square[PANEL] = {}; /* n, pair of k */
                 const long width = K - b * BLOCK < BLOCK ? K - b * BLOCK : BLOCK;
-                for (long n = 0; n < PANEL && p * PANEL + n - done < N; n++)
-                    memcpy(&square[n], w + (p * PANEL + n - done) * K + b * BLOCK, width * sizeof(uint16_t));
+                for (long n = 0; n < PANEL && p * PANEL + n < N; n++)
+                    memcpy(&square[n], w + (p * PANEL + n) * K + b * BLOCK, width * sizeof(uint16_t));
                 transpose16(square);
                 for (long pair = 0; pair < PANEL; pair++) *(uvec *)(tile + pair * BLOCK) = square[pair];
             }
@@ -105,9 +107,27 @@ typedef struct { /* of one product, and the pairs of panels that are this thread
     int mode;
 } task;
 
-static void put(const task *t, const float *sums, long m, long rows, long n) {
-    const long columns = t->N - n < 32 ? t->N - n : 32, width = t->mode == ROUND ? sizeof(elem) : sizeof(float);
-    finish(sums, t->y + (m * t->ldy + n) * width, t->ldy, rows, columns, t->bias ? t->bias + n : NULL, t->mode);
+/* Gate and up [rows, 16] side by side, both rounded as if they had been stored. */
+static void finish_swiglu(const float *sums, elem *y, long ldy, long rows) {
+    for (long i = 0; i < rows; i++) {
+        elem both[2 * LANES];
+        store(both, *(const vec *)(sums + i * 32));
+        store(both + LANES, *(const vec *)(sums + i * 32 + LANES));
+        store(y + i * ldy, swish(load(both), load(both + LANES)));
+    }
+}
+
+static void put(const task *t, const float *sums, long m, long rows, long pair) {
+    if (t->mode == SWIGLU) {
+        finish_swiglu(sums, (elem *)t->y + m * t->ldy + pair * 16, t->ldy, rows);
+    } else if (t->mode == HALVES) {
+        elem *y = (elem *)t->y + m * t->ldy + pair * 16;
+        finish(sums, y, t->ldy, rows, 16, NULL, ROUND);
+        finish(sums + 16, y + t->N / 2, t->ldy, rows, 16, NULL, ROUND);
+    } else {
+        const long n = pair * 32, columns = t->N - n < 32 ? t->N - n : 32, size = t->mode == ROUND ? sizeof(elem) : sizeof(float);
+        finish(sums, t->y + (m * t->ldy + n) * size, t->ldy, rows, columns, t->bias ? t->bias + n : NULL, t->mode);
+    }
 }
 
 /* With few rows reading the weights takes longer than computing. All rows take turns over a few tiles of them, which stay
@@ -129,13 +149,14 @@ static void few_rows(const task *t) {
                 product(a + k * BLOCK, two, partial ? t->K : t->ldx, b0 + k * TILE, b1 + k * TILE, TILE, count,
                         sums + m * 32, 32, k > 0);
                 if (m) continue;
-                for (long i = 0; i < AHEAD * TILE; i += 32) { /* behind the last tiles of a pair come those of the next */
-                    __builtin_prefetch(b0 + (k + AHEAD) * TILE + i, 0, 2);
-                    __builtin_prefetch(b1 + (k + AHEAD) * TILE + i, 0, 2);
+                const long next = k + AHEAD < blocks ? k + AHEAD : 2 * blocks; /* of this pair, or the first of the next */
+                for (long i = 0; i < AHEAD * TILE; i += 32) {
+                    __builtin_prefetch(b0 + next * TILE + i, 0, 2);
+                    __builtin_prefetch(b1 + next * TILE + i, 0, 2);
                 }
             }
         }
-        put(t, sums, 0, t->M, pair * 32);
+        put(t, sums, 0, t->M, pair);
     }
     give(&padding);
 }
@@ -156,7 +177,7 @@ static void many_rows(const task *t) {
                 const int partial = rows % 16 != 0;
                 product(partial ? rest : t->x + m * t->ldx, rows > 16, partial ? t->K : t->ldx, b0, b1, TILE, blocks,
                         sums, 32, 0);
-                put(t, sums, m, rows, pair * 32);
+                put(t, sums, m, rows, pair);
             }
         }
     }

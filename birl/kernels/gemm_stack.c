@@ -2,18 +2,18 @@
 #include "layers.h"
 
 typedef struct { /* of one layer; packed weights as gemm.c wants them, biases may be NULL */
-    const elem *norm1, *qkv, *qkv_bias, *output, *norm2, *gate_up, *down;
+    const elem *norm1, *qkv, *qkv_bias, *output, *norm2, *gate_up, *down; /* halves of gate_up take turns */
     elem *keys, *values; /* its cache */
 } layer;
 
-/* x [T, H] float32 goes through `count` layers in place. `room` holds T (2 H' + qkv + 3 I) elements, H' the larger of
+/* x [T, H] float32 goes through `count` layers in place. `room` holds T (2 H' + qkv + I) elements, H' the larger of
    H and the queries' width. `apart`: every row is another sequence's, so none sees what another one writes. */
 EXPORT void paged_stack(const layer *layers, long count, float *x, const float *cosine, const float *sine,
                         const int32_t *pages, const int32_t *places, const int32_t *table, long table_width,
                         const int32_t *lengths, const int32_t *starts, const int32_t *shared, long groups, int apart,
                         elem *room, long T, long H, long I, long heads, long kv_heads, float eps, float scale) {
     const long width = heads * HEAD_DIM, stride = (heads + 2 * kv_heads) * HEAD_DIM, wide = H > width ? H : width;
-    elem *h = room, *attended = h + T * wide, *qkv = attended + T * wide, *both = qkv + T * stride, *inner = both + T * 2 * I;
+    elem *h = room, *attended = h + T * wide, *qkv = attended + T * wide, *inner = qkv + T * stride;
 #pragma omp parallel
     {
         for (const layer *l = layers; l < layers + count; l++) open_pages(l->values, pages, places, T, kv_heads);
@@ -27,8 +27,7 @@ EXPORT void paged_stack(const layer *layers, long count, float *x, const float *
                                  starts, shared, groups, heads, kv_heads, scale, 0);
             gemm_part(attended, width, l->output, NULL, x, H, T, H, width, ADD);
             rms_norm_part(x, l->norm2, h, NULL, T, H, eps);
-            gemm_part(h, H, l->gate_up, NULL, both, 2 * I, T, 2 * I, H, ROUND);
-            swiglu_part(both, inner, T, I);
+            gemm_part(h, H, l->gate_up, NULL, inner, I, T, 2 * I, H, SWIGLU);
             gemm_part(inner, I, l->down, NULL, x, H, T, H, I, ADD);
         }
     }

@@ -6,7 +6,9 @@
 
 #define PAGE 32 /* positions of a tile of keys, or of a cache page */
 
-enum { ROUND, KEEP, ADD }; /* what gemm does: y is elem; y is float32; y is float32 and added to */
+/* What gemm does: y is elem; y is float32; y is float32 and added to. Of a weight whose halves take turns (gemm_pack): y is
+   elem, and its halves lie beside one another; or y has half as many columns, silu(first half) * second half. */
+enum { ROUND, KEEP, ADD, HALVES, SWIGLU };
 
 /* A stretch of rows that see `prefix` rows and, causally, themselves. */
 typedef struct { int64_t start, length, prefix_start, prefix, tree; } segment;
@@ -37,7 +39,6 @@ static inline void give(scratch *s) {
 /* A `_part` is called by all threads of a team and does this thread's share; when it returns, all is done. */
 void rms_norm_part(const float *x, const elem *weight, elem *h, float *rstd, long T, long H, float eps);
 void rotary_part(elem *rows, const float *cosine, const float *sine, long T, long heads, long stride, float direction);
-void swiglu_part(const elem *gate_up, elem *y, long T, long I);
 void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
                long K, int mode);
 void gemm_begin(void); /* before the first gemm_alone of a thread */

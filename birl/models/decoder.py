@@ -32,8 +32,9 @@ class Matrix:
     """Weights [N_i, K] below one another, as one product. In bfloat16 by our own kernel, in float32 by oneDNN, both
     with weights laid out once and again whenever they have changed."""
 
-    def __init__(self, kernels: Kernels, linears: Sequence[nn.Linear]) -> None:
-        self.kernels, self.linears = kernels, linears
+    def __init__(self, kernels: Kernels, linears: Sequence[nn.Linear], halves: bool = False) -> None:
+        """`halves`: of the two sides of a SwiGLU, laid out so that the engine can compute it with the product."""
+        self.kernels, self.linears, self.halves = kernels, linears, halves
         self.packed: PackedWeight | Tensor | None = None
         self.bias: Tensor | None = None
         self.made_of: tuple[tuple[int, int], ...] = ()
@@ -53,7 +54,8 @@ class Matrix:
         if self.packed is None or now != self.made_of:
             weights, old = self.weights, self.packed
             if self.kernels.dtype == torch.bfloat16:
-                self.packed = self.kernels.pack(weights, into=old if isinstance(old, PackedWeight) else None)
+                into = old if isinstance(old, PackedWeight) else None
+                self.packed = self.kernels.pack(weights, into=into, halves=self.halves)
             else:
                 self.packed = None  # the memory first
                 joined = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -219,7 +221,7 @@ class Decoder:
             qkv=Matrix(self.kernels, [attention.q_proj, attention.k_proj, attention.v_proj]),
             output=Matrix(self.kernels, [attention.o_proj]),
             norm2=module.post_attention_layernorm,
-            gate_up=Matrix(self.kernels, [mlp.gate_proj, mlp.up_proj]),
+            gate_up=Matrix(self.kernels, [mlp.gate_proj, mlp.up_proj], halves=True),
             down=Matrix(self.kernels, [mlp.down_proj]),
             heads=attention.q_proj.out_features // head_dim,
             kv_heads=attention.k_proj.out_features // head_dim,
