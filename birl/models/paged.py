@@ -49,12 +49,7 @@ class Cache:
         """(from, to); no page is both."""
         if not pairs:
             return
-        if not self.positions_first:
-            for layer in (*self.keys, *self.values):
-                for source, target in pairs:
-                    layer[target].copy_(layer[source])
-            return
-        sources, targets = torch.tensor(pairs).to(self.keys[0].device).unbind(1)  # on a GPU one launch a layer
+        sources, targets = torch.tensor(pairs).to(self.keys[0].device).unbind(1)
         for layer in (*self.keys, *self.values):
             layer.index_copy_(0, targets, layer.index_select(0, sources))
 
