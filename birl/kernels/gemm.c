@@ -10,10 +10,9 @@
 #endif
 
 enum {
-    FEW = 128,    /* rows of which few_rows is faster */
-    AHEAD = 3,    /* tiles of a panel that its rows take turns over */
-    STRIPE = 256, /* rows that are computed before the next ones, */
-    CACHED = 1 << 20 /* and the most bytes of them, which fit into the second-level cache */
+    FEW = 128,       /* rows of which few_rows is faster */
+    AHEAD = 3,       /* tiles of a panel that its rows take turns over */
+    CACHED = 1 << 20 /* about as many bytes of weights stay in the second-level cache */
 };
 
 /* The instructions that compute products; NULL where the kernel does not grant them. */
@@ -29,16 +28,18 @@ EXPORT const char *gemm_start(void) {
 
 static long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
 
-/* x [T, N] -> y [N, width], zeros behind the first T columns; width is a multiple of 32. */
+/* x [T, N] -> y [N, width], zeros behind the first T columns; width is a multiple of 32. 64 columns at a time: whole lines
+   are read, and few pages written. */
 EXPORT void gemm_transpose(const uint16_t *x, long stride, uint16_t *y, long T, long N, long width) {
 #pragma omp parallel for schedule(static)
-    for (long t = 0; t < width; t += 32)
-        for (long n = 0; n < N; n += 16) {
-            uvec square[16];
-            pairs_of(x, stride, t, n, T, square);
-            transpose16(square);
-            for (long i = 0; i < 16; i++) *(uvec *)(y + (n + i) * width + t) = square[i];
-        }
+    for (long left = 0; left < N; left += 64)
+        for (long t = 0; t < width; t += 32)
+            for (long n = left; n < left + 64 && n < N; n += 16) {
+                uvec square[16];
+                pairs_of(x, stride, t, n, T, square);
+                transpose16(square);
+                for (long i = 0; i < 16; i++) *(uvec *)(y + (n + i) * width + t) = square[i];
+            }
 }
 
 /* Rows [N, K] of a weight whose first row, or column, is number `done` of the packed matrix; `columns` is its K.
@@ -161,26 +162,25 @@ static void few_rows(const task *t) {
     give(&padding);
 }
 
-/* With many, computing takes longer. */
+/* With many, computing takes longer. Some columns of weights stay in the second-level cache, for one block of rows after
+   another: weights are read once, and a row of the result is written from left to right. */
 static void many_rows(const task *t) {
-    const long blocks = blocks_of(t->K);
+    const long blocks = blocks_of(t->K), mine = t->last - t->first, most = CACHED / (2 * blocks * TILE * 2) + 1;
+    const long parts = (mine + most - 1) / most;
     uint16_t *rest = padded(t->x + t->M / 32 * 32 * t->ldx, t->ldx, t->M % 32, t->K);
     float sums[32 * 32] __attribute__((aligned(64)));
-    const long fit = CACHED / (2 * t->K) / 32 * 32, stripe = fit > STRIPE ? STRIPE : fit > 32 ? fit : 32;
-    for (long top = 0; top < t->M; top += stripe) {
-        const long bottom = top + stripe < t->M ? top + stripe : t->M;
-        for (long pair = t->first; pair < t->last; pair++) {
-            const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
-            const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
-            for (long m = top; m < bottom; m += 32) {
-                const long rows = bottom - m < 32 ? bottom - m : 32;
-                const int partial = rows % 16 != 0;
+    for (long part = 0; part < parts; part++)
+        for (long m = 0; m < t->M; m += 32) {
+            const long rows = t->M - m < 32 ? t->M - m : 32;
+            const int partial = rows % 16 != 0;
+            for (long pair = t->first + mine * part / parts; pair < t->first + mine * (part + 1) / parts; pair++) {
+                const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
+                const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
                 product(partial ? rest : t->x + m * t->ldx, rows > 16, partial ? t->K : t->ldx, b0, b1, TILE, blocks,
                         sums, 32, 0);
                 put(t, sums, m, rows, pair);
             }
         }
-    }
     give(&padding);
 }
 
