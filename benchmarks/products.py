@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from birl.kernels import ADD, KEEP, ROUND, Kernels, PackedWeight
-from birl.models.decoder import Decoder, Matrix
+from birl.models.decoder import Decoder
 from birl.models.logprobs import CHUNK
+from birl.models.matrix import Matrix
 
 SIDES = ("birl", "oneDNN", "torch.mm")
 MODES = {"qkv": ROUND, "output": ADD, "gate_up": ROUND, "down": ADD, "head": KEEP}  # forward, see `Kernels.gemm`
@@ -113,15 +114,15 @@ def backward(found: Products, k: Kernels, name: str, weight: Tensor, rows: int) 
     found["torch.mm"].append((name_x, plain(g, weight, rounded)))
 
     x = room("x", rows, inner, BF16)
-    turned, packed = turned_by_ours(k, rows, n, inner)
-    found["birl"].append((name_w, ours(k, turned, packed, torch.zeros(n, inner), KEEP)))
+    packed, by_w = by_weight_ours(k, rows, inner), torch.zeros(n, inner)
+    found["birl"].append((name_w, lambda: k.outer(g, packed, by_w, add=False)))
     found["oneDNN"].append((name_w, by_weight_onednn(rows, n, inner)))
     found["torch.mm"].append((name_w, plain(g.T, x, torch.zeros(n, inner, dtype=BF16))))
 
 
 @cache
-def turned_by_ours(k: Kernels, rows: int, n: int, inner: int) -> tuple[Tensor, PackedWeight]:
-    return k.transpose(room("g", rows, n, BF16)), k.pack([room("x", rows, inner, BF16)], transposed=True)
+def by_weight_ours(k: Kernels, rows: int, inner: int) -> PackedWeight:
+    return k.pack([room("x", rows, inner, BF16)], transposed=True)
 
 
 @cache

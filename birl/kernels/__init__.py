@@ -32,7 +32,7 @@ FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errn
 PAGE = 32  # positions in a page of the KV cache (attention.c)
 CELL, STRETCH = 64, 1024  # words of a vocabulary that are summed together (vocabulary.h)
 PANEL = 16  # rows of a weight that are packed together (tile.h)
-ROUND, KEEP, ADD, HALVES = 0, 1, 2, 3  # what gemm does with its float32 sums (layers.h)
+ROUND, KEEP, ADD, HALVES, SWIGLU = 0, 1, 2, 3, 4  # what gemm does with its float32 sums (layers.h)
 
 
 @dataclass(slots=True)
@@ -120,19 +120,13 @@ class Kernels:
             done += PANEL if halves else size
         return PackedWeight(data, rows, columns, halves)
 
-    def transpose(self, x: Tensor) -> Tensor:
-        """[T, N] -> [N, T padded to 32 with zeros]."""
-        y = torch.empty(x.shape[1], -(-len(x) // 32) * 32, dtype=torch.bfloat16)
-        self.lib.gemm_transpose(_p(x), x.stride(0), _p(y), *x.shape, y.shape[1])
-        return y
-
     def outer(self, grad: Tensor, x: PackedWeight, into: Tensor, add: bool) -> None:
-        """into [N, K] float32 (+)= grad' x, the gradient of a weight: grad [N, T] from `transpose`, x [T, K] packed
+        """into [N, K] float32 (+)= grad' x, the gradient of a weight: grad [T, N], rows may be apart, x [T, K] packed
         transposed."""
         mode = ADD if add else KEEP
-        self.lib.gemm(
-            *(_p(grad), grad.stride(0), _p(x.data), None, _p(into), into.stride(0)),
-            *(grad.shape[0], x.rows, grad.shape[1], mode),
+        self.lib.gemm_outer(
+            *(_p(grad), grad.stride(0), _p(x.data), _p(into), into.stride(0)),
+            *(grad.shape[1], x.rows, grad.shape[0], mode),
         )
 
     def gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
@@ -142,9 +136,11 @@ class Kernels:
         self._gemm(x, weight, bias, y, mode)
         return y
 
-    def gemm_float(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """The same, not rounded: [T, N] float32."""
-        y = torch.empty(x.shape[0], weight.rows)
+    def gemm_float(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, into: Tensor | None = None
+    ) -> Tensor:
+        """The same, not rounded: [T, N] float32, `into` where it is given."""
+        y = torch.empty(x.shape[0], weight.rows) if into is None else into
         self._gemm(x, weight, bias, y, KEEP)
         return y
 
@@ -248,6 +244,19 @@ class Kernels:
         self.lib.logprobs(*(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape)
         return logp, norm, entropy
 
+    def head_logprobs(
+        self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Same bits."""
+        rows, words = len(hidden), head.rows
+        logp, norm, entropy = torch.empty(3, rows).unbind()
+        masses, (peaks, tilts) = torch.empty(rows, -(-words // CELL)), torch.empty(2, rows, -(-words // STRETCH))
+        self.lib.head_logprobs(
+            *(_p(hidden), hidden.stride(0), _p(head.data), _p(bias), _p(targets), temperature),
+            *(_p(logp), _p(norm), _p(entropy), _p(peaks), _p(masses), _p(tilts), rows, words, head.columns),
+        )
+        return logp, norm, entropy
+
     def logprobs_backward(
         self,
         logits: Tensor,
@@ -297,8 +306,8 @@ SIGNATURES = {
     "swiglu": "ppnn",
     "swiglu_backward": "pppnn",
     "gemm_pack": "ppnnnnin",
-    "gemm_transpose": "pnpnnn",
     "gemm": "pnpppnnnni",
+    "gemm_outer": "pnppnnnni",
     "tree_attention": "pppnpppnnnfn",
     "tree_attention_backward": "pppnpppppppnnnfn",
     "cache_write": "ppnppppnn",
@@ -308,6 +317,7 @@ SIGNATURES = {
     "logprobs_backward": "ppfpppppnnnn",
     "sample": "pppppnn",
     "head_sample": "pnppppppppnnn",
+    "head_logprobs": "pnpppfppppppnnn",
 }
 
 

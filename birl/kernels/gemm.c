@@ -4,15 +4,15 @@
    thousand (training). PyTorch's products do not promise that, and they round the result to bfloat16. */
 #include "layers.h"
 #include "tile.h"
+#include <unistd.h>
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 enum {
-    FEW = 128,       /* rows of which few_rows is faster */
-    AHEAD = 3,       /* tiles of a panel that its rows take turns over */
-    CACHED = 1 << 20 /* about as many bytes of weights stay in the second-level cache */
+    FEW = 128, /* rows of which few_rows is faster */
+    AHEAD = 3, /* tiles of a panel that its rows take turns over */
+    TURN = 64  /* columns that block_of turns at once: fewer would read every line several times */
 };
 
 /* The instructions that compute products; NULL where the kernel does not grant them. */
@@ -26,21 +26,14 @@ EXPORT const char *gemm_start(void) {
 #endif
 }
 
-static long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
-
-/* x [T, N] -> y [N, width], zeros behind the first T columns; width is a multiple of 32. 64 columns at a time: whole lines
-   are read, and few pages written. */
-EXPORT void gemm_transpose(const uint16_t *x, long stride, uint16_t *y, long T, long N, long width) {
-#pragma omp parallel for schedule(static)
-    for (long left = 0; left < N; left += 64)
-        for (long t = 0; t < width; t += 32)
-            for (long n = left; n < left + 64 && n < N; n += 16) {
-                uvec square[16];
-                pairs_of(x, stride, t, n, T, square);
-                transpose16(square);
-                for (long i = 0; i < 16; i++) *(uvec *)(y + (n + i) * width + t) = square[i];
-            }
+/* Bytes of weights that stay in the second-level cache while rows go by. */
+static long cached(void) {
+    static long bytes; /* asking takes long on a virtual machine */
+    if (!bytes) bytes = sysconf(_SC_LEVEL2_CACHE_SIZE) > 0 ? sysconf(_SC_LEVEL2_CACHE_SIZE) / 3 * 2 : 1 << 20;
+    return bytes;
 }
+
+static long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
 
 /* Rows [N, K] of a weight whose first row, or column, is number `done` of the packed matrix; `columns` is its K.
    transposed: the packed matrix is [K, columns], with this weight's rows as columns done, done + 1, ... Otherwise its
@@ -100,12 +93,12 @@ static uint16_t *padded(const uint16_t *x, long ldx, long rows, long K) {
     return copy;
 }
 
-typedef struct { /* of one product, and the pairs of panels that are this thread's */
+typedef struct { /* of one product, and what of it is this thread's: pairs of panels, and rows from `top` on */
     const uint16_t *x, *packed;
     const elem *bias;
     char *y;
-    long ldx, ldy, M, N, K, first, last;
-    int mode;
+    long ldx, ldy, M, N, K, first, last, top;
+    int mode, turned; /* turned: x is [K, M] */
 } task;
 
 /* Gate and up [rows, 16] side by side, both rounded as if they had been stored. */
@@ -162,22 +155,37 @@ static void few_rows(const task *t) {
     give(&padding);
 }
 
+/* Up to 32 rows of x from m on, whole tiles, *lda elements apart. */
+static const uint16_t *block_of(const task *t, long m, long rows, long *lda) {
+    *lda = t->turned || rows % 16 ? blocks_of(t->K) * BLOCK : t->ldx;
+    if (!t->turned) return rows % 16 ? padded(t->x + m * t->ldx, t->ldx, rows, t->K) : t->x + m * t->ldx;
+    uint16_t *copy = take(&padding, TURN * *lda * 2);
+    const long done = (m - t->top) % TURN, columns = t->M - m < TURN ? t->M - m : TURN;
+    for (long k = 0; k < *lda && !done; k += BLOCK)
+        for (long n = 0; n < columns; n += 16) {
+            uvec square[16];
+            pairs_of(t->x, t->ldx, k, m + n, t->K, square);
+            transpose16(square);
+            for (long i = 0; i < 16; i++) *(uvec *)(copy + (n + i) * *lda + k) = square[i];
+        }
+    return copy + done * *lda;
+}
+
 /* With many, computing takes longer. Some columns of weights stay in the second-level cache, for one block of rows after
    another: weights are read once, and a row of the result is written from left to right. */
 static void many_rows(const task *t) {
-    const long blocks = blocks_of(t->K), mine = t->last - t->first, most = CACHED / (2 * blocks * TILE * 2) + 1;
+    const long blocks = blocks_of(t->K), mine = t->last - t->first, most = cached() / (2 * blocks * TILE * 2) + 1;
     const long parts = (mine + most - 1) / most;
-    uint16_t *rest = padded(t->x + t->M / 32 * 32 * t->ldx, t->ldx, t->M % 32, t->K);
     float sums[32 * 32] __attribute__((aligned(64)));
     for (long part = 0; part < parts; part++)
-        for (long m = 0; m < t->M; m += 32) {
+        for (long m = t->top; m < t->M; m += 32) {
             const long rows = t->M - m < 32 ? t->M - m : 32;
-            const int partial = rows % 16 != 0;
+            long lda;
+            const uint16_t *a = block_of(t, m, rows, &lda);
             for (long pair = t->first + mine * part / parts; pair < t->first + mine * (part + 1) / parts; pair++) {
                 const uint16_t *b0 = t->packed + pair * 2 * blocks * TILE;
                 const uint16_t *b1 = pair * 32 + PANEL < t->N ? b0 + blocks * TILE : b0;
-                product(partial ? rest : t->x + m * t->ldx, rows > 16, partial ? t->K : t->ldx, b0, b1, TILE, blocks,
-                        sums, 32, 0);
+                product(a, rows > 16, lda, b0, b1, TILE, blocks, sums, 32, 0);
                 put(t, sums, m, rows, pair);
             }
         }
@@ -197,7 +205,7 @@ void gemm_part(const uint16_t *x, long ldx, const uint16_t *packed, const elem *
                long K, int mode) {
     const long pairs = (N + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
     START_THREAD();
-    compute(&(task){x, packed, bias, y, ldx, ldy, M, N, K, pairs * me / threads, pairs * (me + 1) / threads, mode});
+    compute(&(task){x, packed, bias, y, ldx, ldy, M, N, K, pairs * me / threads, pairs * (me + 1) / threads, 0, mode, 0});
     END_THREAD();
 #pragma omp barrier
 }
@@ -208,11 +216,25 @@ void gemm_end(void) { END_THREAD(); }
 
 void gemm_alone(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, float *y, long ldy, long M, long N,
                 long K) {
-    compute(&(task){x, packed, bias, (char *)y, ldx, ldy, M, N, K, 0, (N + 31) / 32, KEEP});
+    compute(&(task){x, packed, bias, (char *)y, ldx, ldy, M, N, K, 0, (N + 31) / 32, 0, KEEP, 0});
 }
 
 EXPORT void gemm(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, void *y, long ldy, long M, long N,
                  long K, int mode) {
 #pragma omp parallel
     gemm_part(x, ldx, packed, bias, y, ldy, M, N, K, mode);
+}
+
+/* y [M, N] float32 = or += grad' x, the gradient of a weight: grad [T, M] (rows `stride` apart), x [T, N] packed transposed.
+   M must be a multiple of 16. Threads share out the rows of y, and turn the columns of grad as they come to them. */
+EXPORT void gemm_outer(const uint16_t *grad, long stride, const uint16_t *packed, float *y, long ldy, long M, long N, long T,
+                       int mode) {
+#pragma omp parallel
+    {
+        const long blocks = (M + 31) / 32, threads = omp_get_num_threads(), me = omp_get_thread_num();
+        const long top = blocks * me / threads * 32, end = blocks * (me + 1) / threads * 32, bottom = end < M ? end : M;
+        START_THREAD();
+        many_rows(&(task){grad, packed, NULL, (char *)y, stride, ldy, bottom, N, T, 0, (N + 31) / 32, top, mode, 1});
+        END_THREAD();
+    }
 }

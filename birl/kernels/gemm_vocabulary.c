@@ -47,7 +47,7 @@ EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, con
                 logits_of(&h, top, rows, first, count, logits, STRETCH);
                 for (long b = 0; b < rows; b++) {
                     weigh(logits + b * STRETCH, count, scale_of(temperatures[top + b]), peaks + (top + b) * stretches + s,
-                          masses + (top + b) * cells + s * CELLS);
+                          masses + (top + b) * cells + s * CELLS, NULL);
                 }
             }
         }
@@ -55,6 +55,44 @@ EXPORT void head_sample(const uint16_t *x, long ldx, const uint16_t *packed, con
         for (long b = 0; b < B; b++)
             logp[b] = draw(peaks + b * stretches, masses + b * cells, V, temperatures[b], uniforms[b], computed,
                            &(again){&h, b, logits}, tokens + b);
+        gemm_end();
+        give(&mine);
+    }
+}
+
+/* What `logprobs` (vocabulary.c) gives for these logits, with the same bits. `masses` [B, cells], `peaks` and `tilts`
+   [B, stretches] are scratch. */
+EXPORT void head_logprobs(const uint16_t *x, long ldx, const uint16_t *packed, const elem *bias, const int64_t *targets,
+                          float temperature, float *logp, float *norm, float *entropy, float *peaks, float *masses,
+                          float *tilts, long B, long V, long K) {
+    const head h = {x, packed, bias, ldx, K};
+    const long stretches = stretches_of(V), cells = cells_of(V);
+    const float scale = 1.f / temperature;
+#pragma omp parallel
+    {
+        float *logits = take(&mine, (B < STRIPE ? B : STRIPE) * STRETCH * sizeof(float));
+        gemm_begin();
+#pragma omp for schedule(static)
+        for (long s = 0; s < stretches; s++) {
+            const long first = s * STRETCH, count = V - first < STRETCH ? V - first : STRETCH;
+            for (long top = 0; top < B; top += STRIPE) {
+                const long rows = B - top < STRIPE ? B - top : STRIPE;
+                logits_of(&h, top, rows, first, count, logits, STRETCH);
+                for (long b = 0; b < rows; b++) {
+                    const long row = top + b, target = targets[row] - first;
+                    weigh(logits + b * STRETCH, count, scale, peaks + row * stretches + s, masses + row * cells + s * CELLS,
+                          tilts + row * stretches + s);
+                    if (target >= 0 && target < count) logp[row] = logits[b * STRETCH + target];
+                }
+            }
+        }
+#pragma omp for schedule(static)
+        for (long b = 0; b < B; b++) {
+            float peak;
+            norm[b] = combine(peaks + b * stretches, masses + b * cells, V, &peak);
+            logp[b] = fmaf(logp[b], scale, -norm[b]);
+            entropy[b] = entropy_of(peaks + b * stretches, masses + b * cells, tilts + b * stretches, V, peak);
+        }
         gemm_end();
         give(&mine);
     }

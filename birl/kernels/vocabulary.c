@@ -2,12 +2,11 @@
 
 #include "vocabulary.h"
 
-/* One stretch of a row of logits: its largest, times scale, and for each cell the sum of e^(scale l - that). */
-void weigh(const float *logits, long count, float scale, float *peak, float *masses) {
-    vec most = splat(-INFINITY);
+void weigh(const float *logits, long count, float scale, float *peak, float *masses, float *tilt) {
+    vec most = splat(-INFINITY), tilts = {};
     long i = 0;
     for (; i + LANES <= count; i += LANES) most = larger(*(const vec *)(logits + i), most);
-    float found = largest(most);
+    float found = largest(most), tilted = 0;
     for (; i < count; i++) found = logits[i] > found ? logits[i] : found;
     *peak = found *= scale;
     const float base = found == -INFINITY ? 0 : found; /* where nothing is possible all masses are 0, or NaN */
@@ -15,14 +14,22 @@ void weigh(const float *logits, long count, float scale, float *peak, float *mas
         const long end = (c + 1) * CELL < count ? (c + 1) * CELL : count;
         vec mass = {};
         float rest = 0;
-        for (i = c * CELL; i + LANES <= end; i += LANES) mass += vexp(*(const vec *)(logits + i) * scale - base);
-        for (; i < end; i++) rest += expf(logits[i] * scale - base);
+        for (i = c * CELL; i + LANES <= end; i += LANES) {
+            const vec d = *(const vec *)(logits + i) * scale - base, e = vexp(d);
+            mass += e;
+            tilts += e * d;
+        }
+        for (; i < end; i++) {
+            const float d = logits[i] * scale - base, e = expf(d);
+            rest += e;
+            tilted += e * d;
+        }
         masses[c] = sum(mass) + rest;
     }
+    if (tilt) *tilt = sum(tilts) + tilted;
 }
 
-/* From all stretches of a row: masses become sums of e^(scale l - peak), peak that of the row. Returns log sum e^(scale l). */
-static __attribute__((noinline)) float combine(const float *peaks, float *masses, long V, float *peak) {
+__attribute__((noinline)) float combine(const float *peaks, float *masses, long V, float *peak) {
     float most = -INFINITY;
     for (long s = 0; s < stretches_of(V); s++) most = peaks[s] > most ? peaks[s] : most;
     double total = 0;
@@ -37,9 +44,23 @@ static __attribute__((noinline)) float combine(const float *peaks, float *masses
     return most + logf(total);
 }
 
-static void weigh_row(const float *logits, long V, float scale, float *peaks, float *masses) {
+float entropy_of(const float *peaks, const float *masses, const float *tilts, long V, float peak) {
+    double total = 0, tilted = 0; /* tilted: sum of (scale l - peak) e^(scale l - peak) */
+    for (long s = 0; s < stretches_of(V); s++) {
+        const long last = (s + 1) * CELLS < cells_of(V) ? (s + 1) * CELLS : cells_of(V);
+        const double below = peaks[s] - peak;
+        double here = 0;
+        for (long c = s * CELLS; c < last; c++) here += masses[c];
+        total += here;
+        if (here > 0) tilted += exp(below) * tilts[s] + below * here;
+    }
+    return log(total) - tilted / total;
+}
+
+static void weigh_row(const float *logits, long V, float scale, float *peaks, float *masses, float *tilts) {
     for (long s = 0; s < stretches_of(V); s++)
-        weigh(logits + s * STRETCH, V - s * STRETCH < STRETCH ? V - s * STRETCH : STRETCH, scale, peaks + s, masses + s * CELLS);
+        weigh(logits + s * STRETCH, V - s * STRETCH < STRETCH ? V - s * STRETCH : STRETCH, scale, peaks + s,
+              masses + s * CELLS, tilts ? tilts + s : NULL);
 }
 
 static long count_of(long c, long V) { return V - c * CELL < CELL ? V - c * CELL : CELL; }
@@ -75,26 +96,18 @@ float draw(float *peaks, float *masses, long V, float temperature, float uniform
     return chosen < 0 ? NAN : fmaf(logits[chosen], scale, -norm);
 }
 
-/* logp[n] = l[target] / t - norm, norm[n], entropy[n] = norm - sum p l / t.  logits [N, V]. */
+/* logp[n] = l[target] / t - norm, norm[n], entropy[n] = -sum p log p.  logits [N, V]. */
 EXPORT void logprobs(const float *logits, const int64_t *targets, float temperature, float *logp, float *norm,
                      float *entropy, long N, long V) {
     const float scale = 1.f / temperature;
 #pragma omp parallel for schedule(static)
     for (long n = 0; n < N; n++) {
         const float *row = logits + n * V;
-        float peak, peaks[stretches_of(V)], masses[cells_of(V)];
-        weigh_row(row, V, scale, peaks, masses);
+        float peak, peaks[stretches_of(V)], masses[cells_of(V)], tilts[stretches_of(V)];
+        weigh_row(row, V, scale, peaks, masses, tilts);
         norm[n] = combine(peaks, masses, V, &peak);
         logp[n] = fmaf(row[targets[n]], scale, -norm[n]);
-        vec weighted = {};
-        float rest = 0;
-        long i = 0;
-        for (; i + LANES <= V; i += LANES) {
-            vec l = *(const vec *)(row + i) * scale - norm[n];
-            weighted += vexp(l) * l;
-        }
-        for (; i < V; i++) rest += expf(row[i] * scale - norm[n]) * (row[i] * scale - norm[n]);
-        entropy[n] = -(sum(weighted) + rest);
+        entropy[n] = entropy_of(peaks, masses, tilts, V, peak);
     }
 }
 
@@ -141,7 +154,7 @@ EXPORT void sample(const float *logits, const float *temperatures, const float *
 #pragma omp parallel for schedule(static)
     for (long b = 0; b < B; b++) {
         float *row = (float *)logits + b * V, peaks[stretches_of(V)], masses[cells_of(V)];
-        weigh_row(row, V, scale_of(temperatures[b]), peaks, masses);
+        weigh_row(row, V, scale_of(temperatures[b]), peaks, masses, NULL);
         logp[b] = draw(peaks, masses, V, temperatures[b], uniforms[b], in_memory, row, tokens + b);
     }
 }

@@ -12,7 +12,15 @@
 static inline long cells_of(long V) { return (V + CELL - 1) / CELL; }
 static inline long stretches_of(long V) { return (V + STRETCH - 1) / STRETCH; }
 
-void weigh(const float *logits, long count, float scale, float *peak, float *masses);
+/* One stretch of a row of logits: its largest, times scale, and for each cell the sum of e^d, d = scale l - that. `tilt`
+   (may be NULL) is the sum of d e^d over all of it. */
+void weigh(const float *logits, long count, float scale, float *peak, float *masses, float *tilt);
+
+/* From all stretches of a row: masses become sums of e^(scale l - peak), peak that of the row. Returns log sum e^(scale l). */
+float combine(const float *peaks, float *masses, long V, float *peak);
+
+/* -sum p log p, after `combine`. */
+float entropy_of(const float *peaks, const float *masses, const float *tilts, long V, float peak);
 
 /* Logits of the `count` words of cell c of a row: where they lie, or where `from` had them computed. */
 typedef const float *(*cell_of)(void *from, long c, long count);

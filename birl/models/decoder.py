@@ -10,7 +10,7 @@ bit for bit, in bfloat16 too. Any other architecture runs through transformers' 
 Shapes: T tokens, H hidden size, I inner size, D head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,149 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from birl import kernels
-from birl.kernels import Kernels, PackedWeight
+from birl.kernels import Kernels
 from birl.models.attention import Packed, RowLayout
+from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 from birl.models.paged import Cache, Paged
 
 MADE: "WeakKeyDictionary[nn.Module, tuple[tuple[torch.dtype, torch.device], Decoder | None]]" = WeakKeyDictionary()
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "MistralDecoderLayer"}
-
-
-class Matrix:
-    """Weights [N_i, K] below one another, as one product. In bfloat16 by our own kernel, in float32 by oneDNN, both
-    with weights laid out once and again whenever they have changed."""
-
-    def __init__(self, kernels: Kernels, linears: Sequence[nn.Linear], halves: bool = False) -> None:
-        """`halves`: of the two sides of a SwiGLU, laid out so that the engine can compute it with the product."""
-        self.kernels, self.linears, self.halves = kernels, linears, halves
-        self.packed: PackedWeight | Tensor | None = None
-        self.bias: Tensor | None = None
-        self.made_of: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [m.weight.detach() for m in self.linears]
-
-    def parameters(self) -> list[Tensor]:
-        """Weights, then biases."""
-        return [m.weight for m in self.linears] + [m.bias for m in self.linears if m.bias is not None]
-
-    def layout(self) -> Any:
-        """The weights as the product wants them. `_version` counts most of what is written into a tensor; for the rest
-        there is `weights_changed`."""
-        now = tuple((p.data_ptr(), p._version) for p in self.parameters())
-        if self.packed is None or now != self.made_of:
-            weights, old = self.weights, self.packed
-            if self.kernels.dtype == torch.bfloat16:
-                into = old if isinstance(old, PackedWeight) else None
-                self.packed = self.kernels.pack(weights, into=into, halves=self.halves)
-            else:
-                self.packed = None  # the memory first
-                joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-                self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, 32)
-            self.bias = None if self.linears[0].bias is None else torch.cat([m.bias.detach() for m in self.linears])
-            self.made_of = now
-        return self.packed
-
-    def stale(self) -> None:
-        """The weights have changed."""
-        self.made_of = ()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N]."""
-        packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            return self.kernels.gemm(x, packed, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
-
-    def add(self, x: Tensor, to: Tensor) -> None:
-        """to += x W', to [T, N] float32."""
-        packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            self.kernels.gemm(x, packed, self.bias, add_to=to)
-        else:
-            to += self(x)
-
-    def floats(self, x: Tensor) -> Tensor:
-        """x W' in float32."""
-        packed = self.layout()
-        return self.kernels.gemm_float(x, packed, self.bias) if isinstance(packed, PackedWeight) else self(x)
-
-    def sample(self, x: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a head: one word for each row of x [B, K], and its log-prob, drawn as `Kernels.sample` does."""
-        packed = self.layout()
-        if isinstance(packed, PackedWeight):
-            return self.kernels.head_sample(x, packed, self.bias, temperatures, uniforms)
-        return self.kernels.sample(self(x), temperatures, uniforms)
-
-    def by_input(self, grad: Tensor) -> Tensor:
-        """grad W: the gradient by the input, [T, N] -> [T, K]."""
-        weights = self.weights
-        if self.kernels.dtype == torch.bfloat16:
-            return self.kernels.gemm(grad, self.kernels.pack(weights, transposed=True))
-        by_x, *rest = (torch.mm(g, w) for g, w in zip(grad.split([len(w) for w in weights], 1), weights, strict=True))
-        for part in rest:
-            by_x += part
-        return by_x
-
-    def by_parameters(self, x: Tensor, grad: Tensor) -> list[Tensor | None]:
-        """grad' x for each of `parameters()`; None where it went into a float32 master (`deposit`), and not computed
-        for what is frozen."""
-        weights = [m.weight for m in self.linears]
-        sizes = [len(w) for w in weights]
-        trained = [w.requires_grad for w in weights]
-        found: list[Tensor | None]
-        if not any(trained):
-            found = [None] * len(weights)
-        elif self.kernels.dtype == torch.bfloat16:
-            packed, turned = self.kernels.pack([x], transposed=True), self.kernels.transpose(grad)
-            found = [outer(self.kernels, w, g, packed) for w, g in zip(weights, turned.split(sizes), strict=True)]
-        elif all(trained):
-            found = [*torch.mm(grad.T, x).split(sizes)]
-        else:
-            parts = zip(trained, grad.split(sizes, 1), strict=True)
-            found = [torch.mm(g.T, x) if wanted else None for wanted, g in parts]
-        if self.bias is not None:
-            sums = grad.sum(0, dtype=torch.float32).split(sizes)
-            found += [deposit(m.bias, g) for m, g in zip(self.linears, sums, strict=True)]
-        return found
-
-
-def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:
-    """Add a float32 gradient to the parameter's float32 master, if it has one; else give it back in its own type.
-    Of a frozen one there is none."""
-    if not parameter.requires_grad:
-        return None
-    master = getattr(parameter, "master", None)
-    if master is None:
-        return grad.to(parameter.dtype)
-    master.grad = grad.clone() if master.grad is None else master.grad.add_(grad)
-    return None
-
-
-def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tensor | None:
-    """The gradient of a weight, summed in float32 right where it belongs. Of a frozen one there is none."""
-    if not parameter.requires_grad:
-        return None
-    into, add = gradient_place(parameter)
-    k.outer(grad, x, into, add)
-    return unless_placed(parameter, into)
-
-
-def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
-    """What autograd is told of a gradient in `gradient_place`: nothing where that is a master's."""
-    return None if hasattr(parameter, "master") else into.to(parameter.dtype)
-
-
-def gradient_place(parameter: Tensor) -> tuple[Tensor, bool]:
-    """Where a parameter's float32 gradient is, and whether there is something in it already."""
-    master = getattr(parameter, "master", None)
-    if master is None:
-        return torch.empty(parameter.shape), False
-    add = master.grad is not None
-    if not add:
-        master.grad = torch.empty(parameter.shape)
-    return master.grad, add
 
 
 @dataclass(slots=True)

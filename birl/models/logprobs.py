@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from birl.models.decoder import Decoder, Matrix, deposit, gradient_place, unless_placed
+from birl.kernels import CELL
+from birl.models.decoder import Decoder
 from birl.models.fused import on_gpu, triton_kernels
+from birl.models.matrix import Matrix, deposit, gradient_place, unless_placed
 
 #: logits that exist at once: 24 MiB in float32, and about three times that with what is computed from them
 CHUNK = 6 * 2**20
@@ -194,8 +196,9 @@ class _KernelLogprobs(torch.autograd.Function):
         head: Matrix,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs, entropy, norm = torch.empty(3, len(hidden)).unbind()
-        for rows in _chunks(len(hidden), chunk // len(weight)):
-            found = head.kernels.logprobs(head.floats(hidden[rows]), targets[rows], temperature)
+        wide = CELL if head.kernels.dtype == torch.bfloat16 else 1  # of a cell of words one number is kept
+        for rows in _chunks(len(hidden), chunk * wide // len(weight)):
+            found = head.logprobs(hidden[rows], targets[rows], temperature)
             logprobs[rows], norm[rows], entropy[rows] = found
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
         ctx.temperature, ctx.chunk, ctx.head = temperature, chunk, head
@@ -229,8 +232,9 @@ class _KernelLogprobs(torch.autograd.Function):
             grad = k.logprobs_backward(logits, *context, words.start)
             if rounded:
                 if into is not None:
-                    k.outer(grad, turned, into[words], add)  # pyright: ignore
-                k.outer(k.transpose(part), k.pack([grad], transposed=True), by_hidden, True)
+                    multiply = k.gemm if add else k.gemm_float
+                    multiply(grad, turned, None, into[words])  # pyright: ignore
+                k.outer(part, k.pack([grad], transposed=True), by_hidden, True)
             else:
                 if into is not None:
                     into[words].addmm_(grad, hidden, beta=float(add))

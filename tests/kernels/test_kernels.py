@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from birl import kernels
-from birl.kernels import KEEP, Kernels
+from birl.kernels import KEEP, SWIGLU, Kernels
 from birl.models.attention import Packed, Tree, tree_mask
 from birl.models.paged import Cache, Paged
 
@@ -114,6 +114,20 @@ def test_products_of_any_number_of_rows_have_the_same_bits(k: Kernels) -> None:
         assert torch.equal(beyond[:rows], every[:rows]) and (beyond[rows] == 7).all()
 
 
+@pytest.mark.parametrize("rows", [1, 20, 64, 129, 300])
+@pytest.mark.parametrize("k", [torch.bfloat16], indirect=True)
+def test_weights_whose_panels_take_turns_give_the_same_products(k: Kernels, rows: int) -> None:
+    x = rand(rows, 96, dtype=k.dtype)
+    gate, up = rand(80, 96, seed=1, dtype=k.dtype), rand(80, 96, seed=2, dtype=k.dtype)
+    plain, turns = k.pack([gate, up]), k.pack([gate, up], halves=True)
+    assert not torch.equal(plain.data, turns.data)
+    both = k.gemm(x, turns)
+    assert torch.equal(both, k.gemm(x, plain))
+    inner = torch.full((rows + 1, 80), 7, dtype=k.dtype)
+    k._gemm(x, turns, None, inner[:rows], SWIGLU)  # as while decoding: gate and up are never in memory
+    assert torch.equal(inner[:rows], k.swiglu(both)) and (inner[rows] == 7).all()
+
+
 @pytest.mark.parametrize("rows", [1, 31, 64, 70])
 @pytest.mark.parametrize("k", [torch.bfloat16], indirect=True)
 def test_products_of_the_backward_pass(k: Kernels, rows: int) -> None:
@@ -121,13 +135,14 @@ def test_products_of_the_backward_pass(k: Kernels, rows: int) -> None:
     weights = [rand(n, 64, seed=n, dtype=k.dtype) for n in (64, 32)]
     found = k.gemm_float(grad, k.pack(weights, transposed=True))
     torch.testing.assert_close(found.double(), grad.double() @ torch.cat(weights).double(), atol=1e-4, rtol=1e-5)
-    into = torch.full((96, 64), torch.nan)
-    packed, turned = k.pack([x], transposed=True), k.transpose(grad)
-    k.outer(turned, packed, into, add=False)
-    torch.testing.assert_close(into.double(), grad.double().T @ x.double(), atol=1e-4, rtol=1e-5)
-    twice = into.clone()
-    k.outer(turned, packed, twice, add=True)
-    assert torch.equal(twice, 2 * into)
+    packed = k.pack([x], transposed=True)
+    for part in (grad, grad[:, 32:], grad[:, :48]):  # of several weights each takes its columns
+        into = torch.full((part.shape[1], 64), torch.nan)
+        k.outer(part, packed, into, add=False)
+        torch.testing.assert_close(into.double(), part.double().T @ x.double(), atol=1e-4, rtol=1e-5)
+        twice = into.clone()
+        k.outer(part, packed, twice, add=True)
+        assert torch.equal(twice, 2 * into)
 
 
 def inputs(k: Kernels) -> torch.Tensor:
@@ -242,6 +257,22 @@ def test_the_head_draws_what_is_drawn_from_its_logits(rows: int, words: int, bia
     wanted = k.sample(k.gemm_float(hidden, packed, bias), temperatures, uniforms)
     assert torch.equal(tokens, wanted[0]) and torch.equal(logp, wanted[1])
     assert not biased or words < 1000 or rows < 40 or len(tokens.unique()) > 10  # it is not one word for all
+
+
+@pytest.mark.parametrize("rows", [1, 40, 131])
+@pytest.mark.parametrize("words", [16, 1008, 3040])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_head_gives_the_log_probs_of_its_logits(rows: int, words: int, biased: bool) -> None:
+    k = kernels.load(torch.bfloat16, SIZE)
+    assert k is not None
+    hidden, weight = rand(rows, 96, seed=1).bfloat16(), (rand(words, 96, seed=2) * 0.4).bfloat16()
+    bias = rand(words, seed=3).bfloat16() if biased else None
+    packed = k.pack([weight])
+    targets = torch.randint(0, words, (rows,), generator=torch.Generator().manual_seed(4))
+    found = k.head_logprobs(hidden, packed, bias, targets, 0.8)
+    wanted = k.logprobs(k.gemm_float(hidden, packed, bias), targets, 0.8)
+    assert all(map(torch.equal, found, wanted))
+    assert rows == 1 or wanted[0].std() > 0.1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
