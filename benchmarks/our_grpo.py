@@ -64,6 +64,7 @@ def main() -> None:
                 f"seed={args.seed}",
                 "validation.every=0",
                 "checkpoint.every=0",
+                "checkpoint.asynchronous=false",  # the one at the end would be copied, and be the peak of memory
                 "track.console=off",
                 f"run={folder}/run",
                 *args.more.split(),

@@ -131,6 +131,7 @@ class Kernels:
 
     def gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """x W' + bias: [T, K] -> [T, N], or added to `add_to` [T, N] float32. Rows of x may be apart."""
+        assert not weight.halves or (bias is None and add_to is None)
         mode = ADD if add_to is not None else HALVES if weight.halves else ROUND
         y = torch.empty(x.shape[0], weight.rows, dtype=self.dtype) if add_to is None else add_to
         self._gemm(x, weight, bias, y, mode)

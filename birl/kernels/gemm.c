@@ -12,7 +12,7 @@
 enum {
     FEW = 128, /* rows of which few_rows is faster */
     AHEAD = 3, /* tiles of a panel that its rows take turns over */
-    TURN = 64  /* columns that block_of turns at once: fewer would read every line several times */
+    TURN = 64  /* columns that block_of turns at once: two lines of each row, which the processor fetches together */
 };
 
 /* The instructions that compute products; NULL where the kernel does not grant them. */
