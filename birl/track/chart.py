@@ -30,7 +30,8 @@ def sparkline(values: Sequence[float], width: int, height: int = 1, ascii_only: 
     finite = [value for value in columns if math.isfinite(value)]
     if not finite:
         return [""] * height
-    low, span = min(finite), max(finite) - min(finite)
+    low = min(finite)
+    span = max(finite) / 2 - low / 2  # of halves: the difference of two floats may be none
     marks = _ASCII if ascii_only else _BLOCKS
     levels = [_level(value, low, span, 8 * height) for value in columns]
     return ["".join(marks[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(height))]
@@ -40,7 +41,7 @@ def _level(value: float, low: float, span: float, top: int) -> int:
     """1 to `top`; a flat curve lies in the middle, and 0 is nothing."""
     if not math.isfinite(value):
         return 0
-    return 1 + round((top - 1) * (value - low) / span) if span > 0 else max(1, top // 2)
+    return 1 + round((top - 1) * ((value / 2 - low / 2) / span)) if span > 0 else max(1, top // 2)
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, Protocol
 
@@ -63,6 +63,21 @@ def open_view(mode: str, progress: Progress, console: Terminal) -> View:
     if mode != "plain" and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(progress, console)
     return PlainView(progress, console)
+
+
+@contextmanager
+def only_shown(what: str) -> Iterator[None]:
+    """For what only shows a run: an error in it is a warning on stderr, and never decides how the run ends."""
+    try:
+        yield
+    except BrokenPipeError:  # nobody reads our output any more
+        pass
+    except Exception as error:
+        with suppress(OSError, ValueError):  # ValueError: a closed stream
+            print(
+                f"birl: warning: {what} failed ({type(error).__name__}: {error}); the run is not affected.",
+                file=sys.stderr,
+            )
 
 
 class NoView:

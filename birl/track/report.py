@@ -12,7 +12,7 @@ from birl.track.runs import summary
 from birl.track.style import CSS
 from birl.track.summary import Pair, change, facts, pairs, shown, tally, trained_on
 from birl.track.svg import Series, curves, escape, stacked
-from birl.track.units import count, duration
+from birl.track.units import count, decimal, duration
 from birl.types import Outcome
 
 PAIRS_SHOWN = 12
@@ -34,7 +34,7 @@ def write_report(run: Path) -> Path:
     """Write `run`/report.html. A run that goes on, or was stopped, gets a report of what there is."""
     run = Path(run)
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
-    told = summary(run)
+    told = {key: value for key, value in summary(run).items() if value is not None}
     found = {**facts(run), **told}
     title = str(told.get("title") or run.name)
     body = [
@@ -75,11 +75,11 @@ def _fact_cards(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
     if v := found.get("validation"):
         label = "validation" if is_share(v["name"]) else f"held-out {v['name']}"
         note = f"{label}, step {v['first_step']} → {v['last_step']} ({change(v)})"
-        yield f"{v['first']:.3f}", f"{v['last']:.3f}", note
+        yield decimal(v["first"]), decimal(v["last"]), note
     name = found.get("headline", "loss")
     if curve := found.get(name):
         label = "training reward" if name == "reward/mean" else "training loss"
-        yield f"{curve['first']:.3f}", f"{curve['last']:.3f}", f"{label}, first → last step"
+        yield decimal(curve["first"]), decimal(curve["last"]), f"{label}, first → last step"
     yield "", duration(found["seconds"]) if "seconds" in found else "?", f"for {count(found.get('steps', 0))} steps"
     if "generated" in found:
         yield "", count(found["generated"]), f"tokens generated, {trained_on(found)}"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from birl.track.progress import headline, is_share, stored, validation_name, validation_score
-from birl.track.units import count, duration
+from birl.track.units import count, decimal, duration
 from birl.track.visible import visible
 
 SUMS = {
@@ -115,11 +115,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Label and words for each fact."""
     if v := found.get("validation"):
         label = "validation" if is_share(v["name"]) else f"held-out {v['name']}"
-        yield label, f"{v['first']:.3f} before  ->  {v['last']:.3f} after  ({change(v)}, best {v['best']:.3f})"
+        best = f"({change(v)}, best {decimal(v['best'])})"
+        yield label, f"{decimal(v['first'])} before  ->  {decimal(v['last'])} after  {best}"
     name = found.get("headline", "loss")
     if curve := found.get(name):
         label = "reward" if name == "reward/mean" else name
-        yield label, f"{curve['first']:.3f} first step  ->  {curve['last']:.3f} last step"
+        yield label, f"{decimal(curve['first'])} first step  ->  {decimal(curve['last'])} last step"
     if "seconds" in found:
         yield "time", f"{duration(found['seconds'])} for {count(found['steps'])} steps"
     if "generated" in found:
@@ -135,7 +136,7 @@ def trained_on(found: Mapping[str, Any]) -> str:
 def change(validation: Mapping[str, Any]) -> str:
     """From the first validation to the last, in points where it is a share."""
     rise = validation["last"] - validation["first"]
-    return f"{100 * rise:+.1f} points" if is_share(validation["name"]) else f"{rise:+.3f}"
+    return f"{100 * rise:+.1f} points" if is_share(validation["name"]) else decimal(rise, "+")
 
 
 def shown(all_pairs: list[Pair], number: int) -> list[Pair]:

@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 24
 MOST_POINTS = 200
 COLORS = 8  # .c0 to .c7 in the style sheet
+LARGEST = 1e300  # values beyond it are drawn there: their differences are no floats
+ROUNDING = 1e-9  # a range smaller than this share of its values is rounding: a mean of equal values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,13 @@ class _Axes:
 
     @classmethod
     def around(cls, steps: Sequence[float], low: float, high: float, inset: bool = False) -> "_Axes":
+        """Axes of whole ticks around the values, which are finite."""
+        low, high = (min(max(value, -LARGEST), LARGEST) for value in (low, high))
         low = 0.0 if 0 < low <= high / 2 else low
-        step = nice((high - low or abs(high) or 1.0) / 4)
+        size = max(abs(low), abs(high))
+        if high - low <= ROUNDING * size:
+            low = high = (low + high) / 2
+        step = nice(max((high - low or size or 1.0) / 4, 1 / LARGEST))
         low, high = math.floor(low / step) * step, math.ceil(high / step) * step
         pad = (WIDTH - LEFT - RIGHT) / max(2, 2 * len(steps)) if inset else 0.0
         high = high if high > low else low + step
@@ -97,12 +104,15 @@ class _Axes:
         return LEFT + self.pad + (WIDTH - LEFT - RIGHT - 2 * self.pad) * (step - self.first) / (self.last - self.first)
 
     def y(self, value: float) -> float:
+        value = min(max(value, self.low), self.high)
         return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
 
     def frame(self) -> str:
+        size = max(abs(self.low), abs(self.high))
+        digits = max(4, math.ceil(math.log10(size / self.tick)) + 1)  # as many as tell two ticks apart
         rows = [
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.y(v):.1f}" y2="{self.y(v):.1f}"/>'
-            f'<text x="{LEFT - 6}" y="{self.y(v) + 4:.1f}" text-anchor="end">{tick(v)}</text>'
+            f'<text x="{LEFT - 6}" y="{self.y(v) + 4:.1f}" text-anchor="end">{tick(v, digits)}</text>'
             for v in ticks(self.low, self.high, self.tick)
         ]
         apart = max(1, nice((self.last - self.first or 1) / 6))
@@ -119,15 +129,16 @@ def nice(size: float) -> float:
 
 def ticks(low: float, high: float, step: float) -> list[float]:
     """Multiples of `step` from `low` to `high`."""
-    start = math.ceil(low / step - 1e-9)
-    return [round((start + i) * step, 12) for i in range(int((high - start * step) / step + 1e-9) + 1)]
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    digits = 12 - math.floor(math.log10(step))
+    return [round(n * step, digits) for n in range(first, last + 1)]
 
 
-def tick(value: float) -> str:
+def tick(value: float, digits: int = 4) -> str:
     for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= bound:
-            return f"{value / (1e3 if unit == 'k' else bound):g}{unit}"
-    return f"{value:.4g}"
+        if bound <= abs(value) < 1e12:
+            return f"{value / (1e3 if unit == 'k' else bound):.{max(6, digits)}g}{unit}"
+    return f"{value:.{digits}g}"
 
 
 def _line(series: Series, axes: _Axes, index: int) -> str:

@@ -4,14 +4,13 @@ import atexit
 import dataclasses
 import secrets
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from birl.config.schema import Reports, Track
-from birl.track.console import Terminal, open_view
+from birl.track.console import Terminal, only_shown, open_view
 from birl.track.log import JsonLog, encode, replace, writing
 from birl.track.outbox import PATIENCE, Marks, Outbox, Record
 from birl.track.progress import Progress, numbers, stored
@@ -63,7 +62,8 @@ class Tracker:
         self._open(step, resumed=offsets is not None)
         self._recall()
         atexit.register(self.close)
-        self._view.start()
+        with only_shown("the console"):
+            self._view.start()
         for path in short:
             self.message(f"warning: {path} is shorter than at the checkpoint; some earlier records are missing from it")
 
@@ -102,7 +102,8 @@ class Tracker:
         if self._trace:
             self._trace.next_step(step)
         self._progress.add(step, metrics)
-        self._view.step()
+        with only_shown("the console"):
+            self._view.step()
 
     def validation(
         self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], about: dict[str, Any] | None = None
@@ -119,7 +120,8 @@ class Tracker:
                 self._events.samples(step, few)
             self._put("samples", step, few)
         self._progress.validate(step, metrics)
-        self._view.validation(step, metrics)
+        with only_shown("the console"):
+            self._view.validation(step, metrics)
 
     def _send(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         if self._events:
@@ -148,29 +150,35 @@ class Tracker:
 
     def message(self, text: str) -> None:
         """A line that stays."""
-        self._view.message(text)
+        with only_shown("the console"):
+            self._view.message(text)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Close everything, write summary.json and report.html, and print what the run came to. `summary["next"]` is
-        a list of commands to try now."""
-        found = {"title": self.title, "ended": _now(), "finished": True, **facts(self.run), **summary}
+        a list of commands to try now. A report that cannot be made is a warning: the run is what it is without it."""
+        found = {"title": self.title, "ended": _now(), "finished": True}
+        with only_shown("the figures of the run"):
+            found |= facts(self.run)
+        found |= summary
         self.close(summary=figures(found))
         replace(self.run / "summary.json", encode(found))
         report = None
         if self.track.report:
             from birl.track.report import write_report
 
-            report = write_report(self.run)
+            with only_shown(f"{self.run}/report.html"):
+                report = write_report(self.run)
         if self.track.console != "off":
             plain = not self._console.encoding.startswith("utf")
-            with suppress(OSError):
+            with only_shown("the summary of the run"):
                 for part in closing(self.run, self.title, found, report, plain):
                     self._console.print(part)
 
     def close(self, failed: bool = False, summary: Figures | None = None) -> None:
         """Give the terminal back and close all files and trackers; a second call does nothing."""
         atexit.unregister(self.close)
-        self._view.stop()
+        with only_shown("the console"):
+            self._view.stop()
         events, self._events = self._events, None
         trace, self._trace = self._trace, None
         boxes, self._boxes = self._boxes, []

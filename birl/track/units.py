@@ -39,6 +39,11 @@ def figure(value: float) -> str:
     return f"{value:,.1f}" if 10 <= size < 1e6 else f"{value:.2g}"
 
 
+def decimal(value: float, sign: str = "") -> str:
+    """A score, reward or loss. Example: decimal(0.78123) == "0.781"; from a million on, decimal(1e200) == "1e+200" """
+    return f"{value:{sign}.3f}" if abs(value) < 1e6 else f"{value:{sign}.3g}"
+
+
 def share(value: float) -> str:
     """Example: share(0.123) == "12.3 %" """
     return f"{100 * value:.1f} %" if math.isfinite(value) else str(value)

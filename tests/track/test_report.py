@@ -1,10 +1,14 @@
+import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 from birl.track import svg
+from birl.track.chart import sparkline
 from birl.track.report import write_report
 from birl.track.summary import Pair, facts, pairs, shown, tally
 from birl.track.visible import visible
@@ -154,3 +158,58 @@ def test_visible_keeps_what_is_harmless() -> None:
     family = "👨\u200d👩 naïve\tنص\n中"
     assert visible(family) == family
     assert visible("a\x1b[2J\u202eb\ud800\r\n") == "a⟪U+001B⟫[2J⟪U+202E⟫b⟪U+D800⟫\n"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.3625, 0.36250000000000004] * 2,  # a mean of equal values, rounded otherwise
+        [0.0, -0.0],
+        [5e-324, 0.0],
+        [1e-14, 2e-14],
+        [1.0, 1.0 + 1e-7],
+        [-1e-300, 1e-300],
+        [1e308, -1e308],
+        [1e308, 1.0000000000000002e308],
+        [-7.0] * 3,
+        [math.inf, 1.0, -math.inf],
+        [math.nan, math.inf],
+        [2.0**53, 2.0**53 + 2],
+    ],
+)
+def test_curves_survive_any_values(tmp_path: Path, values: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    series = svg.Series(name="a", steps=range(len(values)), values=values)
+    for drawn in (svg.curves("a", [series]), svg.stacked("a", [series])):
+        if drawn:
+            ElementTree.fromstring(drawn)
+            assert "nan" not in re.sub("<title>.*?</title>", "", drawn, flags=re.S)
+            marks = re.findall('text-anchor="end">(.*?)<', drawn)
+            assert 2 <= len(marks) <= 8 and len(set(marks)) == len(marks)
+    assert len(sparkline(values, 20, 3)) == 3
+    with runs.tracker(tmp_path, console="plain") as tracker:
+        tracker.rewind(None, 0)
+        for step, value in enumerate(values, start=1):
+            tracker.validation(step, {"validation/all/score": value}, [])
+            tracker.step(step, {**runs.metrics(1), "reward/mean": value, "time/step": value})
+        tracker.finish({"next": []})
+    assert "<svg" in (tmp_path / "report.html").read_text() and "warning" not in capsys.readouterr().err
+
+
+def test_a_report_never_decides_how_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*given: object, **more: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    for name in ("birl.track.report.write_report", "birl.track.tracker.closing", "birl.track.tracker.facts"):
+        monkeypatch.setattr(name, broken)
+    for name in ("start", "step", "validation", "message", "stop"):
+        monkeypatch.setattr(f"birl.track.console.PlainView.{name}", broken)
+    with runs.tracker(tmp_path, console="plain") as tracker:
+        tracker.rewind(None, 0)
+        runs.train(tracker, 1, 1)
+        tracker.message("hello")
+        tracker.finish({"next": [], "step": 1})
+    assert json.loads((tmp_path / "summary.json").read_text())["finished"] is True
+    told = capsys.readouterr().err
+    assert f"warning: {tmp_path}/report.html failed (ZeroDivisionError: division by zero)" in told
