@@ -2,7 +2,7 @@
 
 birl rl env=examples/agent_openai.py:adds env.calls=2 data.train=recipes/data/arithmetic/train.jsonl
 
-The same function works with any other address and model. The model must have a chat template with tools.
+The same function works with any other address and model.
 """
 
 import json

@@ -41,11 +41,22 @@ class Chat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str = "auto") -> None:
         self.tokenizer, self.tool_format = tokenizer, tool_format
         self.end_ids = frozenset(i for i in (tokenizer.eos_token_id,) if isinstance(i, int))
+        self.noted = False  # that tools are written into messages
         self.checked: set[Any] = set()  # shapes of conversations that the template renders whole
+
+    @cached_property
+    def without_tools(self) -> str:
+        """Where the template leaves out tools: the message, system or user, into which they are written instead
+        (`birl/text/written.py`); else empty."""
+        if not self.has_template or self.tool_format not in ("auto", "hermes"):
+            return ""
+        return templates.without_tools(self)
 
     @cached_property
     def format(self) -> Format | None:
         """How the model calls tools; None where that is not known."""
+        if self.without_tools:
+            return FORMATS["hermes"]
         return templates.detect(self) if self.tool_format == "auto" else FORMATS[self.tool_format]
 
     @cached_property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from birl.errors import BirlError
 from birl.text.formats import FORMATS, MARK, Dict, Format, parts
 from birl.text.thinking import tags_of
+from birl.text.written import NOTE, written
 from birl.types import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -89,8 +90,17 @@ def text(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (),
 
 
 def apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, answer: bool, form: Format | None) -> str:
+    if chat.without_tools and (tools or any(m.get("tool_calls") for m in messages)):
+        if not chat.noted:
+            chat.noted = True
+            print(NOTE.format(chat.without_tools), flush=True)
+        messages, tools = written(messages, tools, chat.without_tools == "system"), ()
+    return _apply(chat, form.fit(messages) if form else messages, tools, answer)
+
+
+def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, answer: bool) -> str:
     made = chat.tokenizer.apply_chat_template(
-        form.fit(messages) if form else [dict(m) for m in messages],
+        [dict(m) for m in messages],
         tools=[dict(tool) for tool in tools] or None,
         add_generation_prompt=answer,
         tokenize=False,
@@ -157,6 +167,22 @@ def _left_out(probe: Sequence[Mapping[str, Any]], made: str) -> Iterator[str]:
                 f"The model's chat template leaves out messages of role {role} (messages.{place}), so the model would "
                 f"not see what they say. {TEMPLATE if role == 'tool' else 'Use another template or other roles.'}"
             )
+
+
+def without_tools(chat: "Chat") -> str:
+    """Which message the tools are written into, system or user, as the template has neither tools nor a place for
+    their results; empty where it has them, or where it cannot be told."""
+    asked, said = {"role": "user", "content": "birl-probe-question"}, {"role": "system", "content": MARK}
+    place = ""
+    for name, talk in (("user", [asked]), ("system", [said, asked])):
+        try:
+            plain = _apply(chat, talk, (), True)
+            if plain != _apply(chat, talk, [TOOL], True):
+                return ""
+        except Exception:  # Jinja raises whatever the template wants
+            continue
+        place = name if all(m["content"] in plain for m in talk) else place
+    return place
 
 
 def detect(chat: "Chat") -> Format | None:
