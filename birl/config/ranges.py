@@ -135,7 +135,7 @@ RANGES: dict[str, Range] = {
     "validation.top_k": ANY,
     "validation.max_tokens": ANY,
     "reward.weights": Range(-math.inf),
-    "reward.timeout": POSITIVE,
+    "reward.timeout": ANY,
     "reward.workers": COUNT,
     "reward.length_target": COUNT,
     "reward.judge_tokens": COUNT,

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from birl.config import schema
-from birl.config.rules_sandbox import at_once
+from birl.config.rules_sandbox import at_once, reward_timeout
 from birl.loops.scorer import RewardModel
 from birl.rewards.judge import read_template
 from birl.rewards.score import Rewards
@@ -20,7 +20,7 @@ def make_rewards(
 ) -> Rewards | None:
     """None where the environment alone rewards. A reward model is loaded here; where it is an address, a worker asks
     there."""
-    keys = config.reward
+    keys, timeout = config.reward, reward_timeout(config)
     functions: list[Callable[..., Any] | str] = list(given) or list(schema.reward_functions(config))
     if not functions:
         return None
@@ -31,20 +31,20 @@ def make_rewards(
     return Rewards(
         functions,
         weights=keys.weights,
-        timeout=keys.timeout,
+        timeout=timeout,
         workers=keys.workers,
         options={
             "format_pattern": keys.format_pattern,
             "length_target": keys.length_target,
             "address": keys.model,
             "endpoint_concurrency": keys.concurrency,
-            "endpoint_timeout": keys.timeout,
+            "endpoint_timeout": timeout,
             "judge": keys.judge,
             "judge_template": read_template(keys.judge_prompt),
             "judge_tokens": keys.judge_tokens,
             "judge_cache": keys.judge_cache,
             "judge_concurrency": keys.concurrency,
-            "judge_timeout": keys.timeout,
+            "judge_timeout": timeout,
             "code_partial": keys.code_partial,
             "sandbox": {**vars(config.sandbox), "workers": at_once(config)},
         },

@@ -24,6 +24,12 @@ PLAIN = re.compile(rf"[$€£]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\
 BARE = re.compile(rf"[$€£]?(?=[-+]?\.?\d){NUMBER}\s*%?\.?\s*")
 NUMERAL = re.compile(r"\d(?:[\d,.]|[ ]\d{3}(?!\d))*")
 PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+# four letters and more, or fewer with a vowel that is no usual name of a variable: yes, no, odd; but not xyz
+WORD = re.compile(r"(?:[^\W\d_]{4,}|(?=[^\W\d_]*[eiou])[^\W\d_]{2,3})(?:[ '-]+[^\W\d_]+)*")
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+DELIMITER = re.compile(r"\\[()\[\]]")
+ANNOUNCED = re.compile(r"^.*\b(?:answer is|answer:)\s*", re.DOTALL | re.IGNORECASE)
 SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,2}")
 
 
@@ -48,8 +54,31 @@ def _text(gold: object, index: int) -> str:
 
 @lru_cache(maxsize=4096)  # the answers of a group repeat themselves
 def _right(completion: str, gold: str) -> bool:
-    want, found = _gold(gold), _parse(_final(completion))
+    want, text, wanted = _gold(gold), _final(completion), _words(_final(gold))
+    if any(c.isalpha() for c in wanted) and _words(text) == wanted:
+        return True
+    if WORD.fullmatch(wanted):  # as mathematics, yes is y * e * s
+        return False
+    if _equal(want, _parse(text)):
+        return True
+    # LaTeX stands in the tag without its dollars, too
+    return bool(ANSWER_TAG.search(completion)) and not _delimited(text) and _equal(want, _parse(f"${text.strip()}$"))
+
+
+def _equal(want: list[Any], found: list[Any]) -> bool:
     return bool(found) and _computed(want, found) and verify(want, found, timeout_seconds=None)
+
+
+def _words(text: str) -> str:
+    """An answer that is a word or two, without what may stand around it."""
+    boxed = BOXED.findall(text)
+    text = boxed[-1] if boxed else text
+    text = DELIMITER.sub("", WRAPPED.sub(r"\1", ANNOUNCED.sub("", text)))
+    return " ".join(text.strip(" \t\r\n$*.()").casefold().split())
+
+
+def _delimited(text: str) -> bool:
+    return any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
 
 
 @lru_cache(maxsize=1024)
@@ -60,8 +89,7 @@ def _gold(gold: str) -> list[Any]:
     if PLAIN.fullmatch(text):
         found = _parse(text, [ExprExtractionConfig()])
     else:  # LaTeX without its dollars is what data sets hold: of 2\sqrt{3} math-verify would see the 2
-        delimited = any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed"))
-        found = _parse(text if delimited else f"${text}$")
+        found = _parse(text if _delimited(text) else f"${text}$")
     if not found:
         raise BirlError(f"the gold answer {gold!r} cannot be read as mathematics")
     return found

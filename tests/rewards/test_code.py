@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from birl.config.load import load
+from birl.config.rules_sandbox import reward_timeout
 from birl.config.schema import RL, Eval, Sandbox
 from birl.errors import BirlError
 from birl.rewards import code as rewards
@@ -87,7 +88,9 @@ CODE = ["data.train=x.jsonl", "data.validation=x.jsonl", "reward.functions=[code
 
 def test_the_deadline_of_the_reward_must_leave_time() -> None:
     with pytest.raises(BirlError, match=r"reward\.timeout=10: the tests of 8 answers, 2 at once, may take 45 s"):
-        load(RL, CODE)
+        load(RL, [*CODE, "reward.timeout=10"])
+    assert reward_timeout(load(RL, CODE)) == 45 and reward_timeout(load(RL, [*CODE, "reward.timeout=60"])) == 60
+    assert reward_timeout(load(Eval, CODE[1:])) == 15 and reward_timeout(load(RL, CODE[:1])) == 10
     assert load(RL, [*CODE, "reward.timeout=45"]).sandbox.workers == 2
     assert load(Eval, [*CODE[1:], "reward.timeout=15"]).sandbox == Sandbox(workers=2)
     with pytest.raises(BirlError, match=r"sandbox\.seconds=20: all tests together"):

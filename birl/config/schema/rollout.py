@@ -89,8 +89,9 @@ class Reward:
     weights: list[float] = field(default_factory=list)
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""
-    timeout: float = 10.0
-    """Longest one call may take [s]; after that the worker is killed and the episode's outcome is `timeout`."""
+    timeout: float = 0.0
+    """Longest one call may take [s]; after that the worker is killed and the episode's outcome is `timeout`. 0: 10, and
+    with `code` what the tests of a group may take."""
     workers: int = 1
     """Processes that compute rewards."""
     format_pattern: str = r"^<think>.*?</think>\s*<answer>.*?</answer>\s*$"

@@ -21,7 +21,8 @@ BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "g
 PAGES = ("tree", "list")
 DESCRIPTIONS = ("examples", "signatures", "full", "none")
 VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
-FENCE = re.compile(r"```[\w-]*\n?(.*?)```", re.DOTALL)
+# what stands behind ``` is a language where a line ends behind it, or where a call follows: ```python click('1')```
+FENCE = re.compile(r"```(?:[\w+#.-]*[ \t]*\r?\n|[\w+#.-]+[ \t]+(?=\w+\())?(.*?)```", re.DOTALL)
 LEFT_OUT = "(a page that is not shown any more)"
 
 

@@ -197,4 +197,8 @@ def test_where_the_action_is() -> None:
     assert action_of("I think.\n\nclick('1')\n") == "click('1')"
     assert action_of("`click('1')`") == "click('1')"
     assert action_of("```\nclick('1')\n```\nbecause\n```python\nclick('2')\n```\nyes") == "click('2')"
+    assert action_of("So ```click('13')``` it is") == "click('13')"
+    assert action_of("```python click('13')```") == action_of("```python\r\nclick('13')\r\n```") == "click('13')"
+    assert action_of("```click [13]```") == "click [13]" and action_of("```noop()```") == "noop()"
+    assert action_of("``` fill('1', 'a b') ```") == "fill('1', 'a b')"
     assert action_of("") == ""
