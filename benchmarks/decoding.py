@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.runner import page_bytes
 from birl.engine.scheduler import Work, sharing
 from birl.kernels import PAGE
+from birl.models.slots import page_bytes
 from birl.types import SamplingParams
 
 Prompts = list[tuple[int, ...]]

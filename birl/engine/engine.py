@@ -27,11 +27,12 @@ from birl.engine.drafts import REMEMBERED, Drafts
 from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
-from birl.engine.runner import Runner, page_bytes
+from birl.engine.runner import Runner
 from birl.engine.sampler import given, sample
 from birl.engine.scheduler import Scheduler, Work
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
+from birl.models.slots import page_bytes
 from birl.spans import answered, done
 from birl.text.chat import StopChecker
 from birl.types import Completion, Held, SamplingParams, Stop, Update

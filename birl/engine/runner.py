@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,13 @@ from birl.engine.pages import Pages
 from birl.engine.sampler import checked, plain, sample
 from birl.engine.scheduler import Work, sharing
 from birl.kernels import PAGE
-from birl.models.decoder import decoder_for, head_dim
+from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states
 from birl.models.fused_decoder import fused_for
 from birl.models.packed import PackedLinears
 from birl.models.paged import Cache, Paged
 from birl.models.routing import routing_for
+from birl.models.slots import slots_of
 from birl.types import SamplingParams
 
 
@@ -108,7 +108,7 @@ class Runner:
         if self.cache is None:
             # one page more than the scheduler knows, which rows that only fill a graph up are written to
             extra = int(fused is not None)
-            self.cache = Cache.make(pages.total + extra, **cache_shape(self.model), device=device)
+            self.cache = Cache.make(pages.total + extra, slots_of(self.model), head(self.model).weight.dtype, device)
         if decoder is not None:
             manager = decoder.steady(self.cache)
         else:
@@ -157,19 +157,3 @@ def record(plan: Sequence[Work], routes: Tensor) -> None:
         place += count
         for follower in work.followers:
             follower.routes = request.routes[: len(follower)]
-
-
-def cache_shape(model: nn.Module) -> dict[str, Any]:
-    config = model.config.get_text_config()  # pyright: ignore
-    return {
-        "layers": config.num_hidden_layers,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "head_dim": head_dim(model),
-        "dtype": head(model).weight.dtype,
-    }
-
-
-def page_bytes(model: nn.Module) -> int:
-    """Bytes of a page in all layers."""
-    shape = cache_shape(model)
-    return 2 * PAGE * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * shape["dtype"].itemsize

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from birl.cache import cache_folder, sweep
+from birl.errors import BirlError
 
 HERE = Path(__file__).parent
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fvisibility=hidden", "-w"]
@@ -55,7 +56,8 @@ class Kernels:
         for name, signature in SIGNATURES.items():
             if hasattr(lib, name):
                 function = getattr(lib, name)
-                function.argtypes, function.restype = [codes[c] for c in signature], None
+                function.argtypes = [codes[c] for c in signature]
+                function.restype = number if name.startswith("check_") else None
         lib.team_size.restype = number
         self.isa = ""
         if dtype == torch.bfloat16:
@@ -157,6 +159,8 @@ class Kernels:
         """Attention within packed trees: query [T, heads, D], key and value [T, kv_heads, D], all with the same row
         stride -> out [T, heads * D], log-sum-exp [T, heads] float32. `segments`: see `birl.models.attention`."""
         rows, heads, _ = query.shape
+        self._heads(query, key, value)
+        self._segments(segments, rows)
         out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
         lse = torch.empty(rows, heads)
         self.lib.tree_attention(
@@ -179,6 +183,13 @@ class Kernels:
         window: int = 0,
     ) -> None:
         """Write the gradients by query, key and value into `grads`, which have their shapes and strides."""
+        self._heads(query, key, value)
+        self._heads(*grads, like=query)
+        rows, heads, _ = query.shape
+        for each in (out, grad_out):
+            expect(each, self.dtype, rows, heads * self.head_dim)
+        expect(lse, torch.float32, rows, heads)
+        self._segments(segments, rows)
         self.lib.tree_attention_backward(
             *(_p(query), _p(key), _p(value), query.stride(0), _p(out), _p(lse), _p(grad_out), *map(_p, grads)),
             *(_p(segments), len(segments), query.shape[1], key.shape[1], scale, window),
@@ -186,6 +197,9 @@ class Kernels:
 
     def cache_write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, pages: Tensor, places: Tensor):
         """Rows of key and value [T, kv_heads, D] go to place places[t] of page pages[t] (int32)."""
+        self._heads(key, value)
+        self.check_pages(keys, values, key.shape[1])
+        self._places(pages, places, key.shape[0], keys.shape[0])
         self.lib.cache_write(
             *(_p(key), _p(value), key.stride(0), _p(keys), _p(values), _p(pages), _p(places)),
             *(key.shape[0], key.shape[1]),
@@ -206,6 +220,11 @@ class Kernels:
         """One query row [B, heads, D] for each of B sequences in the cache -> [B, heads * D]. All index tensors int32:
         table [B, pages], lengths [B]; rows starts[g]..starts[g + 1] have their first shared[g] pages in common."""
         rows, heads, _ = query.shape
+        self._heads(query)
+        self.check_pages(keys, values)
+        if heads % keys.shape[1]:
+            raise BirlError(f"A kernel was given {heads} query heads for {keys.shape[1]} key heads.")
+        self._table((table, lengths, starts, shared), rows, keys.shape[0])
         out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
         self.lib.paged_attention(
             *(_p(query), query.stride(0), _p(out), _p(keys), _p(values), _p(table), table.shape[1]),
@@ -222,18 +241,25 @@ class Kernels:
         where: Sequence[Tensor],
         apart: bool,
         sizes: tuple[int, int, int, int],
+        total: int,
         eps: float,
         scale: float,
     ) -> None:
         """All layers in one call: x [T, H] float32 in place. `layers` [layers, 9] int64 addresses (gemm_stack.c),
-        `where` the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads.
-        `apart`: every row belongs to another sequence.
+        `where` the tensors of `Paged` (pages, places, table, lengths, starts, shared), `sizes` H, I, heads, kv_heads,
+        `total` the number of pages in the cache. `apart`: every row belongs to another sequence.
         """
         hidden, inner, heads, kv_heads = sizes
         wide = max(hidden, heads * self.head_dim)
         per_row = 2 * wide + (heads + 2 * kv_heads) * self.head_dim + inner
         scratch = torch.empty(len(x) * per_row, dtype=self.dtype)
         pages, places, table, lengths, starts, shared = where
+        expect(layers, torch.int64, len(layers), 9)
+        expect(x, torch.float32, len(x), hidden)
+        for each in (cosine, sine):
+            expect(each, torch.float32, len(x), self.head_dim // 2)
+        self._places(pages, places, len(x), total)
+        self._table((table, lengths, starts, shared), len(x), total)
         self.lib.paged_stack(
             *(_p(layers), len(layers), _p(x), _p(cosine), _p(sine), _p(pages), _p(places), _p(table), table.shape[1]),
             *(_p(lengths), _p(starts), _p(shared), len(shared), int(apart), _p(scratch), len(x), *sizes, eps, scale),
@@ -241,6 +267,7 @@ class Kernels:
 
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """logits [N, V] float32 -> log softmax(logits / temperature)[target], log-normaliser, entropy, each [N]."""
+        self._words(targets, *logits.shape)
         logp, norm, entropy = torch.empty(3, len(logits)).unbind()
         self.lib.logprobs(*(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape)
         return logp, norm, entropy
@@ -250,6 +277,7 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Same bits."""
         rows, words = len(hidden), head.rows
+        self._words(targets, rows, words)
         logp, norm, entropy = torch.empty(3, rows).unbind()
         masses, (peaks, tilts) = torch.empty(rows, -(-words // CELL)), torch.empty(2, rows, -(-words // STRETCH))
         self.lib.head_logprobs(
@@ -279,6 +307,45 @@ class Kernels:
         )
         return grad
 
+    def _heads(self, *rows: Tensor, like: Tensor | None = None) -> None:
+        """Rows [T, heads, D] of this type and head size, one row stride for all."""
+        first = rows[0] if like is None else like
+        for x in rows:
+            fits = x.ndim == 3 and x.dtype == self.dtype and x.device.type == "cpu" and x.shape[2] == self.head_dim
+            near = fits and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == self.head_dim)
+            if not near or len(x) != len(first) or (len(x) > 1 and x.stride(0) != first.stride(0)):
+                raise BirlError(
+                    f"A kernel for heads of {self.head_dim} in {self.dtype} was given {x.dtype} {list(x.shape)} with "
+                    f"strides {x.stride()}."
+                )
+
+    def check_pages(self, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> None:
+        pages, heads = len(keys), keys.shape[1] if kv_heads is None else kv_heads
+        expect(keys, self.dtype, pages, heads, self.head_dim, PAGE)
+        expect(values, self.dtype, pages, heads, PAGE, self.head_dim)
+
+    def _segments(self, segments: Tensor, rows: int) -> None:
+        expect(segments, torch.int64, len(segments), 5)
+        obey(self.lib.check_segments(_p(segments), len(segments), rows))
+
+    def _places(self, pages: Tensor, places: Tensor, rows: int, total: int) -> None:
+        for each in (pages, places):
+            expect(each, torch.int32, rows)
+        obey(self.lib.check_places(_p(pages), _p(places), rows, total))
+
+    def _table(self, where: Sequence[Tensor], rows: int, total: int) -> None:
+        table, lengths, starts, shared = where
+        expect(table, torch.int32, rows, table.shape[-1])
+        expect(lengths, torch.int32, rows)
+        expect(starts, torch.int32, len(shared) + 1)
+        expect(shared, torch.int32, len(shared))
+        width = table.shape[1]
+        obey(self.lib.check_table(_p(table), width, rows, *map(_p, where[1:]), len(shared), total))
+
+    def _words(self, words: Tensor, rows: int, vocabulary: int) -> None:
+        expect(words, torch.int64, rows)
+        obey(self.lib.check_words(_p(words), rows, vocabulary))
+
     def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """logits [B, V] float32 -> tokens [B], and their log-probs [B] under softmax(logits / temperature)."""
         tokens, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
@@ -301,6 +368,10 @@ class Kernels:
 
 # p pointer, n long, f float, i int
 SIGNATURES = {
+    "check_segments": "pnn",
+    "check_places": "ppnn",
+    "check_table": "pnnpppnn",
+    "check_words": "pnn",
     "rms_norm": "ppppnnf",
     "rms_norm_backward": "pppppppnn",
     "rotary": "pppnnnf",
@@ -324,6 +395,34 @@ SIGNATURES = {
 
 def _p(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+RULES = (  # of bounds.c, by number from 1
+    "a segment lies outside of the packed rows",
+    "the segments are not in the order of their trees",
+    "a row would be written outside of the cache's pages",
+    "the groups of rows do not cover the rows in order",
+    "a group shares more pages than its rows have",
+    "a sequence has no position, or more than its row of the table has pages for",
+    "the table names a page that the cache does not have",
+    "a target is no word of the vocabulary",
+)
+
+
+def obey(rule: int) -> None:
+    """Raises `BirlError` for the number of a broken rule."""
+    if rule:
+        raise BirlError(f"A kernel was given a wrong index: {RULES[rule - 1]}. This is a mistake in birl.")
+
+
+def expect(x: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """A contiguous tensor of this type and shape on the CPU. Raises `BirlError` for anything else: behind a wrong one a
+    kernel would read, or write, memory that is not its own."""
+    if x.shape != shape or x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous():
+        raise BirlError(
+            f"A kernel expected {dtype} {list(shape)}, contiguous, and was given {x.dtype} {list(x.shape)} with "
+            f"strides {x.stride()}."
+        )
 
 
 def problem() -> str:

@@ -25,16 +25,16 @@ from birl import kernels
 from birl.config import schema
 from birl.config.rules_algorithm import CRITIC
 from birl.engine.pages import pages_for
-from birl.engine.runner import cache_shape
 from birl.engine.scheduler import PREFILL
 from birl.kernels import PAGE
 from birl.learner.lora import targets
 from birl.loops.objective import keeps_reference, surrogate_of
 from birl.loops.policy import DTYPES, SHARE
 from birl.loops.teacher import served
-from birl.models.decoder import head_dim, shaped
+from birl.models.decoder import shaped
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import CHUNK, GPU_CHUNK
+from birl.models.slots import slots_of
 from birl.models.tree_attention import SCORES
 
 GIB = 2**30
@@ -72,6 +72,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    cached: int  # numbers that the cache holds of a token
     wide: int
     tied: bool  # the head is the embedding
     on_kernels: bool
@@ -81,7 +82,8 @@ class Shape:
     @classmethod
     def of(cls, model: nn.Module, dtype: str) -> "Shape":
         config: Any = model.config.get_text_config()  # pyright: ignore
-        size, kind = head_dim(model), DTYPES[dtype]
+        slots, kind = slots_of(model), DTYPES[dtype]
+        size = max(s.key for s in slots)
         compiled = kernels.load(kind, size) is not None
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
@@ -91,8 +93,9 @@ class Shape:
             inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
-            kv_heads=cache_shape(model)["kv_heads"],
+            kv_heads=max(s.kv_heads for s in slots),
             head_dim=size,
+            cached=sum(s.elements for s in slots),
             wide=kind.itemsize,
             tied=bool(config.tie_word_embeddings),
             on_kernels=compiled and shaped(model),
@@ -103,7 +106,7 @@ class Shape:
     @property
     def page(self) -> int:
         """Bytes of a page of the cache in all layers."""
-        return 2 * PAGE * self.layers * self.kv_heads * self.head_dim * self.wide
+        return PAGE * self.cached * self.wide
 
     @property
     def embedding(self) -> int:

@@ -15,7 +15,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.pages import pages_for
-from birl.engine.runner import page_bytes
 from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.loops.machine import free_memory
@@ -31,6 +30,7 @@ from birl.models.load import (
     skeleton,
 )
 from birl.models.slices import sketched, verify_small
+from birl.models.slots import page_bytes
 from birl.parallel.ranks import Ranks
 from birl.planning.shape import Shape
 from birl.text.chat import PROBE, Chat

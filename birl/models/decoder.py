@@ -123,6 +123,7 @@ class Decoder:
         """In the order of gemm_stack.c."""
         qkv, output, gate_up, down = (m.layout().data for m in (layer.qkv, layer.output, layer.gate_up, layer.down))
         keys, values = cache.keys[layer.index], cache.values[layer.index]
+        self.kernels.check_pages(keys, values, layer.kv_heads)
         norm1, norm2 = layer.norm1.weight, layer.norm2.weight
         return [norm1, qkv, layer.qkv.bias, output, norm2, gate_up, down, keys, values]
 
@@ -134,7 +135,8 @@ class Decoder:
         where = (layout.pages, layout.places, layout.table, layout.lengths, layout.starts, layout.shared)
         sizes = (x.shape[1], inner, first.heads, first.kv_heads)
         eps = first.norm1.variance_epsilon
-        self.kernels.paged_stack(self.addresses, x, cosine, sine, where, layout.apart, sizes, eps, first.scale)
+        total = len(layout.cache.keys[0])
+        self.kernels.paged_stack(self.addresses, x, cosine, sine, where, layout.apart, sizes, total, eps, first.scale)
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D / 2] float32, from the model's own module; kept for all positions so far."""

@@ -1,9 +1,11 @@
 """Keys and values in pages, and attention of new tokens over them. Which page belongs to whom is decided elsewhere
 (`engine/pages.py`); pages that several sequences have in common are stored once and, by the kernels, read once.
 
-A page holds 32 positions. For each layer: keys [pages, K, D, 32] (positions last: 32 scores at a time), values
-[pages, K, 32, D]. On the bfloat16 kernels the same memory has another order within a page (kernels/gemm_attention.c).
-On a GPU keys have the shape of values, which is what its kernels read in order (paged_kernels.py).
+What one call of attention keeps is a slot; most models have one for each layer, some call attention several times in a
+layer, or run a layer several times. A page holds 32 positions. For each slot: keys [pages, K, D, 32] (positions last:
+32 scores at a time), values [pages, K, 32, D]. On the bfloat16 kernels the same memory has another order within a page
+(kernels/gemm_attention.c). On a GPU keys have the shape of values, which is what its kernels read in order
+(paged_kernels.py).
 """
 
 from collections.abc import Sequence
@@ -15,30 +17,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from birl import kernels
+from birl.errors import BirlError
 from birl.kernels import PAGE, Kernels
 from birl.models import paged_triton
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one call of attention keeps of a token: its layer's number, key heads, and the width of a key and a value.
+    `models/slots.py` takes them from what a model's layers hand over."""
+
+    layer: int
+    kv_heads: int
+    key: int
+    value: int
+
+    @property
+    def elements(self) -> int:
+        return self.kv_heads * (self.key + self.value)
+
+
 @dataclass(slots=True)
 class Cache:
-    """The memory. It is reserved at once, and taken from the system as pages are written."""
+    """The memory. It is reserved at once, and taken from the system as pages are written. `slots_of`: those of each
+    layer, in the order of its calls."""
 
     keys: list[Tensor]
     values: list[Tensor]
+    slots_of: dict[int, list[int]]
 
     @classmethod
-    def make(
-        cls, pages: int, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> "Cache":
-        # the kernels never read what was not written; PyTorch's attention does, and 0 * NaN would be NaN
-        lazy = device.type == "cpu" and kernels.load(dtype, head_dim) is not None
-        make = torch.empty if lazy else torch.zeros
+    def make(cls, pages: int, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device) -> "Cache":
         options = {"dtype": dtype, "device": device}
-        key_page = (head_dim, PAGE) if device.type == "cpu" else (PAGE, head_dim)
-        return cls(
-            keys=[make(pages, kv_heads, *key_page, **options) for _ in range(layers)],
-            values=[make(pages, kv_heads, PAGE, head_dim, **options) for _ in range(layers)],
-        )
+        keys, values = [], []
+        for s in slots:
+            # the kernels never read what was not written; PyTorch's attention does, and 0 * NaN would be NaN
+            lazy = device.type == "cpu" and s.key == s.value and kernels.load(dtype, s.key) is not None
+            make = torch.empty if lazy else torch.zeros
+            key_page = (s.key, PAGE) if device.type == "cpu" else (PAGE, s.key)
+            keys.append(make(pages, s.kv_heads, *key_page, **options))
+            values.append(make(pages, s.kv_heads, PAGE, s.value, **options))
+        slots_of: dict[int, list[int]] = {}
+        for i, s in enumerate(slots):
+            slots_of.setdefault(s.layer, []).append(i)
+        return cls(keys, values, slots_of)
 
     @property
     def positions_first(self) -> bool:
@@ -69,6 +91,7 @@ class Paged:
     shared: Tensor
     apart: bool = False  # every row belongs to another sequence
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+    calls: dict[int, int] = field(default_factory=dict)  # of each layer so far
 
     @classmethod
     def of(cls, cache: Cache, tables: Sequence[Sequence[int]], lengths: Sequence[int], groups: Sequence[int],
@@ -109,10 +132,28 @@ class Paged:
     def places(self) -> Tensor:
         return (self.lengths - 1) % PAGE
 
+    def slot(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Where this call of a layer keeps keys and values [T, K, D]. Raises `BirlError` where they do not fit."""
+        slots = self.cache.slots_of.get(layer)
+        if slots is None:
+            known = [*self.cache.slots_of]
+            raise BirlError(f"Layer {layer} calls attention, but the cache was made for the layers {known}.")
+        call = self.calls.get(layer, 0)
+        self.calls[layer] = (call + 1) % len(slots)
+        keys, values = self.cache.keys[slots[call]], self.cache.values[slots[call]]
+        size = keys.shape[3] if self.cache.positions_first else keys.shape[2]
+        have, given = (keys.shape[1], size, values.shape[3]), (*key.shape[1:], value.shape[2])
+        if have != given or value.shape[1] != key.shape[1]:
+            raise BirlError(
+                f"Layer {layer} gives keys and values of other sizes than the cache was made for: (heads, key, value) "
+                f"{given} instead of {have}. birl does not support this architecture."
+            )
+        return keys, values
+
     def attend_rows(
         self, layer: int, kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = 0
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.slot(layer, key, value)
         kernels.cache_write(key, value, keys, values, self.pages, self.places)
         out = kernels.paged_attention(
             query, keys, values, self.table, self.lengths, self.starts, self.shared, scale, window
@@ -121,8 +162,8 @@ class Paged:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """For models that run through transformers' own forward."""
-        rows, heads, size = query.shape[2], query.shape[1], query.shape[3]
-        compiled = kernels.load(query.dtype, size) if query.device.type == "cpu" else None
+        rows, heads, size, wide = query.shape[2], query.shape[1], query.shape[3], value.shape[3]
+        compiled = kernels.load(query.dtype, size) if query.device.type == "cpu" and size == wide else None
         if compiled is not None:
             q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
             k = F.pad(k, (0, 0, 0, heads - k.shape[1])) if k.shape[1] < heads else k  # equal strides
@@ -130,21 +171,21 @@ class Paged:
             n = key.shape[1]
             out, _ = self.attend_rows(layer, compiled, q, k[:, :n], v[:, :n], scale, window or 0)
             return out.view(1, rows, heads, size)
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if paged_triton.usable(query):
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        keys, values = self.slot(layer, k, v)
+        if size == wide and paged_triton.usable(query):
             return paged_triton.paged_attention(q, k, v, keys, values, self.table, self.lengths, scale, window)[None]
         pages, places = self.pages.long(), self.places.long()
         by_row = keys if self.cache.positions_first else keys.transpose(2, 3)
-        by_row[pages, :, places] = key[0].transpose(0, 1)
-        values[pages, :, places] = value[0].transpose(0, 1)
+        by_row[pages, :, places] = k
+        values[pages, :, places] = v
         table, kv_heads = self.table.long(), keys.shape[1]
         all_keys = by_row[table].transpose(1, 2).reshape(rows, kv_heads, -1, size)
-        all_values = values[table].transpose(1, 2).reshape(rows, kv_heads, -1, size)
-        grouped = query[0].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, size)
+        all_values = values[table].transpose(1, 2).reshape(rows, kv_heads, -1, wide)
+        grouped = q.reshape(rows, kv_heads, heads // kv_heads, size)
         mask = self.mask(window, query.dtype, all_keys.shape[2])
         out = F.scaled_dot_product_attention(grouped, all_keys, all_values, attn_mask=mask, scale=scale)
-        return out.reshape(1, rows, heads, size)
+        return out.reshape(1, rows, heads, wide)
 
     def mask(self, window: int | None, dtype: torch.dtype, width: int) -> Tensor:
         """0 where a row may look, -inf elsewhere: [B, 1, 1, width]."""

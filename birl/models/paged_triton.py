@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birl.errors import BirlError
 from birl.kernels import PAGE
 from birl.models.fused import has_triton, power_of_two
 
@@ -43,6 +44,11 @@ def paged_attention(
     kernels: Any = paged_kernels  # type-checked without Triton
     rows, heads, size = query.shape
     kv_heads = key.shape[1]
+    if keys.shape[1:] != (kv_heads, PAGE, size) or values.shape != keys.shape or value.shape != key.shape:
+        raise BirlError(
+            f"A kernel was given keys {list(key.shape)} and values {list(value.shape)} for cache pages "
+            f"{list(keys.shape)}, {list(values.shape)}."
+        )
     group = heads // kv_heads
     splits = -(-table.shape[1] * PAGE // SPLIT)
     query, key, value = (x if x.stride(1) == size and x.stride(2) == 1 else x.contiguous() for x in (query, key, value))

@@ -26,6 +26,7 @@ from birl.models.decoder import decoder_for
 from birl.models.forward import packed
 from birl.models.load import cast, load_model, skeleton
 from birl.models.paged import Cache
+from birl.models.slots import slots_of
 from tests.data.test_pack import groups
 from tests.learner.test_learner import reinforce
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -51,9 +52,7 @@ def test_a_skeleton_has_the_shape_of_the_model(folder: str, dtype: str, request:
     found = Shape.of(skeleton(path), dtype)
     assert found == Shape.of(model, dtype) and all(p.is_meta for p in skeleton(path).parameters())
     assert found.on_kernels == (decoder_for(cast(model, DTYPES[dtype])) is not None)
-    cache = Cache.make(
-        3, layers=2, kv_heads=found.kv_heads, head_dim=found.head_dim, dtype=DTYPES[dtype], device=torch.device("cpu")
-    )
+    cache = Cache.make(3, slots_of(model), DTYPES[dtype], torch.device("cpu"))
     assert size([*cache.keys, *cache.values]) == 3 * found.page
 
 
