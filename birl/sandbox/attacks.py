@@ -301,6 +301,42 @@ ATTACKS = (
     Attack(name="busy, all signals ignored", program=BUSY, endings=("timeout",)),
 )
 
+# What a solution finds of the test in the frames above it, and in the memory of its process.
+FRAMES = """
+import base64, sys
+def add(a, b):
+    mark = "non" + "ce"
+    frame = sys._getframe()
+    while frame:
+        for value in frame.f_locals.values():
+            for held in value.values() if isinstance(value, dict) else ():
+                try:
+                    text = base64.b64decode(held).decode()
+                except Exception:
+                    text = str(held)
+                if mark in text and "def add" not in text and "checker" not in text:
+                    return 3
+        frame = frame.f_back
+"""
+OWN_MEMORY = """
+import base64
+def add(a, b):
+    begin = '{"non' + 'ce": "'
+    marks = [base64.b64encode(begin[:9].encode()), begin.encode()]
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for words in map(str.split, maps):
+            low, high = (int(end, 16) for end in words[0].split("-"))
+            try:
+                memory.seek(low)
+                held = memory.read(high - low if "rw" in words[1] else 0)
+            except (OSError, ValueError, OverflowError):
+                continue
+            for mark in marks:
+                for rest in held.split(mark)[1:]:
+                    if len(rest) > 30 and rest[:24].isalnum():
+                        return 3
+"""
+
 # Solutions that are wrong and try to look right; the test is `add(1, 2) == 3`, asked for in every form.
 FORGERIES = {
     "sys.exit(0)": "import sys\nsys.exit(0)",
@@ -319,6 +355,8 @@ FORGERIES = {
     "        for value in [*frame.f_locals.values(), *gc.get_objects()]:\n"
     "            if isinstance(value, dict) and 'nonce' in value and 'snippet' in value:\n"
     "                sys.stderr.write('FOUND')\n                return 3\n        frame = frame.f_back",
+    "the request in frames": FRAMES,
+    "the request in /proc/self/mem": OWN_MEMORY,
     "reading the tests": "import os\ndef add(a, b):\n    for name in os.listdir('.'):\n"
     "        if 'add(1' in open(name).read().replace('reading', '') and name != 'solution.py':\n            return 3",
     "the checker's file": "open('checker.py', 'w').write('print(1)')\ndef add(a, b):\n    return 99",

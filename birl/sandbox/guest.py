@@ -1,5 +1,9 @@
 """The program beside the program: takes runs from a socket, starts each one confined, and tells how it went.
 
+A request holds hidden tests. The process that becomes the program is forked before the request is read (`Prepared`),
+and gets only its order: the command, the limits and the folder. A zygote never reads a request, so that a fork of it
+holds nothing of an earlier one.
+
 It is pid 1 of the sandbox (bubblewrap, zygote) or the parent of the program (landlock, process), and started by
 `birl/sandbox/worker.py`. Standard library only. A message is four bytes of length and JSON; bytes are base64.
 """
@@ -10,9 +14,11 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from birl.sandbox import confine, folder, program
@@ -44,40 +50,90 @@ def send(control: int, message: dict[str, Any]) -> None:
         data = data[os.write(control, data) :]
 
 
-def run(request: Request, settings: Settings, control: int) -> dict[str, Any]:
-    """Start the program in the current folder, and come back when nothing of it is left."""
-    folder.write(request["files"], settings["uid"])
-    stdin = os.memfd_create("stdin")
-    os.write(stdin, base64.b64decode(request["stdin"]))
-    os.lseek(stdin, 0, os.SEEK_SET)
-    (out, out_end), (err, err_end), (status, status_end) = os.pipe(), os.pipe(), os.pipe()
-    confine.prctl(confine.PR_SET_DUMPABLE, 0)  # or the program reads this process's memory
-    child = os.fork()
-    if child == 0:
-        program.become(request, settings, (stdin, out_end, err_end), status_end)
-    for fd in (stdin, out_end, err_end, status_end):
-        os.close(fd)
-    watch = Watch(child, request, settings, control, {out: bytearray(), err: bytearray()})
+class Prepared:
+    """A process that waits for its order to become the program, and this side's ends of its pipes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.stdin = os.memfd_create("stdin")
+        (self.out, out), (self.err, err), (self.status, status) = os.pipe(), os.pipe(), os.pipe()
+        order, self.order = os.pipe()
+        confine.prctl(confine.PR_SET_DUMPABLE, 0)  # or the program reads this process's memory
+        self.pid = os.fork()
+        if self.pid == 0:
+            program.become(settings, (self.stdin, out, err), status, order)
+        for fd in (out, err, status, order):
+            os.close(fd)
+
+    def begin(self, request: Request) -> None:
+        """Give it its input and its order."""
+        content = memoryview(base64.b64decode(request["stdin"]))
+        place = 0
+        while place < len(content):
+            place += os.pwrite(self.stdin, content[place:], place)  # the program reads from the same offset, 0
+        order = {"command": request["command"], "limits": request["limits"], "folder": os.getcwd()}
+        with open(self.order, "w") as pipe:
+            json.dump(order, pipe)
+        os.close(self.stdin)
+
+    def close(self) -> None:
+        for fd in (self.out, self.err, self.status):
+            os.close(fd)
+
+    def dismiss(self) -> None:
+        """There is no run for it."""
+        os.close(self.order)
+        os.close(self.stdin)
+        self.close()
+        os.waitpid(self.pid, 0)
+
+
+def run(prepared: Prepared, request: Request, control: int, began: Callable[[int], None]) -> dict[str, Any]:
+    """Have the program run in the current folder, and come back when nothing of it is left. `began` is called with its
+    process id: what goes wrong from then on is the program's doing. Raises `OSError` for what goes wrong before."""
+    settings = prepared.settings
     try:
-        watch.until_it_ends()
-    finally:
-        watch.kill_everything()
-    watch.drain()
-    problem = os.read(status, 4096).decode(errors="replace")
-    for fd in (out, err, status):
-        os.close(fd)
-    reply = watch.told()
-    if problem:
-        reply |= {"ending": "error", "detail": problem}
-    return reply | {"files": folder.collect(request["collect"], request["limits"]["file_mb"] << 20)}
+        folder.write(request["files"], settings["uid"])
+    except OSError:
+        prepared.dismiss()
+        raise
+    began(prepared.pid)
+    prepared.begin(request)
+    try:
+        watch = Watch(prepared.pid, request, settings, control, {prepared.out: bytearray(), prepared.err: bytearray()})
+        try:
+            watch.until_it_ends()
+        finally:
+            watch.kill_everything()
+        watch.drain()
+        reply = watch.told()
+        if problem := os.read(prepared.status, 4096).decode(errors="replace"):
+            reply |= {"ending": "error", "detail": problem}  # it did not become the program
+        prepared.close()
+        return reply | {"files": folder.collect(request["collect"], request["limits"]["file_mb"] << 20)}
+    except Exception as error:
+        detail = f"the process that watches the program failed: {type(error).__name__}: {error}"
+        return {"ending": "killed", "detail": detail}
+
+
+def answer(prepared: Prepared, request: Request, control: int) -> dict[str, Any]:
+    try:
+        return run(prepared, request, control, lambda pid: send(control, {"began": pid}))
+    except OSError as error:
+        return failed(error)
+
+
+def failed(error: OSError) -> dict[str, Any]:
+    return {"ending": "error", "detail": f"{type(error).__name__}: {error}"}
 
 
 def once(settings: Settings, control: int) -> None:
     """One run, in a sandbox of its own."""
+    os.chdir("/tmp")
+    prepared = Prepared(settings)
     request = receive(control)
     if request is not None:
-        os.chdir("/tmp")
-        send(control, run(request, settings, control))
+        send(control, answer(prepared, request, control))
 
 
 def zygote(settings: Settings, control: int) -> None:
@@ -87,27 +143,36 @@ def zygote(settings: Settings, control: int) -> None:
     gc.collect()
     gc.freeze()
     ids = os.getuid(), os.getgid()
-    while (request := receive(control)) is not None:
+    requests = select.poll()
+    requests.register(control, select.POLLIN | select.POLLRDHUP)
+    while not requests.poll()[0][1] & (select.POLLRDHUP | select.POLLHUP):
         first = confine.fork_into_namespaces()
         if first == 0:
-            _first(request, settings, control, ids)
+            _first(settings, control, ids)
         _, status = os.waitpid(first, 0)
         if status:
-            send(control, {"ending": "killed", "detail": "the process that watches it was killed"})
+            return  # it was killed, and may have left half a message
 
 
-def _first(request: Request, settings: Settings, control: int, ids: tuple[int, int]) -> None:
+def _first(settings: Settings, control: int, ids: tuple[int, int]) -> None:
     """Pid 1 of a run. Never returns."""
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
         confine.map_user(*ids)
-        confine.own_files(request["limits"]["file_mb"])
-        os.chdir("/tmp")
-        reply = run(request, settings, control)
-    except BaseException as error:
-        reply = {"ending": "error", "detail": f"{type(error).__name__}: {error}"}
-    send(control, reply)
-    os._exit(0)
+        prepared = Prepared(settings)
+        request = receive(control)
+        if request is None:
+            os._exit(1)
+        try:
+            confine.own_files(request["limits"]["file_mb"])
+            os.chdir("/tmp")
+        except OSError as error:
+            send(control, failed(error))
+            os._exit(0)
+        send(control, answer(prepared, request, control))
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def folders(settings: Settings, control: int) -> None:
@@ -116,14 +181,14 @@ def folders(settings: Settings, control: int) -> None:
 
     confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)  # orphans come here, and are killed
     try:
-        while (request := receive(control)) is not None:
+        while True:
+            prepared = Prepared(settings)
+            if (request := receive(control)) is None:
+                break
             place = os.path.join(settings["scratch"], os.urandom(8).hex())
             os.mkdir(place, 0o700)
             os.chdir(place)
-            try:
-                reply = run(request, settings, control)
-            except OSError as error:
-                reply = {"ending": "error", "detail": f"{type(error).__name__}: {error}"}
+            reply = answer(prepared, request, control)
             os.chdir("/")
             shutil.rmtree(place, ignore_errors=True)  # safe against links that are put there meanwhile
             send(control, reply)
@@ -134,6 +199,7 @@ def folders(settings: Settings, control: int) -> None:
 def main() -> None:
     control = int(sys.argv[1])
     os.set_inheritable(control, False)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a program can send pid 1 the signals that it has a handler for
     send(control, {"pid": os.getpid(), "landlock": confine.landlock_version()})
     settings = receive(control)
     if settings is None:

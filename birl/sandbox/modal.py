@@ -35,7 +35,7 @@ from birl.sandbox import confine, guest
 confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
 folder = tempfile.mkdtemp()
 os.chdir(folder)
-reply = guest.run(job["request"], job["settings"], os.pipe()[0])
+reply = guest.run(guest.Prepared(job["settings"]), job["request"], os.pipe()[0], lambda pid: None)
 sys.stdout.write(json.dumps(reply))
 """
 

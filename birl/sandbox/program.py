@@ -5,6 +5,7 @@ Standard library only, because an interpreter without packages runs it.
 
 import base64
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -17,41 +18,54 @@ NAMESPACES = ("bubblewrap", "zygote")
 
 Settings = dict[str, Any]
 Request = dict[str, Any]
+Order = dict[str, Any]  # of a request, what the program may know: command, limits, folder
 
 
-def become(request: Request, settings: Settings, ends: tuple[int, ...], status: int) -> None:
-    """Becomes the program. Never returns."""
+def become(settings: Settings, ends: tuple[int, ...], status: int, order: int) -> None:
+    """Waits for its order, and becomes the program. Never returns."""
     try:
         confine.prctl(confine.PR_SET_DUMPABLE, 1)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # when memory runs out, the program goes, and not who watches it
         for place, fd in enumerate(ends):
             os.dup2(fd, place)
+        order = os.dup(order)  # not one of those that are replaced now
         os.dup2(status, 3, inheritable=False)
-        os.closerange(4, 1 << 20)
+        os.dup2(order, 4, inheritable=False)
+        os.closerange(5, 1 << 20)
         os.setsid()
-        _confined(request, settings)
-        command = request["command"]
-        if command[0] == "python" and settings["kind"] == "zygote" and command[1:2] and command[1][0] != "-":
-            os.close(3)
-            run_python(command[1:])
-        if command[0] == "python":
-            command = [settings["python"], "-X", "utf8", "-s", "-E", *command[1:]]
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        try:
-            os.execvpe(command[0], command, ENVIRONMENT)
-        except OSError as error:
-            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
-            os._exit(127)
+        with open(4) as pipe:
+            text = pipe.read()
+        if not text:
+            os._exit(125)  # there is no run, or it failed before it began
+        _run(json.loads(text), settings)
     except BaseException as error:
         os.write(3, f"{type(error).__name__}: {error}".encode()[:4096])
+    finally:
         os._exit(125)
 
 
-def _confined(request: Request, settings: Settings) -> None:
+def _run(order: Order, settings: Settings) -> None:
+    os.chdir(order["folder"])
+    _confined(order["limits"], settings)
+    command = order["command"]
+    if command[0] == "python" and settings["kind"] == "zygote" and command[1:2] and command[1][0] != "-":
+        os.close(3)
+        run_python(command[1:])
+    if command[0] == "python":
+        command = [settings["python"], "-X", "utf8", "-s", "-E", *command[1:]]
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, ENVIRONMENT)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def _confined(limits: dict[str, Any], settings: Settings) -> None:
     kind, uid = settings["kind"], settings["uid"]
     counted = kind in NAMESPACES or uid  # else the kernel counts all of the user's processes
-    confine.limit(request["limits"], request["limits"]["processes"] + 2 if counted else 0)
+    confine.limit(limits, limits["processes"] + 2 if counted else 0)
     if uid:
         confine.become(uid)
     if kind in NAMESPACES:
@@ -69,6 +83,7 @@ def run_python(words: list[str]) -> None:
     import traceback
     import types
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     sys.argv = words

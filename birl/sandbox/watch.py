@@ -131,7 +131,7 @@ class Watch:
                         break
             except ChildProcessError:
                 return
-        self.stop("error", "processes of the run cannot be killed")
+        self.stop("killed", "processes of the run cannot be killed")
 
     def drain(self) -> None:
         """What is still in the pipes. Everybody who could write is dead, so that it ends."""

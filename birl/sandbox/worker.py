@@ -39,6 +39,10 @@ class GuestFailed(Exception):
     """The guest did not start, does not answer, or talks nonsense."""
 
 
+class GuestSilent(GuestFailed):
+    """The guest does not answer within the program's time."""
+
+
 class Worker:
     """Runs programs one after another. `zygote`, `landlock` and `process` keep their guest; `bubblewrap` starts one for
     every run.
@@ -58,6 +62,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._scratch = ""
+        self._program = 0  # the process id of a program that has begun, as the guest sees it
 
     async def run(
         self,
@@ -68,7 +73,7 @@ class Worker:
         collect: Sequence[str],
     ) -> Result:
         """Raises `BirlError` for a command or a file's name that is none."""
-        began = time.monotonic()
+        began, self._program = time.monotonic(), 0
         request = request_of(files, command, limits, stdin, collect, watch_memory=self.group is None)
         try:
             if self.group is not None:
@@ -76,7 +81,7 @@ class Worker:
             reply = await self._ask(request, limits)
         except GuestFailed as error:
             await self._end()
-            ending = Ending.MEMORY if self._out_of_memory() else Ending.ERROR
+            ending = self._ending_of(error)
             return result_of({"ending": ending, "detail": str(error)}, self.kind, time.monotonic() - began)
         except BaseException:
             self.kill()
@@ -120,6 +125,14 @@ class Worker:
             await asyncio.sleep(0.0005)
         self.kill()
 
+    def _ending_of(self, error: GuestFailed) -> Ending:
+        """What becomes of the guest once the program has begun is the program's doing, and no excuse for it."""
+        if self._out_of_memory():
+            return Ending.MEMORY
+        if not self._program:
+            return Ending.ERROR
+        return Ending.TIMEOUT if isinstance(error, GuestSilent) else Ending.KILLED
+
     def _out_of_memory(self) -> bool:
         return self.group is not None and self.group.killed()
 
@@ -130,9 +143,13 @@ class Worker:
         try:
             async with asyncio.timeout(limits.seconds + GRACE):
                 await _send(self._control, request)
-                return await _receive(self._control, limits)
+                reply = await _receive(self._control, limits)
+                if "began" in reply:
+                    self._program = int(reply["began"])
+                    reply = await _receive(self._control, limits)
+                return reply
         except TimeoutError:
-            raise GuestFailed("the process that watches the program does not answer") from None
+            raise GuestSilent("the process that watches the program does not answer") from None
 
     async def _start(self, limits: Limits) -> None:
         ours, theirs = socket.socketpair()

@@ -2,6 +2,7 @@
 without bubblewrap, user namespaces or Landlock fails these tests, and the message says what to install."""
 
 import asyncio
+import base64
 import json
 import subprocess
 import time
@@ -38,6 +39,36 @@ def test_it_is_stopped(sandbox: Sandbox, facts: dict[str, Any], attack: Attack) 
 
 def test_no_forged_result_passes(sandbox: Sandbox) -> None:
     assert asyncio.run(hostile.forgeries(sandbox)) == ""
+
+
+def test_the_input_of_an_earlier_run_is_not_in_memory(sandbox: Sandbox) -> None:
+    secret = "5ecret-of-the-1st!"  # a multiple of three letters, so that its base64 repeats, too
+    encoded = base64.b64encode(secret.encode()).decode()
+    program = f"""
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+    for words in map(str.split, maps):
+        low, high = (int(end, 16) for end in words[0].split("-"))
+        try:
+            memory.seek(low)
+            held = memory.read(high - low)
+        except (OSError, ValueError, OverflowError):
+            continue
+        for mark in ({secret[::-1]!r}[::-1].encode(), {encoded[::-1]!r}[::-1].encode()):
+            if b"" in held.split(mark)[1:-1]:  # twice in a row; once is this program's own
+                print("FOUND")
+"""
+
+    async def run() -> Result:
+        files = {"main.py": "print(len(input()))"}
+        for _ in range(3):
+            assert (await sandbox.run(files, ["python", "main.py"], Limits(), secret * 200)).stdout == b"3600\n"
+        return await sandbox.run({"main.py": program}, ["python", "main.py"], Limits())
+
+    result = asyncio.run(run())
+    if sandbox.kind == "landlock":
+        assert b"Permission denied: '/proc/self/maps'" in result.stderr
+    else:
+        assert (result.stdout, result.stderr) == (b"", b"")
 
 
 @pytest.mark.parametrize("name", ["host secrets and environment", "network: loopback, unix, other", "write outside"])
