@@ -175,6 +175,24 @@ for pid in (os.getppid(), -1):
     except OSError:
         pass
 """
+BREAKING = """
+import resource
+calls = []
+for pid in {1, os.getppid()}:
+    calls += [lambda n=n: os.kill(pid, n) for n in range(1, 65) if n not in (9, 19)]
+    for which in ("AS", "DATA", "STACK", "CPU", "NOFILE", "FSIZE", "MEMLOCK"):
+        calls.append(lambda which=which: resource.prlimit(pid, getattr(resource, "RLIMIT_" + which), (1, 1)))
+    calls += [lambda: os.setpriority(os.PRIO_PROCESS, pid, 19), lambda: os.setpriority(os.PRIO_USER, 0, 19)]
+    calls.append(lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)))
+    calls.append(lambda: open(f"/proc/{pid}/oom_score_adj", "w").write("1000"))
+    for call in calls:
+        try:
+            call()
+        except (OSError, ValueError):
+            pass
+os.write(1, b"x" * 300000)
+time.sleep(1000)
+"""
 DAEMON = """
 for way in range(3):
     if os.fork() == 0:
@@ -287,6 +305,7 @@ ATTACKS = (
     Attack(name="core_pattern, devices, kernel calls", program=KERNEL),
     Attack(name="signals to outside", program=SIGNALS),
     Attack(name="the watching process", program=WATCHER),
+    Attack(name="breaking the watching process", program=BREAKING, endings=("output",)),
     Attack(name="daemons that survive", program=DAEMON),
     Attack(name="huge output", program=OUTPUT, endings=("output",)),
     Attack(name="nested namespaces, mounts", program=NAMESPACES),

@@ -19,6 +19,7 @@ X86_64 = {
     "syslog": 103, "acct": 163, "quotactl": 179, "name_to_handle_at": 303, "open_by_handle_at": 304, "iopl": 172,
     "ioperm": 173, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "setpgid": 109, "setsid": 112, "kill": 62,
     "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "prlimit64": 302, "setpriority": 141,
+    "sched_setparam": 142, "sched_setattr": 314, "ioprio_set": 251,
     "ioctl": 16, "clone": 56, "memfd_create": 319, "sched_setaffinity": 203, "sched_setscheduler": 144,
     "chmod": 90, "fchmodat": 268, "chown": 92, "lchown": 94, "fchownat": 260, "setxattr": 188, "lsetxattr": 189,
     "removexattr": 197, "lremovexattr": 198, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
@@ -31,6 +32,7 @@ ARM64 = {
     "syslog": 116, "acct": 89, "quotactl": 60, "name_to_handle_at": 264, "open_by_handle_at": 265,
     "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "setpgid": 154, "setsid": 157, "kill": 129,
     "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "prlimit64": 261, "setpriority": 140,
+    "sched_setparam": 118, "sched_setattr": 274, "ioprio_set": 30,
     "ioctl": 29, "clone": 220, "memfd_create": 279, "sched_setaffinity": 122, "sched_setscheduler": 119,
     "fchmodat": 53, "fchownat": 54,
     "setxattr": 5, "lsetxattr": 6, "removexattr": 14, "lremovexattr": 15, "utimensat": 88,
@@ -53,7 +55,7 @@ REFUSED = (
     *("iopl", "ioperm", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret"),
 )
 # Where no namespace ends everything that was started: nobody may leave the group, and nothing may outlive it.
-REFUSED_WITHOUT_NAMESPACES = (*("setsid", "setpgid", "setpriority", "sched_setaffinity", "sched_setscheduler"),)
+REFUSED_WITHOUT_NAMESPACES = ("setsid", "setpgid")
 SHARED_MEMORY = ("shmget", "semget", "msgget", "mq_open")  # stays when its makers have ended
 # Landlock does not cover these; a program of the user's own id could do them to the user's files.
 OF_OWNERS = (
@@ -61,6 +63,9 @@ OF_OWNERS = (
     *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat", "utimensat"),
 )
 SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
+# Limits and priorities of other processes: that which watches the program has its user id. 0 is the caller itself.
+OF_THE_CALLER = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+PRIORITIES = ("setpriority", "ioprio_set")  # of a process, a group or a user
 
 NEW_NAMESPACES = 0x7E020080  # CLONE_NEW: USER PID NET IPC UTS CGROUP NS TIME
 TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX put words into a terminal's input
@@ -68,6 +73,7 @@ TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX put words into a terminal's
 EPERM, ENOSYS = 1, 38
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+UNLESS = -EQUAL  # of a comparison: refuse what is not equal
 NUMBER, ARCH, FIRST, SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data; of 64-bit arguments the low half
 
 
@@ -101,9 +107,10 @@ def assemble(
             program += _refuse(EQUAL, table[name], EPERM)
     program += _argument(table["clone"], FIRST, ANY_BIT, (NEW_NAMESPACES,))
     program += _argument(table["ioctl"], SECOND, EQUAL, TERMINAL)
-    if not namespaces:  # another process's limits; 0 is the caller itself
-        program += [_op(EQUAL, table["prlimit64"], other=4), _op(LOAD, FIRST), _op(EQUAL, 0, skip=1)]
-        program += [_op(RETURN, ERRNO | EPERM), _op(LOAD, NUMBER)]
+    for name in OF_THE_CALLER:
+        program += _argument(table[name], FIRST, UNLESS, (0,))
+    for name, kind in zip(PRIORITIES, (0, 1), strict=True):  # PRIO_PROCESS, IOPRIO_WHO_PROCESS
+        program += _argument(table[name], FIRST, UNLESS, (kind,)) + _argument(table[name], SECOND, UNLESS, (0,))
     return b"".join([*program, _op(RETURN, ALLOW)])
 
 
@@ -113,7 +120,8 @@ def _op(code: int, value: int, skip: int = 0, other: int = 0) -> bytes:
 
 
 def _refuse(compare: int, value: int, errno: int) -> list[bytes]:
-    return [_op(compare, value, other=1), _op(RETURN, ERRNO | errno)]
+    test = _op(-compare, value, skip=1) if compare < 0 else _op(compare, value, other=1)
+    return [test, _op(RETURN, ERRNO | errno)]
 
 
 def _argument(number: int, place: int, compare: int, values: tuple[int, ...]) -> list[bytes]:

@@ -67,12 +67,19 @@ def test_what_namespaces_would_contain(machine: str) -> None:
     for name in ("setsid", "shmget"):
         assert (ask(machine, name), ask(machine, name, namespaces=False)) == (ALLOW, EPERM)
     assert ask(machine, "shmget", ipc=False) == EPERM
-    assert ask(machine, "prlimit64", 0, namespaces=False) == ALLOW
-    assert ask(machine, "prlimit64", 77, namespaces=False) == EPERM
     assert ask(machine, "ioctl", 1, 0x5412, namespaces=False) == EPERM
     assert (ask(machine, "kill"), ask(machine, "kill", signals=False)) == (ALLOW, EPERM)
     assert (ask(machine, "fchmodat"), ask(machine, "fchmodat", own_user=False)) == (ALLOW, EPERM)
     assert (ask(machine, "memfd_create"), ask(machine, "memfd_create", counted=False)) == (ALLOW, EPERM)
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_limits_and_priorities_of_the_caller_alone(machine: str, namespaces: bool) -> None:
+    for name in seccomp.OF_THE_CALLER:
+        assert [ask(machine, name, pid, namespaces=namespaces) for pid in (0, 1, 77)] == [ALLOW, EPERM, EPERM], name
+    for name, own in zip(seccomp.PRIORITIES, (0, 1), strict=True):
+        asked = [(own, 0), (own, 1), (own + 1, 0), (3, 0)]
+        assert [ask(machine, name, *words, namespaces=namespaces) for words in asked] == [ALLOW, *[EPERM] * 3], name
 
 
 def test_calls_of_another_machine_end_the_program(machine: str) -> None:
