@@ -14,7 +14,7 @@ from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
-from birl.launch.ray_cluster import NAMESPACE, OPEN, connect
+from birl.launch.ray_cluster import NAMESPACE, OPEN, connect, end, keep
 from birl.launch.ray_plan import Plan, actor_name, bundles, strategy
 from birl.launch.ray_supervisor import ENDED, SAVE, create
 
@@ -30,7 +30,7 @@ class Keys(jobs.Keys):
 
     address: str = ""
     """Of the cluster, as host:port. Empty: RAY_ADDRESS, else the one that runs on this machine, else one is started
-    here that only this machine reaches."""
+    here that listens on 127.0.0.1 only."""
     folder: str = ""
     """Folder in which the processes run; a relative run folder is in there. All nodes must have it. Empty: the current
     one."""
@@ -63,6 +63,18 @@ def submit(job: Job, keys: Keys) -> Handle:
     env = values(job.env)
     folder = os.path.abspath(os.path.expanduser(keys.folder or "."))
     ray = connect(keys.address, start=True, without_token=keys.without_token)
+    try:
+        address = _hand_over(ray, job, keys, folder, env)
+    except BaseException:  # of a cluster that was started for this job, nothing stays
+        end()
+        raise
+    keep()
+    more = {"address": address, "without_token": keys.without_token}
+    return Handle(where="ray", id=actor_name(job.name), run=str(job.run), name=job.name, more=more)
+
+
+def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str]) -> str:
+    """Start the job's supervisor; the address of the cluster. Raises `BirlError`."""
     old = supervisor(ray, job.name)
     if old is not None:
         state = ray.get(old.status.remote(), timeout=ANSWER)[0]
@@ -87,14 +99,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     if not guarded and not keys.without_token:
         ray.kill(made)
         raise BirlError(f"The cluster at {ray.get_runtime_context().gcs_address} asks for no token: {OPEN}")
-    context = ray.get_runtime_context()
-    return Handle(
-        where="ray",
-        id=actor_name(job.name),
-        run=str(job.run),
-        name=job.name,
-        more={"address": context.gcs_address, "without_token": keys.without_token},
-    )
+    return ray.get_runtime_context().gcs_address
 
 
 def values(names: tuple[str, ...]) -> dict[str, str]:

@@ -2,27 +2,41 @@
 
 Whoever may speak to a Ray cluster may run anything on it. Ray asks for a token where RAY_AUTH_MODE=token, which `ray
 start` sets only where it finds a token; a cluster that does not ask for one is refused, unless we are told otherwise.
+
+Ray reads RAY_AUTH_MODE when it is imported, and never again, so it is set before.
 """
 
+import atexit
 import importlib
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError, first_line
+from birl.launch import ray_guard
 
 NAMESPACE = "birl"
 HEAD = "node:__internal_head__"  # a resource that only the head node has
 LOCAL = "127.0.0.1"
 STORE = 200 * 2**20  # bytes of Ray's object store in a cluster that we start: nothing of a job goes through it
 START = 120.0  # seconds
+LISTEN = 3.0  # seconds in which a head accepts a connection; Ray itself would try for minutes
+MODE = "RAY_AUTH_MODE"
+#: 0: Ray leaves 127.0.0.1 as it is, on every system. Otherwise it takes the machine's address, and listens there.
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 OPEN = (
     "anybody who reaches that cluster could run programs on it. Start it with RAY_AUTH_MODE=token and a token (`ray "
     "get-auth-token --generate`), or set launch.without_token=true where nobody else is in its network."
 )
+_guard: "subprocess.Popen[str] | None" = None  # of the cluster that this process started and still holds
 
 
 def library() -> Any:
@@ -37,26 +51,77 @@ def library() -> Any:
         ) from error
 
 
-def connect(address: str, *, start: bool = False, without_token: bool = False) -> Any:
-    """Join the cluster at `address` (host:port; empty: RAY_ADDRESS, else the one on this machine); gives the package.
-    With `start` one is started on this machine where there is none. Raises `BirlError`."""
-    ray = library()
-    if ray.is_initialized():
-        return ray
-    if not without_token and os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
-        raise BirlError(f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}: {OPEN}")
-    wanted = address or os.environ.get("RAY_ADDRESS", "")
-    found = _join(ray, wanted or "auto")
-    if not found and start and not wanted:
-        begin()
-        found = _join(ray, "auto")
-    if not found:
-        where = f"launch.address={wanted}" if wanted else "launch.address is empty, RAY_ADDRESS too"
-        raise BirlError(
-            f"{where}: no Ray cluster answers there that takes this token (RAY_AUTH_TOKEN, or the file "
-            "~/.ray/auth_token, which must be the cluster's). Start one with `ray start --head`, or name another."
-        )
-    return ray
+def connect(address: str, *, start: bool = False, without_token: bool = False, private: bool = False) -> Any:
+    """Join the cluster at `address` (host:port; empty or auto: RAY_ADDRESS, else the one on this machine); gives the
+    package. With `start` one is started on this machine where there is none: `keep` has it go on when this process
+    ends, and other runs do not find a `private` one. Raises `BirlError`."""
+    if "ray" in sys.modules and library().is_initialized():
+        return library()
+    if not without_token and os.environ.get(MODE, "token") != "token":
+        raise BirlError(f"{MODE}={os.environ[MODE]}: {OPEN}")
+    wanted = (address if address != "auto" else "") or os.environ.get("RAY_ADDRESS", "")
+    place = wanted or running()
+    if place and not listens(place):
+        place = ""
+    begins = start and not wanted and not place
+    ray = prepared(local=begins or is_local(place), without_token=without_token)
+    if begins:
+        place = begin(private=private)
+    try:
+        if place and _join(ray, place):
+            return ray
+    except BaseException:
+        end()
+        raise
+    end()
+    where = f"launch.address={wanted}" if wanted else "launch.address is empty, RAY_ADDRESS too"
+    raise BirlError(
+        f"{where}: no Ray cluster answers there that takes this token (RAY_AUTH_TOKEN, or the file "
+        "~/.ray/auth_token, which must be the cluster's). Start one with `ray start --head`, or name another."
+    )
+
+
+def prepared(*, local: bool, without_token: bool) -> Any:
+    """The package, imported with what it reads then. Raises `BirlError` where it was imported before, otherwise."""
+    wanted = {} if without_token else {MODE: "token"}
+    wanted |= {LOOPBACK: "0"} if local else {}
+    if "ray" in sys.modules:
+        for name, value in wanted.items():
+            if os.environ.get(name) != value:
+                raise BirlError(
+                    f"Ray was imported before birl could set {name}={value}, which Ray reads at import: set it in the "
+                    "environment, or import ray later."
+                )
+    os.environ.update(wanted)
+    return library()
+
+
+def running() -> str:
+    """Address (host:port) of the cluster that was started last on this machine, as Ray notes it; empty: there is none.
+    It may be gone."""
+    return noted(Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray"))
+
+
+def noted(folder: Path) -> str:
+    try:
+        return (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def listens(address: str) -> bool:
+    """Whether anything accepts connections at `address` (host:port)."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTEN).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def is_local(address: str) -> bool:
+    """Whether `address` (host:port) is on this machine's loopback."""
+    return address.rpartition(":")[0] in (LOCAL, "localhost", "[::1]")
 
 
 def _join(ray: Any, address: str) -> bool:
@@ -70,18 +135,72 @@ def _join(ray: Any, address: str) -> bool:
     return True
 
 
-def begin() -> None:
-    """A cluster of this machine alone, which nobody else reaches, and which goes on when this process ends."""
-    program = Path(sys.executable).with_name("ray")
-    ray = str(program) if program.exists() else shutil.which("ray") or "ray"
-    if os.environ.get("RAY_AUTH_MODE") == "token":
-        _call(
-            [ray, "get-auth-token", "--generate"]
-        )  # the one that is there, else a new one; what it prints is no log's
+def begin(*, private: bool = False) -> str:
+    """A cluster of this machine alone, which nobody else reaches; its address. It ends with this process, unless `keep`
+    is called. Other runs do not find a `private` one. Raises `BirlError`."""
+    global _guard
+    end()
+    ray = program()
+    if os.environ.get(MODE) == "token":
+        _call([ray, "get-auth-token", "--generate"])  # an old one, or a new one; what it prints is no log's
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the job would wait for everything else here
-    store = f"--object-store-memory={STORE}"
-    _call([ray, "start", "--head", f"--node-ip-address={LOCAL}", "--port=0", store, "--disable-usage-stats"])
-    print("No Ray cluster was there, so one was started on this machine; `ray stop` ends it.", flush=True)
+    atexit.register(end)  # while Ray's client still works
+    folder = tempfile.mkdtemp(prefix="birl-ray-") if private else ""
+    with socket.create_server((LOCAL, 0)) as free:
+        port = free.getsockname()[1]
+    address = f"{LOCAL}:{port}"
+    command = [ray, "start", "--head", "--block", f"--node-ip-address={LOCAL}", f"--port={port}"]
+    command += ["--include-dashboard=false", f"--object-store-memory={STORE}", "--disable-usage-stats"]
+    command += [f"--temp-dir={folder}"] if private else []
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        _guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", ray_guard.__file__, folder, *command], stdin=subprocess.PIPE, stdout=log,
+            stderr=subprocess.STDOUT, env={**os.environ, LOOPBACK: "0"}, text=True, start_new_session=True,
+        )  # fmt: skip
+        until = time.monotonic() + START
+        while (noted(Path(folder)) if private else running()) != address or not listens(address):
+            if _guard.poll() is not None or time.monotonic() > until:
+                log.seek(0)
+                said = " ".join(log.read().strip().splitlines()[-3:])
+                end()
+                raise BirlError(f"`{' '.join(command)}` failed: {said or f'it did not listen within {START:g} s'}")
+            time.sleep(0.1)
+    return address
+
+
+def keep() -> None:
+    """The cluster that this process started goes on when this process ends."""
+    global _guard
+    if _guard is not None:
+        guard, _guard = _guard, None
+        assert guard.stdin is not None
+        with suppress(BrokenPipeError), guard.stdin:
+            guard.stdin.write("keep")
+        print("No Ray cluster was there, so one was started on this machine; `ray stop` ends it.", flush=True)
+
+
+def end() -> None:
+    """The end of the cluster that this process started and did not keep, if there is one."""
+    global _guard
+    if _guard is None:
+        return
+    guard, _guard = _guard, None
+    if "ray" in sys.modules and library().is_initialized():
+        library().shutdown()  # Ray ends a client whose cluster is gone
+    assert guard.stdin is not None
+    guard.stdin.close()
+    try:
+        guard.wait(ray_guard.GRACE + 5)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        guard.wait()
+
+
+def program() -> str:
+    """Ray's command line, of the Python that runs here."""
+    own = Path(sys.executable).with_name("ray")
+    return str(own) if own.exists() else shutil.which("ray") or "ray"
 
 
 def _call(command: list[str]) -> None:

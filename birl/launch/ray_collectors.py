@@ -13,11 +13,12 @@ from birl.config import schema
 from birl.envs.calls import called
 from birl.envs.open import World, open_world
 from birl.errors import BirlError, first_line
-from birl.launch.ray_cluster import library
+from birl.launch.ray_cluster import library, room
 from birl.types import Conversation, Feedback, Message, Task
 from birl.waits import waiting
 
 CLOSE = 60.0  # seconds
+SILENT = 5.0  # seconds that the first actor may take before we tell what it waits for
 
 
 @dataclass
@@ -37,7 +38,8 @@ class Config:
     cpus: float = 1.0
     """CPU cores of each actor."""
     address: str = ""
-    """Of the cluster, as host:port. Empty: the one that the run is in."""
+    """Of the cluster, as host:port. Empty: the one that the run is in, else the one on this machine, else one is
+    started that ends with the run."""
     start_timeout: float = 600.0
     """Longest that the first actor may take to have a place and to start [s]."""
 
@@ -126,18 +128,28 @@ class Collectors:
     @classmethod
     async def start(cls, ray: Any, config: Config, options: dict[str, str]) -> "Collectors":
         made = cls(ray, config, options)
+        telling = asyncio.create_task(made._tell())
         try:
             async with asyncio.timeout(config.start_timeout):
                 await made._begin(made._add())
         except TimeoutError:
             raise BirlError(
-                f"env=ray: no actor had a place within env.start_timeout={config.start_timeout:g} s; it needs "
-                f"env.cpus={config.cpus:g}."
+                f"env=ray: no actor had a place within env.start_timeout={config.start_timeout:g} s. {made._needs()}"
             ) from None
+        finally:
+            telling.cancel()
         for _ in range(config.least - 1):
             made._grow()
         made._spawn(made._watch())
         return made
+
+    async def _tell(self) -> None:
+        await asyncio.sleep(SILENT)
+        needs = await asyncio.to_thread(self._needs)
+        print(f"env=ray: the first actor has not started for {SILENT:g} s. {needs}", flush=True)
+
+    def _needs(self) -> str:
+        return f"It needs env.cpus={self.config.cpus:g}, and the cluster has {room(self.ray) or 'no CPU'}."
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         return self.ray.get(self.places[0].actor.rows.remote(split), timeout=self.config.start_timeout)

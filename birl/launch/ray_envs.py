@@ -44,7 +44,7 @@ class RayEnv:
             if not equals:
                 raise BirlError(f"env.keys=[{word}]: has no value; write env.keys=[{word}=VALUE].")
             options[name.strip()] = value.strip()
-        return await Collectors.start(connect(config.address, start=True), config, options)
+        return await Collectors.start(connect(config.address, start=True, private=True), config, options)
 
     @staticmethod
     def tasks(config: Config, split: str, shared: Collectors) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from birl.errors import BirlError
+from birl.launch import ray_collectors
 from birl.launch.ray_collectors import Collectors, Config, Place
 
 
@@ -38,6 +39,12 @@ class StandIn:
 
     def kill(self, actor: Any) -> None:
         self.killed += 1
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return {}
 
 
 def play(coroutine: Any) -> Any:
@@ -137,9 +144,15 @@ def test_what_does_not_start_is_said_and_tried_again(reason: str) -> None:
     play(run())
 
 
-def test_the_first_actor_has_a_deadline() -> None:
+def test_the_first_actor_has_a_deadline_and_we_tell_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_collectors, "SILENT", 0.01)
+
     async def run() -> None:
-        with pytest.raises(BirlError, match=r"env\.start_timeout=0\.1"):
-            await Collectors.start(StandIn(), config(start_timeout=0.1), {})
+        with pytest.raises(BirlError, match=r"env\.start_timeout=0\.3 s. It needs env.cpus=1, and .* 0 of 2 CPU free"):
+            await Collectors.start(StandIn(), config(start_timeout=0.3), {})
+        told = capsys.readouterr().out
+        assert "not started for 0.01 s. It needs env.cpus=1, and the cluster has 0 of 2 CPU free." in told
 
     play(run())
