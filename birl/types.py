@@ -51,7 +51,8 @@ class Task:
     """One row of a dataset: what to ask, what is right, and everything else the row carries.
 
     `prompt` is messages (rendered with the chat template) or plain text (encoded as it is, for base models).
-    `columns` go to reward functions as keyword arguments; `source` groups validation results.
+    `columns` go to reward functions as keyword arguments; `source` groups validation results. `messages`: the row's
+    `prompt` is a list of messages, so reward functions get completions as messages, as TRL's do.
 
     Example: Task(id="train.jsonl:17", prompt=(Message(role="user", content="What is 3 + 4?"),), answer="7",
                   columns={"answer": "7"}, source="arithmetic")
@@ -62,6 +63,7 @@ class Task:
     answer: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = "data"
+    messages: bool = False
 
 
 class Stop(StrEnum):
@@ -130,6 +132,10 @@ class Turn:
     agent: str = ""
 
 
+UNSCORED = "every reward function returned None"
+"""The detail of an episode that no reward function judges. It is left out like one that failed, and fails nothing."""
+
+
 class Outcome(StrEnum):
     """How an episode ended. Only `ok` and `truncated` carry a reward that means something."""
 
@@ -150,7 +156,8 @@ class Trajectory:
     """One finished episode. `reward` is trained on, `score` is reported (they may differ); both are NaN unless
     `outcome.scored`. `parts` holds each reward function's own figure, `detail` the first line of what went wrong.
     `rewards` by agent, where the episode has several: each is trained on its own, and `reward` is their mean.
-    `pictures`: files that the environment has saved of what it showed, in their order.
+    `pictures`: files that the environment has saved of what it showed, in their order. `extra` and `logged`: what
+    reward functions say of the episode, and of the call that judged it, beside their values.
 
     Example: Trajectory(turns=(Turn(...),), reward=1.0, score=1.0, parts={"math": 1.0}, outcome=Outcome.OK)
     """
@@ -163,6 +170,8 @@ class Trajectory:
     detail: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     pictures: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,7 @@ class Reader:
             answer=self._answer(pick(row, self.answer), where) if self.answer else None,
             columns={name: value for name, value in row.items() if name != self.prompt},
             source=next((str(s) for path in SOURCES if (s := pick(row, path))), rows.stem(index)),
+            messages=self.prompt != "messages" and isinstance(pick(row, self.prompt), list),
         )
 
     def _prompt(self, value: Any, where: str) -> tuple[Message, ...] | str:

@@ -15,6 +15,8 @@ from queue import Empty
 from typing import Any
 
 from birl.launch.modal_settings import settings
+from birl.rewards.functions import PER_CALL
+from birl.types import UNSCORED
 
 ASKED = "asked"  # the partition with questions; each answer has one of its own
 WAIT = 3600.0  # s; the learner's own reward.timeout is what ends a question
@@ -30,12 +32,15 @@ def __getattr__(name: str) -> Callable[..., list[Any]]:
     def ask(completions: list[str], prompts: list[Any], **columns: Any) -> list[Any]:
         queue = queue_of(settings().app, settings().environment)
         number = f"{os.getpid()}-{secrets.token_hex(8)}"
+        state = vars(columns["trainer_state"]) if "trainer_state" in columns else None
+        columns = {name: value for name, value in columns.items() if name not in PER_CALL}
         question = {"id": number, "name": name, "completions": completions, "prompts": prompts, "columns": columns}
+        question["state"] = state
         queue.put(json.dumps(question), partition=ASKED)
         found = json.loads(queue.get(partition=number, timeout=WAIT))
         if "error" in found:
             raise RuntimeError(found["error"])
-        return found["values"]
+        return [RuntimeError(value) if isinstance(value, str) else value for value in found["values"]]
 
     ask.__name__ = name
     return ask
@@ -83,9 +88,8 @@ async def _one(queue: Any, rewards: Mapping[str, Any], question: dict[str, Any])
     gold = columns.pop("gold", None) or [None] * n
     try:
         asked = rewards[question["name"]]
-        scores = await asked.score(question["prompts"], question["completions"], columns, gold)
-        # a completion without a value is None there too: an error of its own, and never a 0
-        values = [score.value if score.outcome.value == "ok" else None for score in scores]
+        scores = await asked.score(question["prompts"], question["completions"], columns, gold, question.get("state"))
+        values = [None if s.detail == UNSCORED else s.detail if s.detail else s.value for s in scores]
         found: dict[str, Any] = {"values": values}
     except Exception as error:  # whatever the user's function raises, or a name that is not here
         found = {"error": f"{type(error).__name__}: {error}"}

@@ -73,7 +73,7 @@ def best_step(root: Path) -> int | None:
 
 
 def _verify(root: Path, steps: Sequence[str]) -> int:
-    chosen = [_find(root, steps[0])] if steps else [s.path for s in checkpoint.saved(root)]
+    chosen = [find(root, steps[0])] if steps else [s.path for s in checkpoint.saved(root)]
     bad = 0
     for path in chosen:
         problems = checkpoint.verify(path)
@@ -82,7 +82,7 @@ def _verify(root: Path, steps: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
-def _find(root: Path, step: str) -> Path:
+def find(root: Path, step: str) -> Path:
     found = {s.step: s.path for s in checkpoint.saved(root)}
     if step == "last":
         wanted = max(found, default=None)
@@ -108,7 +108,7 @@ def _size(word: str) -> float:
 def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float = 5.0) -> int:
     from birl.learner.export import export, export_adapter
 
-    source = _find(root, step)
+    source = find(root, step)
     if adapter:
         export_adapter(source, root.parent, target)
     else:

@@ -31,7 +31,7 @@ from birl.loops.objective import Objective, keeps_reference, surrogate_of
 from birl.loops.parts import Parts, replays
 from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.ranks import check_split
-from birl.loops.rewards import make_rewards, scorer, started
+from birl.loops.rewards import Progress, make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
 from birl.loops.tasks import check_lengths, lengths, load_data, report_data, total_steps
 from birl.loops.teacher import ServedTeacher, served
@@ -93,7 +93,9 @@ async def training(
             await gateway.start()
             opened.push_async_callback(gateway.close)
         await starting
-        rollout = partial(Rollout, chat=policy.chat, open_env=world.open, score=scorer(rewards), gateway=gateway)
+        progress = Progress(epochs=config.epochs)
+        judge = scorer(rewards, progress)
+        rollout = partial(Rollout, chat=policy.chat, open_env=world.open, score=judge, gateway=gateway)
         ready = partial(
             assembled, config, policy, context, rewards, rollout, train, validation, run, resume_from, dry_run, asked,
             servers, crew,
@@ -103,6 +105,7 @@ async def training(
             opened.push_async_callback(parts.engine.close)
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
+        parts.progress = progress
         parts.opened = opened.pop_all()
         return parts
 

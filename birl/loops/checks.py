@@ -7,7 +7,7 @@ from birl.config import schema
 from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.rollout.pipeline import Step
-from birl.types import Task, Trajectory
+from birl.types import UNSCORED, Task, Trajectory
 
 
 def staleness(oldest: int, config: schema.Rollout) -> None:
@@ -22,7 +22,7 @@ def staleness(oldest: int, config: schema.Rollout) -> None:
 def failures(step: Step, most: float) -> None:
     """Raises `BirlError` where more than this share of the episodes failed."""
     episodes = [(g.task, t) for g in (*step.groups, *step.refused) for t in g.trajectories]
-    failed = [(task, t) for task, t in episodes if not t.outcome.scored]
+    failed = [(task, t) for task, t in episodes if not t.outcome.scored and t.detail != UNSCORED]
     if len(failed) <= most * len(episodes):
         return
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(str(t.outcome) for _, t in failed).most_common())

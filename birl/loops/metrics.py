@@ -123,6 +123,7 @@ def episode_records(
                 for turn in (t.turns if len(t.turns) > 1 else ())
             ],
             "rewards": dict(t.rewards),
+            **({"extra": dict(t.extra)} if t.extra else {}),
             **({"pictures": [_within(path, run) for path in t.pictures]} if t.pictures else {}),
             "samples": [
                 {
@@ -168,6 +169,10 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for trajectory in scored:
         for name, value in trajectory.parts.items():
             parts.setdefault(name, []).append(value)
+    logged: dict[str, list[float]] = {}
+    for trajectory in scored:
+        for name, value in trajectory.logged.items():
+            logged.setdefault(name, []).append(value)
     by_agent: dict[str, list[float]] = {}
     for trajectory in scored:
         for name, value in trajectory.rewards.items():
@@ -175,6 +180,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         **{f"reward/agent/{name}": fmean(values) for name, values in by_agent.items()},
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
+        **{f"reward/logged/{name}": fmean(values) for name, values in logged.items()},
         "reward/mean": fmean(rewards),  # behind the parts: a function may be called mean
         "reward/std": pstdev(rewards) if scored else nan,
         "score/mean": fmean(scores),

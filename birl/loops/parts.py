@@ -25,6 +25,7 @@ from birl.loops.engines import Servers
 from birl.loops.evaluate import Plan, data_digest
 from birl.loops.objective import Objective
 from birl.loops.policy import DTYPES, Policy
+from birl.loops.rewards import Progress
 from birl.loops.serve import hosted, service_of
 from birl.loops.tasks import stream
 from birl.models.device import device_of
@@ -72,6 +73,7 @@ class Parts:
     publisher: Publisher = NOT_HERE
     resume_from: Path | None = None
     total_steps: int | None = None
+    progress: Progress = field(default_factory=Progress)
     counted: Counters = field(default_factory=Counters)
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 

@@ -123,6 +123,7 @@ class _Run(Run):
         config, parts = self.config, self.parts
         await self.together("begin", parts.total_steps, parts.credit.weights)
         await self.resume()
+        self.tell_rewards()
         self.ledger = Ledger(parts.run, self.step)
         await self.publish()
         if self.validation_due() and (self.step > 0 or config.validation.at_start):
@@ -189,6 +190,7 @@ class _Run(Run):
         credited, stats = await self.together("learn", self.step, step.groups, self.take_greedy(step.groups))
         self.parts.tracker.record(row_of(step))
         self.step, self.position, self.ahead = step.number, step.position, step.ahead
+        self.tell_rewards()
         trained = time.perf_counter()
         if self.step % self.config.weights.sync_every == 0:
             await self.publish(wait=False)
@@ -203,6 +205,12 @@ class _Run(Run):
             records = episode_records(step, self.parts.chat, credited.by_episode, figures, self.parts.run)
             self.parts.tracker.rollouts(self.step, records)
         await self.finish_step(metrics, time.perf_counter())
+
+    def tell_rewards(self) -> None:
+        """How far the run is, for reward functions with a schedule."""
+        progress, rows = self.parts.progress, sum(map(len, self.parts.train))
+        progress.steps, progress.total = self.step, self.parts.total_steps or 0
+        progress.epoch = self.position / max(rows, 1)
 
     async def replay(self) -> None:
         """Train on what another run trained on (`replay.py`)."""

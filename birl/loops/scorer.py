@@ -44,6 +44,7 @@ class RewardModel:
     model."""
 
     __name__ = "model"
+    reads_text = True
 
     def __init__(self, path: str, config: schema.Model, compute: Executor, tokens: int = 8192) -> None:
         folder = resolve(path, key="reward.model")

@@ -8,6 +8,7 @@ import contextvars
 import difflib
 import inspect
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -211,6 +212,12 @@ class Trainer:
         finally:
             thread.shutdown(wait=False)
 
+    def save_model(self, output_dir: str | PathLike[str] = "") -> Path:
+        """Write the newest checkpoint as a folder of Hugging Face files, as `birl checkpoints RUN export last` does,
+        and return it: by default, and where `output_dir` is the run folder, RUN/exported, which is replaced. Of LoRA
+        the merged model. Raises `BirlError` before the first checkpoint, and where another `output_dir` exists."""
+        return save_model(self.run, Path(output_dir) if output_dir else None)
+
     def _elsewhere(self) -> dict[str, Any]:
         from birl.launch.program import Program, rows_file
 
@@ -220,6 +227,20 @@ class Trainer:
                 keys[f"data.{name}"] = [rows_file(rows, self.run.with_name(f"{self.run.name}-rows") / f"{name}.jsonl")]
         words = tuple(f"{k}={_written(v)}" for k, v in keys.items())
         return Program(where=self._launcher, words=words, launch=self._launch, here=self._here).train()
+
+
+def save_model(run: Path, target: Path | None) -> Path:
+    from birl.learner.checkpoint_cli import find
+    from birl.learner.export import export
+
+    source, own = find(run / "checkpoints", "last"), run / "exported"
+    if target is None or target.resolve() in (run.resolve(), own.resolve()):
+        shutil.rmtree(own, ignore_errors=True)
+        target = own
+    elif target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
+    export(source, run, target)
+    return target
 
 
 def _clips(low: float | None, high: float | None) -> dict[str, Any]:

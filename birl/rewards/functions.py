@@ -15,9 +15,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from birl.errors import BirlError
@@ -47,8 +48,52 @@ OPTIONS = {
     "sandbox": ("code", "sandbox"),
 }
 
-Answers = list[float | str]
-"""One entry for each completion: its value, or what is wrong with it."""
+PER_CALL = ("trainer_state", "log_extra", "log_metric")  # arguments that are no list with one entry per completion
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a call gave. `values`: for each completion its value, None where the function does not judge it, or what is
+    wrong with it. `extra`: by name, what `log_extra` was given, one entry for each completion. `logged`: by name, the
+    values that `log_metric` was given."""
+
+    values: list[float | str | None]
+    extra: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+    logged: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+
+class Invocation:
+    """One call of a function: the arguments that exist only where it runs, and what it logs.
+
+    Example: call = Invocation({"completions": ["7"], "log_metric": None}, n=1)
+             call.answers(function(**call.arguments))
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], n: int) -> None:
+        own = {
+            "trainer_state": SimpleNamespace(**(arguments.get("trainer_state") or {})),
+            "log_extra": self.log_extra,
+            "log_metric": self.log_metric,
+        }
+        self.arguments = {name: own.get(name, value) for name, value in arguments.items()}
+        self.n = n
+        self.extra: dict[str, list[Any]] = {}
+        self.logged: dict[str, list[float]] = {}
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """One value for each completion, for rollouts.jsonl."""
+        listed = list(values)
+        if len(listed) != self.n:
+            raise ValueError(f"log_extra({column!r}, ...): {len(listed)} values for {self.n} completions")
+        self.extra[str(column)] = [v if isinstance(v, bool | int | float | None) else str(v) for v in listed]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number for metrics.jsonl, which has the mean over a step."""
+        self.logged.setdefault(str(name), []).append(float(value))
+
+    def answers(self, result: object) -> Answers:
+        """Raises `CallFailed` when the result is not a list with one entry for each completion."""
+        return Answers(checked(result, self.n), self.extra, self.logged)
 
 
 class CallFailed(Exception):
@@ -216,7 +261,7 @@ def failed(error: BaseException, function: Callable[..., Any]) -> CallFailed:
     return CallFailed(Outcome.ENV_ERROR, describe(error, source_file(function)))
 
 
-def checked(result: object, n: int) -> Answers:
+def checked(result: object, n: int) -> list[float | str | None]:
     """A function's result, value by value. Raises `CallFailed` when it is not a list of n things."""
     if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
         raise CallFailed(
@@ -228,9 +273,9 @@ def checked(result: object, n: int) -> Answers:
     return [_number(value) for value in values]
 
 
-def _number(value: object) -> float | str:
+def _number(value: object) -> float | str | None:
     if value is None:
-        return "returned None instead of a number"
+        return None
     if isinstance(value, Exception):  # of one completion; the others have their numbers
         return next(iter(str(value).splitlines()), type(value).__name__)[:400]
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from birl.errors import BirlError
-from birl.rewards.functions import Answers, CallFailed, checked, failed
+from birl.rewards.functions import Answers, CallFailed, Invocation, failed
 from birl.types import Outcome
 
 START_TIMEOUT = 120.0  # seconds a worker may take to import the functions
@@ -121,7 +121,7 @@ class Worker:
 
     Example: worker = Worker(["math"], options={}, folder=Path.cwd())
              worker.start()
-             worker.call(0, {"completions": ["7"], "gold": ["7"]}, n=1, timeout=10) == [1.0]
+             worker.call(0, {"completions": ["7"], "gold": ["7"]}, n=1, timeout=10).values == [1.0]
     """
 
     def __init__(self, specs: list[str], *, options: Mapping[str, Any], folder: Path) -> None:
@@ -142,7 +142,7 @@ class Worker:
             raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s")
         if "error" in reply:
             raise CallFailed(Outcome.ENV_ERROR, reply["error"], isolate=reply["isolate"])
-        return reply["values"]
+        return Answers(**reply)
 
     def start(self) -> dict[str, Any]:
         """Make sure that the process runs and has imported its functions. Raises `BirlError` where it cannot."""
@@ -292,7 +292,8 @@ class Thread:
 
         def work() -> None:
             try:
-                done.put(checked(self.function(**arguments), n))
+                call = Invocation(arguments, n)
+                done.put(call.answers(self.function(**call.arguments)))
             except CallFailed as failure:
                 done.put(failure)
             except (Exception, SystemExit) as error:
@@ -323,7 +324,8 @@ async def awaited(
 ) -> tuple[Answers, float]:
     """Call an async function of this process. It must not block: the event loop is the trainer's own."""
     began = time.monotonic()
-    task = asyncio.ensure_future(function(**arguments))
+    call = Invocation(arguments, n)
+    task = asyncio.ensure_future(function(**call.arguments))
     try:
         # not wait_for, which would wait forever for a function that does not let itself be cancelled
         done, _ = await asyncio.wait({task}, timeout=timeout)
@@ -332,7 +334,7 @@ async def awaited(
     if not done:
         raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s", seconds=timeout)
     try:
-        return checked(task.result(), n), time.monotonic() - began
+        return call.answers(task.result()), time.monotonic() - began
     except CallFailed as failure:
         failure.seconds = time.monotonic() - began
         raise

@@ -10,12 +10,13 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from birl.errors import BirlError
-from birl.rewards.functions import OPTIONS, Answers, CallFailed, Parameters, resolve
+from birl.rewards.functions import BUILTINS, OPTIONS, PER_CALL, Answers, CallFailed, Parameters, resolve
 from birl.rewards.pool import Pool, Thread, Worker, awaited
-from birl.types import Outcome
+from birl.types import UNSCORED, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What one completion is worth. `value` is NaN unless the outcome is ok; `parts` holds what each function gave, as
-    far as it gave anything; `detail` is the first line of what went wrong.
+    far as it gave anything; `detail` is the first line of what went wrong. `extra`: what the functions said of this
+    completion by `log_extra`; `logged`: the mean of what `log_metric` was given in the calls that judged it.
 
     Example: Score(value=1.5, parts={"math": 1.0, "format": 0.5}, outcome=Outcome.OK)
     """
@@ -32,6 +34,17 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = Outcome.OK
     detail: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one function gave for one completion; None: it does not judge this one."""
+
+    value: float | CallFailed | None
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 Call = Callable[[Mapping[str, Any], int, float], Awaitable[tuple[Answers, float]]]
@@ -45,6 +58,7 @@ class Function:
     parameters: Parameters
     call: Call  # (arguments, number of completions, deadline in seconds) -> (answers, seconds it took)
     remote: bool  # arguments cross a pipe as JSON
+    reads_text: bool  # of completions that are messages
 
 
 class Rewards:
@@ -61,7 +75,8 @@ class Rewards:
 
     What fails is never a 0. A call that hangs, dies or raises is repeated with one completion at a time to find the
     culprits (about 3 times the timeout at most, plus restarts); the others are then scored together, without them,
-    because a function may compare the completions of a group. None, NaN and infinity are errors of that completion.
+    because a function may compare the completions of a group. NaN and infinity are errors of that completion. None
+    leaves the function out of that completion's sum; where all give None, it has no value.
 
     Example: async with Rewards(["math", "my_file.py:score"], weights=[1.0, 0.5]) as rewards:
                  scores = await rewards.score([prompt, prompt], ["7", "8"], {"level": [1, 1]}, gold=["7", "7"])
@@ -93,6 +108,7 @@ class Rewards:
         self._pools: list[Pool] = []
         self._ready: list[Function] = []
         self._closed = False
+        self._unjudged = False  # it was told that a completion has no value
 
     async def start(self) -> None:
         """Start the workers and import the functions. Raises `BirlError` when one cannot be used. `score` does it if
@@ -106,18 +122,21 @@ class Rewards:
         remote = iter(hello["functions"])
         parameters = [Parameters(**next(remote)) if isinstance(f, str) else Parameters.of(f) for f in self.functions]
         self._ready = [
-            Function(name, takes, call, isinstance(f, str))
+            Function(name, takes, call, isinstance(f, str), f in BUILTINS or getattr(f, "reads_text", False))
             for name, takes, call, f in zip(self.names, parameters, self._calls, self.functions, strict=True)
         ]
 
     async def score(
         self,
         prompts: Sequence[Any],
-        completions: Sequence[str],
+        completions: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
         gold: Sequence[str | None],
+        state: Mapping[str, Any] | None = None,
     ) -> list[Score]:
-        """One score for each completion. Raises `BirlError` when a function needs a column that does not exist."""
+        """One score for each completion, which is text or a list of messages; birl's own functions read the text.
+        `state`: what functions get as `trainer_state`, and then also `log_extra` and `log_metric`. Raises `BirlError`
+        when a function needs a column that does not exist."""
         if not self._ready:
             await self.start()
         n = len(completions)
@@ -128,10 +147,14 @@ class Rewards:
             raise ValueError(f"{n} completions, but {uneven}")
         if n == 0:
             return []
+        if state is not None:
+            offered |= {"trainer_state": dict(state), "log_extra": None, "log_metric": None}
         asked = [_arguments(function, offered) for function in self._ready]
         calls = [_settle(f, a, n, self.timeout) for f, a in zip(self._ready, asked, strict=True)]
         results = await asyncio.gather(*calls)
-        return [self._combine([result[i] for result in results]) for i in range(n)]
+        scores = [self._combine([result[i] for result in results]) for i in range(n)]
+        self._warn(scores, offered)
+        return scores
 
     async def close(self) -> None:
         """Kill the workers, calls in progress included."""
@@ -167,29 +190,50 @@ class Rewards:
                 self._pools.append(Pool([Thread(function)]))
                 self._calls.append(_bind(self._pools[-1], 0))
 
-    def _combine(self, parts: list["float | CallFailed"]) -> Score:
+    def _combine(self, parts: list[Part]) -> Score:
         """One completion's parts, in the order of the functions; the first problem decides about the outcome."""
-        good = {name: part for name, part in zip(self.names, parts, strict=True) if not isinstance(part, CallFailed)}
-        for name, part in zip(self.names, parts, strict=True):
-            if isinstance(part, CallFailed):
-                detail = f"reward {name}: {part.detail}"
-                return Score(value=math.nan, parts=good, outcome=part.outcome, detail=detail)
-        value = sum(weight * good[name] for weight, name in zip(self.weights, self.names, strict=True))
+        by_name = dict(zip(self.names, parts, strict=True))
+        good = {name: part.value for name, part in by_name.items() if isinstance(part.value, float)}
+        said = {
+            "parts": good,
+            "extra": {name: value for part in parts for name, value in part.extra.items()},
+            "logged": {name: value for part in parts for name, value in part.logged.items()},
+        }
+        for name, part in by_name.items():
+            if isinstance(part.value, CallFailed):
+                detail = f"reward {name}: {part.value.detail}"
+                return Score(value=math.nan, outcome=part.value.outcome, detail=detail, **said)
+        if not good:
+            return Score(value=math.nan, outcome=Outcome.ENV_ERROR, detail=UNSCORED, **said)
+        value = sum(weight * good[name] for weight, name in zip(self.weights, self.names, strict=True) if name in good)
         if not math.isfinite(value):
             detail = f"the weighted sum of the rewards is {value}"
-            return Score(value=math.nan, parts=good, outcome=Outcome.ENV_ERROR, detail=detail)
-        return Score(value=value, parts=good)
+            return Score(value=math.nan, outcome=Outcome.ENV_ERROR, detail=detail, **said)
+        return Score(value=value, **said)
+
+    def _warn(self, scores: list[Score], offered: Mapping[str, Any]) -> None:
+        """Once, of a completion that no function judges."""
+        first = next((i for i, score in enumerate(scores) if score.detail == UNSCORED), None)
+        if first is None or self._unjudged:
+            return
+        self._unjudged = True
+        row = {name: values[first] for name, values in offered.items() if name not in PER_CALL}
+        log.warning(
+            "All reward functions returned None for %.600s. Such answers are left out; at least one function should "
+            "return a number for each row.",
+            row,
+        )
 
 
-async def _settle(function: Function, arguments: Mapping[str, Any], n: int, timeout: float) -> list[float | CallFailed]:
+async def _settle(function: Function, arguments: Mapping[str, Any], n: int, timeout: float) -> list[Part]:
     """Each completion's value or problem. After a failure: find the culprits one by one, score the rest together."""
     try:
         return _split((await function.call(arguments, n, timeout))[0])
     except CallFailed as failure:
         if n == 1 or not failure.isolate:
-            return [failure] * n
+            return [Part(failure)] * n
         first = failure
-    results: list[float | CallFailed] = [first] * n
+    results = [Part(first)] * n
     innocent: list[int] = []
     left = 3 * timeout
     for i in range(n):
@@ -199,7 +243,7 @@ async def _settle(function: Function, arguments: Mapping[str, Any], n: int, time
             _, seconds = await function.call(_pick(arguments, [i]), 1, allowed)
             innocent.append(i)
         except CallFailed as failure:
-            results[i] = failure
+            results[i] = Part(failure)
             seconds = failure.seconds
         left -= seconds
     for i, result in zip(innocent, await _together(function, arguments, innocent, timeout), strict=True):
@@ -207,9 +251,7 @@ async def _settle(function: Function, arguments: Mapping[str, Any], n: int, time
     return results
 
 
-async def _together(
-    function: Function, arguments: Mapping[str, Any], which: list[int], timeout: float
-) -> list[float | CallFailed]:
+async def _together(function: Function, arguments: Mapping[str, Any], which: list[int], timeout: float) -> list[Part]:
     if not which:
         return []
     try:
@@ -217,20 +259,34 @@ async def _together(
     except CallFailed as failure:
         hint = "; raise reward.timeout" if failure.outcome is Outcome.TIMEOUT else ""
         detail = f"{failure.detail} ({len(which)} completions together, though each alone is fine{hint})"
-        return [CallFailed(failure.outcome, detail)] * len(which)
+        return [Part(CallFailed(failure.outcome, detail))] * len(which)
 
 
-def _split(answers: Answers) -> list[float | CallFailed]:
-    return [CallFailed(Outcome.ENV_ERROR, a) if isinstance(a, str) else a for a in answers]
+def _split(answers: Answers) -> list[Part]:
+    logged = {name: fmean(values) for name, values in answers.logged.items()}
+    return [
+        Part(
+            CallFailed(Outcome.ENV_ERROR, value) if isinstance(value, str) else value,
+            {name: values[i] for name, values in answers.extra.items()},
+            logged,
+        )
+        for i, value in enumerate(answers.values)
+    ]
 
 
 def _pick(arguments: Mapping[str, Any], which: list[int]) -> dict[str, Any]:
-    return {name: [values[i] for i in which] for name, values in arguments.items()}
+    return {name: values if name in PER_CALL else [values[i] for i in which] for name, values in arguments.items()}
 
 
 def _arguments(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.parameters.select(function.name, offered)
+    if function.reads_text and "completions" in arguments:
+        arguments["completions"] = [_text(c) for c in arguments["completions"]]
     return _sendable(function, arguments) if function.remote else arguments
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else "".join(m["content"] for m in completion)
 
 
 _left_out: set[tuple[str, str]] = set()

@@ -2,7 +2,7 @@
 
 One JSON object a line. First in: {"options": {...}}; first out: {"functions": [...], "digests": [...]} or
 {"problem": ...}. Then, for each {"function": index, "arguments": {...}, "n": completions, "timeout": seconds}, one
-{"values": [...]} or {"error": ..., "isolate": ...}.
+{"values": [...], "extra": {...}, "logged": {...}} or {"error": ..., "isolate": ...}.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from birl.errors import BirlError
-from birl.rewards.functions import CallFailed, Parameters, checked, digest, failed, load, make_importable
+from birl.rewards.functions import CallFailed, Invocation, Parameters, digest, failed, load, make_importable
 
 GRACE = 5.0  # seconds after a call's deadline at which a worker that nobody killed ends itself
 
@@ -60,10 +60,11 @@ def respond(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, 
     # timer is a C thread and does not need the lock.
     faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
     try:
-        result = function(**request["arguments"])
+        call = Invocation(request["arguments"], request["n"])
+        result = function(**call.arguments)
         if inspect.isawaitable(result):
             result = _run(result)
-        return {"values": checked(result, request["n"])}
+        return asdict(call.answers(result))
     except CallFailed as failure:
         return {"error": failure.detail, "isolate": failure.isolate}
     except (Exception, SystemExit) as error:

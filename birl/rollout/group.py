@@ -1,7 +1,7 @@
 """n episodes of one task, and their rewards."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,15 +18,31 @@ class Scored(Protocol):
     @property
     def value(self) -> float: ...
     @property
-    def parts(self) -> dict[str, float]: ...
+    def parts(self) -> Mapping[str, float]: ...
     @property
     def outcome(self) -> Outcome: ...
     @property
     def detail(self) -> str: ...
+    @property
+    def extra(self) -> Mapping[str, Any]: ...
+    @property
+    def logged(self) -> Mapping[str, float]: ...
 
 
-#: (task, completions as text) -> one Scored for each
-Scorer = Callable[[Task, list[str]], Awaitable[Sequence[Scored]]]
+class Reply(str):
+    """What the model said last, as text that knows its tokens."""
+
+    ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, ids: Sequence[int]) -> "Reply":
+        reply = cls(text)
+        reply.ids = tuple(ids)
+        return reply
+
+
+#: (task, completions) -> one Scored for each
+Scorer = Callable[[Task, list[Reply]], Awaitable[Sequence[Scored]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +93,15 @@ class Rollout:
         """The reward functions judge what the model said last; an episode that failed before has nothing to judge."""
         assert self.score is not None
         judged = [i for i, t in enumerate(trajectories) if t.outcome.scored]
-        texts = [last_reply(trajectories[i], self.chat).content for i in judged]
+        replies = [
+            Reply.of(last_reply(t, self.chat).content, t.turns[-1].completion.tokens)
+            for t in (trajectories[i] for i in judged)
+        ]
         result = list(trajectories)
         if not judged:
             return result
         with waiting(f"group {task.id}", "rewards", "reward workers"):
-            found = await self.score(task, texts)
+            found = await self.score(task, replies)
         for i, scored in zip(judged, found, strict=True):
             before = trajectories[i]
             good = scored.outcome is Outcome.OK
@@ -91,6 +110,8 @@ class Rollout:
                 reward=before.reward + scored.value,
                 score=before.score + scored.value,
                 parts={**before.parts, **scored.parts},
+                extra=scored.extra,
+                logged=scored.logged,
                 outcome=before.outcome if good else scored.outcome,
                 detail=scored.detail or before.detail,
             )

@@ -157,6 +157,47 @@ def test_a_column_that_does_not_exist_is_named(make: Make) -> None:
         make(reward_funcs=lambda completions, levels: letters(completions)).train()
 
 
+def test_rows_of_messages_give_messages_to_reward_functions(make: Make) -> None:
+    """As in TRL's GRPO page: completion[0]["content"], ids, the trainer's state, and what is logged."""
+    states: list[tuple[int, int, float]] = []
+
+    def reward(
+        completions: Any, completion_ids: Any, trainer_state: Any, log_extra: Any, log_metric: Any, **_: Any
+    ) -> list[float]:
+        contents = [completion[0]["content"] for completion in completions]
+        log_extra("first", [ids[0] for ids in completion_ids])
+        log_metric("length", len(contents[0]))
+        states.append((trainer_state.global_step, trainer_state.max_steps, trainer_state.epoch))
+        return letters(contents)
+
+    rows = [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in ROWS]
+    make(train_dataset=rows, reward_funcs=[reward, "length"], max_steps=2).train()
+    assert states == [(0, 2, 0.0)] * 2 + [(1, 2, 0.5)] * 2
+    assert all(r["extra"]["first"] in r["samples"][0]["tokens"] for r in rollouts())
+    assert all(m["reward/logged/length"] >= 0 for m in metrics())
+
+
+def test_none_is_no_reward_and_no_failure(make: Make) -> None:
+    """A function that judges some rows only, alone: the others are left out, and the run goes on."""
+
+    def even(completions: list[str], level: list[int], **_: Any) -> list[float | None]:
+        return [None if level[0] else float(len(c)) for c in completions]
+
+    summary = make(reward_funcs=even, batch_size=4).train()
+    assert summary["finished"]
+    assert [r["reward"] is None for r in rollouts()].count(True) == 6
+
+
+def test_the_model_is_saved_where_it_is_wanted(make: Make) -> None:
+    trainer = make()
+    with pytest.raises(BirlError, match="no checkpoint"):
+        trainer.save_model("early")
+    trainer.train()
+    folder = trainer.save_model("mine")
+    assert folder == Path("mine") and (folder / "config.json").exists() and list(folder.glob("*.safetensors"))
+    assert trainer.save_model().parent == trainer.run
+
+
 def test_a_reward_that_always_raises_ends_the_run_and_says_where(make: Make) -> None:
     def broken(completions: list[str], **_: Any) -> list[float]:
         raise ValueError("no such judge")

@@ -17,7 +17,7 @@ import pytest
 
 from birl.errors import BirlError
 from birl.rewards.score import Rewards, Score
-from birl.types import Outcome
+from birl.types import UNSCORED, Outcome
 
 FUNCTIONS = '''
 import asyncio, json, os, signal, subprocess, sys, time
@@ -223,7 +223,6 @@ def test_a_file_named_like_a_module(folder: Path) -> None:
         ("memory", Outcome.ENV_ERROR, "mine.py:40: MemoryError"),
         ("nan", Outcome.ENV_ERROR, "returned nan"),
         ("inf", Outcome.ENV_ERROR, "returned inf"),
-        ("none", Outcome.ENV_ERROR, "returned None"),
         ("text", Outcome.ENV_ERROR, "returned a str"),
     ],
 )
@@ -238,6 +237,68 @@ def test_only_the_culprit_fails(completion: str, outcome: Outcome, detail: str, 
     assert values([scores[0], scores[2]]) == [together, together]
     if completion == "sleep with child":
         assert not alive(int((folder / "child.pid").read_text()))
+
+
+def never(completions: list[str], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def test_none_means_not_for_this_row(caplog: pytest.LogCaptureFixture) -> None:
+    scores = score(["mine.py:bad", local_length], ["a", "none"], weights=[1, 0.5])
+    assert values(scores) == [2.5, 2.0]
+    assert [dict(s.parts) for s in scores] == [{"bad": 2.0, "local_length": 1.0}, {"local_length": 4.0}]
+    assert not caplog.records
+    alone = score(["mine.py:bad", never], ["a", "none", "b"])
+    assert values([alone[0], alone[2]]) == [1.5, 1.5]
+    assert math.isnan(alone[1].value) and alone[1].detail == UNSCORED
+    assert "All reward functions returned None for {" in caplog.text and "'completions': 'none'" in caplog.text
+
+
+STATE = {"global_step": 3, "max_steps": 9}
+
+
+def local_logging(
+    completions: Any, completion_ids: Any, trainer_state: Any, log_extra: Any, log_metric: Any
+) -> list[float]:
+    log_extra("shouted", [c.upper() for c in completions])
+    log_metric("longest", max(map(len, completions)))
+    log_metric("longest", 0)
+    return [float(trainer_state.global_step / trainer_state.max_steps * len(ids)) for ids in completion_ids]
+
+
+LOGGING = """
+def by_name(completions, **kwargs):
+    kwargs["log_extra"]("length", [len(c) for c in completions])
+    kwargs["log_metric"]("calls", 1)
+    if "raise" in completions: raise ValueError
+    return [kwargs["trainer_state"].global_step] * len(completions)
+"""
+
+
+def test_functions_log_and_know_how_far_the_run_is(folder: Path) -> None:
+    (folder / "logging_.py").write_text(LOGGING)
+
+    async def main() -> list[Score]:
+        async with Rewards(["logging_.py:by_name", local_logging], weights=[1, 3]) as rewards:
+            ids = {"completion_ids": [[1], [1, 2], [1, 2, 3]]}
+            return await rewards.score(["p"] * 3, ["a", "raise", "bcd"], ids, [None] * 3, STATE)
+
+    first, broken, last = asyncio.run(main())
+    assert values([first, last]) == [4.0, 6.0] and "ValueError" in broken.detail
+    assert (dict(first.extra), dict(last.extra)) == ({"length": 1, "shouted": "A"}, {"length": 3, "shouted": "BCD"})
+    assert dict(first.logged) == {"calls": 1.0, "longest": 2.5}
+
+
+def test_completions_of_messages_are_text_for_our_own_functions() -> None:
+    seen: list[Any] = []
+
+    def theirs(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    spoken: list[Any] = [[{"role": "assistant", "content": "#### 7"}]]
+    assert score(["math", theirs], spoken, gold=["7"])[0].parts == {"math": 1.0, "theirs": 0.0}
+    assert seen == spoken
 
 
 def test_all_hang_and_the_total_stays_bounded() -> None:
