@@ -25,6 +25,7 @@ from birl.models.digests import words
 from birl.models.load import cast
 from birl.serve import names
 from birl.serve.collective import shapes_of
+from birl.serve.connections import Patient
 from birl.serve.limits import Gate, Refused, is_loopback
 from birl.serve.membership import Membership
 from birl.serve.metrics import Metrics
@@ -197,7 +198,7 @@ def own_host() -> str:
 def uvicorn_server(service: Service) -> uvicorn.Server:
     server = uvicorn.Server(
         uvicorn.Config(
-            app(service), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+            app(service), http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
             timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
         )
     )  # fmt: skip

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
+from birl.serve.bulk import check_bulk, check_text, too_large
 from birl.serve.limits import Refused, outside, problem
 from birl.serve.messages import check_tool, invalid, message, typed
 from birl.serve.service import Service
 from birl.types import SamplingParams
 
 CHOICES = 128  # most answers to one prompt
-CHARACTERS = 64  # more in a token, on average over a prompt, are not possible in earnest
 
 # Without an effect on the answer.
 HARMLESS = (
@@ -56,6 +56,7 @@ class Ask:
 
 def chat(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/chat/completions. Raises `Refused`."""
+    check_bulk(data, service.engine.context)
     known(data, (*SHARED, "messages", "tools", "tool_choice", "max_completion_tokens"), service)
     tools, choice = typed(data, "tools", list, []), data.get("tool_choice")
     for place, tool in enumerate(tools):
@@ -68,7 +69,6 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
     if not messages:
         raise invalid("messages", "is empty")
-    check_size(sum(len(m.content) for m in messages), "messages", service)
     try:
         ids = service.chat.render(messages, tools)
     except BirlError as error:
@@ -85,10 +85,11 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
 
 def completion(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/completions. Raises `Refused`."""
+    check_bulk(data, service.engine.context, ("prompt",))
     known(data, (*SHARED, "prompt"), service)
+    given = prompts(data.get("prompt"), choices(data), service)
     return common(
-        data, service, chat=False, prompts=prompts(data.get("prompt"), service), key="max_tokens", default=16,
-        logprobs=sampled_logprobs(data),
+        data, service, chat=False, prompts=given, key="max_tokens", default=16, logprobs=sampled_logprobs(data)
     )  # fmt: skip
 
 
@@ -176,17 +177,21 @@ def sampled_logprobs(data: Mapping[str, Any]) -> bool:
     return logprobs == 0
 
 
-def prompts(given: Any, service: Service) -> tuple[tuple[int, ...], ...]:
-    """Text, a list of texts, token ids, or lists of token ids."""
+def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]:
+    """Text, a list of texts, token ids, or lists of token ids; `n` answers to each."""
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         given = [given]
     if not isinstance(given, list) or not given:
         raise invalid("prompt", "must be text, a list of texts, a list of token ids, or a list of such lists")
+    if len(given) * n > service.gate.most:
+        raise invalid("prompt", f"{len(given) * n} answers in one request; this server takes {service.gate.most}")
     found = []
     for one in given:
         if isinstance(one, str):
-            check_size(len(one), "prompt", service)
+            check_text(one, "prompt", service.engine.context)
             found.append(service.chat.render(one))
+        elif isinstance(one, list) and len(one) > service.engine.context:
+            raise too_large("prompt", f"{len(one)} tokens", service.engine.context)
         elif isinstance(one, list) and all(type(i) is int for i in one):
             if (wrong := outside(tuple(one), service.vocabulary)) is not None:
                 raise invalid("prompt", f"has {wrong}, which is no token; the model has {service.vocabulary}")
@@ -194,16 +199,6 @@ def prompts(given: Any, service: Service) -> tuple[tuple[int, ...], ...]:
         else:
             raise invalid("prompt", f"has {json.dumps(one)[:80]}, which is neither text nor a list of token ids")
     return tuple(found)
-
-
-def check_size(characters: int, key: str, service: Service) -> None:
-    """Megabytes are not tokenized only to be refused: that would keep everybody else waiting."""
-    most = CHARACTERS * service.engine.context
-    if characters > most:
-        raise Refused(
-            400, f"{key}: {characters} characters cannot fit into the context of {service.engine.context} tokens.",
-            param=key, code="context_length_exceeded",
-        )  # fmt: skip
 
 
 def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.serve.bounded import A_TOKEN, MOST, fetch
 from birl.serve.owner import header
 from birl.serve.wire import Info, Invitation, completion_from, held_from, params_to
 from birl.types import Completion, Held, SamplingParams, Update
@@ -72,7 +73,10 @@ class Client:
         what = f"session {session!r} on {self.address}"
         try:
             async with asyncio.timeout(self.timeout), self._room:
-                found = await self._json("POST", "/generate", json=body, seconds=self.timeout, what=what)
+                found = await self._json(
+                    "POST", "/generate", json=body, seconds=self.timeout, what=what,
+                    most=MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens),
+                )  # fmt: skip
         except TimeoutError as error:
             raise EngineDown(f"{what} had no answer within {self.timeout:g} s") from error
         try:
@@ -143,7 +147,9 @@ class Client:
                 await self._json("POST", "/release", json={}, seconds=min(2.0, self.control_timeout))
         await self._http.aclose()
 
-    async def _json(self, method: str, path: str, *, seconds: float, what: str = "", **body: Any) -> dict[str, Any]:
+    async def _json(
+        self, method: str, path: str, *, seconds: float, what: str = "", most: int = MOST, **body: Any
+    ) -> dict[str, Any]:
         """The object that a call gives. Raises `EngineDown`, `BirlError` (a refused request), `WeightsFailed`."""
         what = what or f"{method} {path} on {self.address}"
         if self._http.is_closed:
@@ -151,7 +157,7 @@ class Client:
         limits = httpx.Timeout(seconds, connect=min(5.0, seconds))
         try:
             async with asyncio.timeout(seconds):  # httpx's own deadlines are for each read, not for the answer
-                response = await self._http.request(method, path, timeout=limits, **body)
+                response = await fetch(self._http, method, path, most=most, timeout=limits, **body)
         except (TimeoutError, httpx.TimeoutException) as error:
             kind = "could not be reached" if isinstance(error, httpx.ConnectTimeout) else "had no answer"
             raise EngineDown(f"{what} {kind} within {limits.connect if 'reached' in kind else seconds:g} s") from error
@@ -159,7 +165,7 @@ class Client:
             raise EngineDown(f"{what}: {type(error).__name__}{f': {error}' if str(error) else ''}") from error
         try:
             found = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if response.status_code >= 300 or not isinstance(found, dict):
             raise refusal(what, response, found)

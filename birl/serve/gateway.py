@@ -27,12 +27,16 @@ from starlette.types import Receive, Scope, Send
 
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
 from birl.serve import gateway_anthropic, gateway_openai
-from birl.serve.limits import Gone, Refused, disconnected, json_object
+from birl.serve.bulk import check_bulk
+from birl.serve.connections import Patient
+from birl.serve.limits import Gone, Refused, ambiguous, disconnected, json_object
+from birl.serve.messages import typed
 from birl.serve.terms import Terms
 from birl.serve.visit import Reply, Session, Visit
 from birl.text.chat import Chat
 
 MOST_BYTES = 16 << 20  # of one request
+LONGEST = 1 << 20  # tokens; an episode may have no bound of its own
 PING = 10.0  # seconds between signs of life of a stream whose answer is not there yet
 
 EVENTS = "text/event-stream"
@@ -60,7 +64,7 @@ class Gateway:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 Starlette(routes=[Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]),
-                http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+                http=Patient, ws="none", lifespan="off", log_level="warning", access_log=False,
                 timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False, backlog=4096,
             )
         )  # fmt: skip
@@ -103,6 +107,8 @@ class Gateway:
         error = gateway_anthropic.error if where.startswith("messages") else Refused.body
         visit = self.visits.get(secret) if not empty and place == "s" else None
         try:
+            if doubt := ambiguous(request.headers):
+                raise doubt
             if visit is None:
                 raise Refused(404, "There is no such episode, or it is over.", "not_found_error")
             return await self._handled(visit, where, request)
@@ -122,18 +128,24 @@ class Gateway:
             case "POST", "reward":
                 return reward(visit, await json_object(request, MOST_BYTES))
             case "POST", "messages/count_tokens":
-                said, tools = gateway_anthropic.conversation(await json_object(request, MOST_BYTES))
+                said, tools = gateway_anthropic.conversation(await asked(request, visit))
                 return JSONResponse({"input_tokens": len(self.terms.chat.render(said, tools))})
             case "POST", "chat/completions":
-                reply = gateway_openai.chat(await json_object(request, MOST_BYTES), self.terms, visit)
+                reply = gateway_openai.chat(await asked(request, visit), self.terms, visit)
             case "POST", "completions":
-                reply = gateway_openai.completion(await json_object(request, MOST_BYTES), self.terms, visit)
+                reply = gateway_openai.completion(await asked(request, visit), self.terms, visit)
             case "POST", "messages":
-                reply = gateway_anthropic.message(await json_object(request, MOST_BYTES), self.terms, visit)
+                reply = gateway_anthropic.message(await asked(request, visit), self.terms, visit)
             case _:
                 raise Refused(404, f"{request.method} /{where}: there is no such address.", "not_found_error")
         reply.agent = request.headers.get("x-birl-agent", reply.agent)
         return await answered(visit, reply, request)
+
+
+async def asked(request: Request, visit: Visit) -> Body:
+    data = await json_object(request, MOST_BYTES)
+    check_bulk(data, min(visit.session.limits.tokens, LONGEST))
+    return data
 
 
 async def answered(visit: Visit, reply: Reply, request: Request) -> Any:
@@ -214,15 +226,15 @@ def refusal(failure: BaseException) -> Refused:
 
 
 def reward(visit: Visit, data: Body) -> Response:
-    value, agent = data.get("reward"), data.get("agent") or ""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Refused(400, f"reward must be a finite number, got {value!r}"[:200], param="reward")
+    value, agent = typed(data, "reward", float, math.nan), data.get("agent") or ""
+    if not math.isfinite(value):
+        raise Refused(400, f"reward must be a finite number, got {data.get('reward')!r}"[:200], param="reward")
     if not isinstance(agent, str):
         raise Refused(400, "agent must be a name.", param="agent")
     if unknown := sorted(set(data) - {"reward", "agent"}):
         raise Refused(400, f"{unknown[0]}: there is no such key; there are reward and agent.", param=unknown[0])
-    visit.session.rewarded(float(value), agent)
-    return JSONResponse({"reward": value, "agent": agent})
+    visit.session.rewarded(value, agent)
+    return JSONResponse({"reward": data["reward"], "agent": agent})
 
 
 def card(name: str) -> Body:

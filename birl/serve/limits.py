@@ -17,24 +17,34 @@ from birl.types import SamplingParams
 T = TypeVar("T")
 COLDEST = 0.001  # logits divided by less leave what float32 can hold; 0 is greedy
 HOTTEST = sys.float_info.max  # JSON's whole numbers have no bound
+QUIET = 60.0  # seconds between two pieces of a body
+STOPS, STOP_CHARACTERS, STOP_IDS = 256, 4096, 4096  # each token of an answer is compared with all of them
 INVALID, OVERLOADED, TIMEOUT = "invalid_request_error", "overloaded", "timeout"
 
 
 class Refused(Exception):
-    """The answer to a request is an error: an HTTP status, and a message with the fix. `more` is put beside it."""
+    """The answer to a request is an error: an HTTP status, and a message with the fix. `more` is put beside it;
+    `close`: nothing more is read from the connection."""
 
     def __init__(
-        self, status: int, message: str, kind: str = INVALID, retry_after: int | None = None, **more: Any
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        retry_after: int | None = None,
+        close: bool = False,
+        **more: Any,
     ) -> None:
         super().__init__(message)
-        self.status, self.kind, self.retry_after, self.more = status, kind, retry_after, more
+        self.status, self.kind, self.retry_after, self.close, self.more = status, kind, retry_after, close, more
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.kind, "param": None, "code": None} | self.more}
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return found | ({"connection": "close"} if self.close else {})
 
 
 class Gone(Exception):
@@ -83,14 +93,18 @@ class Gate:
 
 
 async def body(request: Request, most: int) -> bytes:
-    """All of it. Raises `Refused` beyond `most` bytes, without reading on, and `Gone`."""
+    """All of it. Raises `Refused` beyond `most` bytes, without reading on, or after `QUIET` seconds without any, and
+    `Gone`."""
     told = request.headers.get("content-length", "0")
     parts: list[bytes] = []
     size = int(told) if told.isdigit() else 0
     if size <= most:
         size = 0
         while True:
-            message = await request.receive()
+            try:
+                message = await asyncio.wait_for(request.receive(), QUIET)
+            except TimeoutError:
+                raise Refused(408, f"Nothing more of the body came for {QUIET:g} s.", TIMEOUT, close=True) from None
             if message["type"] == "http.disconnect":
                 raise Gone
             parts.append(message.get("body", b""))
@@ -99,7 +113,8 @@ async def body(request: Request, most: int) -> bytes:
                 break
             if not message.get("more_body", False):
                 return b"".join(parts)
-    raise Refused(413, f"The request is larger than the {most} bytes that this server takes (max_request_mb).")
+    what = f"The request is larger than the {most} bytes that this server takes (max_request_mb)."
+    raise Refused(413, what, close=True)
 
 
 async def json_object(request: Request, most: int) -> dict[str, Any]:
@@ -150,13 +165,36 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_own_name(host: str) -> bool:
+    """Does a header Host name the machine itself? Another name that leads here may be that of a web page."""
+    name = host.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.rpartition(":")[0] or name
+    name = name.removesuffix(".")
+    return is_loopback(name) or name.endswith(".localhost")
+
+
+def ambiguous(headers: Mapping[str, str]) -> Refused | None:
+    """Two lengths of one body: a proxy in front may believe the other one."""
+    if "transfer-encoding" not in headers or "content-length" not in headers:
+        return None
+    return Refused(400, "Content-Length and Transfer-Encoding do not go together: send one of them.", close=True)
+
+
 def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
     """Why a request may not come in. Without a token everybody on this machine may, but no page of a browser, which
-    could be anybody's."""
+    could be anybody's: neither one that says so, nor one whose own name leads to this machine."""
     if not token:
-        if "origin" not in headers:
+        if "origin" in headers:
+            return Refused(
+                403, "Requests from web pages need a token: start the server with BIRL_TOKEN set.", "forbidden"
+            )
+        host = headers.get("host")
+        if host is None or is_own_name(host):
             return None
-        return Refused(403, "Requests from web pages need a token: start the server with BIRL_TOKEN set.", "forbidden")
+        return Refused(
+            403, f"Host {host[:100]!r} is not this machine's own name: use 127.0.0.1 or localhost, or start the server "
+            "with BIRL_TOKEN set.", "forbidden",
+        )  # fmt: skip
     kind, _, said = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer" and hmac.compare_digest(said.strip().encode(), token.encode()):
         return None
@@ -178,6 +216,9 @@ def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
         ("min_p", 0 <= p.min_p <= 1, "must be at least 0 and at most 1"),
         ("seed", p.seed is None or 0 <= p.seed < 2**64, "must be at least 0 and less than 2^64"),
         ("stop", all(p.stop), "must not have an empty string"),
+        ("stop", len(p.stop) <= STOPS, f"must have at most {STOPS} strings"),
+        ("stop", all(len(s) <= STOP_CHARACTERS for s in p.stop), f"must have at most {STOP_CHARACTERS} characters"),
+        ("stop_ids", len(p.stop_ids) <= STOP_IDS, f"must be at most {STOP_IDS} token ids"),
         ("stop_ids", outside(p.stop_ids, vocabulary) is None, f"must be token ids below {vocabulary}"),
         ("forced", outside(p.forced, vocabulary) is None, f"must be token ids below {vocabulary}"),
     )

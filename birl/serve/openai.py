@@ -4,6 +4,9 @@ Beyond OpenAI: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, and `return_tok
 and, for each choice, `token_ids` and `weight_versions`. Log-probs are those of the distribution that was sampled from.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,6 +16,8 @@ from birl.serve.limits import answered, json_object
 from birl.serve.pieces import Pieces
 from birl.serve.service import Service
 from birl.serve.stream import streamed
+
+Body = dict[str, Any]
 
 
 async def models(service: Service, request: Request) -> Response:
@@ -27,14 +32,16 @@ async def model(service: Service, request: Request) -> Response:
 
 
 async def chat(service: Service, request: Request) -> Response:
-    return await completed(service, request, ask.chat(await json_object(request, service.most_bytes), service))
+    return await completed(service, request, ask.chat)
 
 
 async def completion(service: Service, request: Request) -> Response:
-    return await completed(service, request, ask.completion(await json_object(request, service.most_bytes), service))
+    return await completed(service, request, ask.completion)
 
 
-async def completed(service: Service, request: Request, asked: Ask) -> Response:
+async def completed(service: Service, request: Request, read: Callable[[Body, Service], Ask]) -> Response:
+    data = await json_object(request, service.most_bytes)
+    asked = await answered(request, service.read(lambda: read(data, service)), service.timeout)
     jobs = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
     if asked.stream:
         return streamed(service, asked, jobs)  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app

@@ -16,6 +16,7 @@ from torch import Tensor
 from birl.engine.weights import check_age, read
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
+from birl.serve.bounded import fetch
 from birl.types import Completion, SamplingParams, Stop, Update
 
 CONNECTIONS = 2048  # requests at the same time; more wait for their turn
@@ -42,10 +43,10 @@ class Peer:
         try:
             async with asyncio.timeout(seconds):  # httpx's own deadlines are for each read, not for the answer
                 limits = httpx.Timeout(seconds, connect=min(10.0, seconds))
-                response = await self.client.request(method, path, timeout=limits, **keys)
+                response = await fetch(self.client, method, path, timeout=limits, **keys)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise EngineDown(f"{self.address}{path} did not answer in time ({type(error).__name__}).") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise EngineDown(f"{self.address}{path}: {str(error) or type(error).__name__}") from error
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise EngineDown(f"{self.address}{path}: {response.status_code}: {message(response)}")
@@ -57,7 +58,7 @@ class Peer:
         response = await self.call(method, path, **keys)
         try:
             return response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             self.strange(path, response.text)
 
     def strange(self, path: str, answer: object, error: Exception | None = None) -> NoReturn:
@@ -95,7 +96,7 @@ def message(response: httpx.Response) -> str:
     """What the body of an error says."""
     try:
         found = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text[:500]
     while isinstance(found, dict) and (
         inner := next((found[k] for k in ("error", "message", "detail") if k in found), None)

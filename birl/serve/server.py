@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.serve import native, openai
-from birl.serve.limits import Gone, Refused, intruder
+from birl.serve.limits import Gone, Refused, ambiguous, intruder
 from birl.serve.service import Service
 from birl.serve.stream import refusal
 
@@ -74,6 +74,8 @@ async def answer(
         await send(message)
 
     try:
+        if doubt := ambiguous(request.headers):
+            raise doubt
         if path not in OPEN and (stranger := intruder(request.headers, service.token)):
             raise stranger
         service.owner.admit(path, request.headers)

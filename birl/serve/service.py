@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.request import Request
@@ -19,6 +21,7 @@ from birl.serve.staging import Staging
 from birl.text.chat import Chat
 from birl.types import Completion, Held, SamplingParams, Update
 
+T = TypeVar("T")
 CONFLICT = "conflict"
 
 
@@ -50,6 +53,7 @@ class Service:
     hollow: bool = False  # awake, and without weights
     asked: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    _reader: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "requests"))
     _control: asyncio.Lock = field(default_factory=asyncio.Lock)
     _progress: tuple[float, ...] = ()
     _moved: float = field(default_factory=time.monotonic)
@@ -71,6 +75,10 @@ class Service:
         if seed is None:
             return [params] * n
         return [replace(params, seed=derive_seed(seed, i) if i else seed) for i in range(n)]
+
+    async def read(self, parse: Callable[[], T]) -> T:
+        """What a request asks for, parsed and rendered beside the event loop: long ones keep nobody else waiting."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, parse)
 
     async def generate(
         self,

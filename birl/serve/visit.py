@@ -14,10 +14,18 @@ Tools = Sequence[Mapping[str, Any]]
 Answers = list[tuple[Message, Turn]]
 
 
+class Limits(Protocol):
+    tokens: int  # in one conversation
+
+
 class Session(Protocol):
     """What is needed of `birl.rollout.session.Session`."""
 
     params: SamplingParams
+
+    @property
+    def limits(self) -> Limits: ...
+
     failure: Exception | None
 
     async def answer(

@@ -1,11 +1,13 @@
 """Conversations rendered by the model's own chat template, and what a template leaves out."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from birl.deadline import Overdue, deadline
 from birl.errors import BirlError
 from birl.text.formats import FORMATS, MARK, Dict, Format, parts
 from birl.text.thinking import tags_of
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 Tools = Sequence[Mapping[str, Any]]
 TEMPLATE = "Take a model that was trained with tools, or another template (model.chat_template=hermes, or FILE.jinja)."
+SECONDS = 10.0  # for one rendering
 LAST = re.compile(r"\s*<[^<>\s]+>\s*\Z")
 NAME = "birl_probe"
 TOOL = {
@@ -81,6 +84,8 @@ def text(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = (),
     called = any(m.get("tool_calls") or m["role"] == "tool" for m in messages)
     try:
         return apply(chat, messages, tools, answer, chat.format if called else None)
+    except BirlError:
+        raise
     except Exception as error:  # Jinja raises whatever the template wants
         roles = ", ".join(str(m["role"]) for m in messages)
         raise BirlError(
@@ -99,12 +104,19 @@ def apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, ans
 
 
 def _apply(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools, answer: bool) -> str:
-    made = chat.tokenizer.apply_chat_template(
-        [dict(m) for m in messages],
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=answer,
-        tokenize=False,
-    )
+    try:
+        with deadline(SECONDS):
+            made = chat.tokenizer.apply_chat_template(
+                [dict(m) for m in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=answer,
+                tokenize=False,
+            )
+    except Overdue as error:
+        raise BirlError(
+            f"The chat template took longer than {SECONDS:g} s for {len(messages)} messages. Use another template "
+            "(model.chat_template=FILE.jinja)."
+        ) from error
     return str(made)
 
 
@@ -120,7 +132,8 @@ def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> 
         )
         for m in messages
     )
-    key = (shape, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
+    said = repr(shape) + (json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
+    key = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
     if key in chat.checked:
         return
     probe = [_probe(m, place) for place, m in enumerate(messages)]
@@ -179,6 +192,8 @@ def without_tools(chat: "Chat") -> str:
             plain = _apply(chat, talk, (), True)
             if plain != _apply(chat, talk, [TOOL], True):
                 return ""
+        except BirlError:
+            raise
         except Exception:  # Jinja raises whatever the template wants
             continue
         place = name if all(m["content"] in plain for m in talk) else place
@@ -207,6 +222,8 @@ def _reads_back(chat: "Chat", form: Format) -> bool:
         before, made = (
             apply(chat, asked, [TOOL], True, form), apply(chat, [*asked, said], [TOOL], False, form)
         )  # fmt: skip
+    except BirlError:
+        raise
     except Exception:  # Jinja raises whatever the template wants
         return False
     starts = {sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, made, strict=False)))}

@@ -19,6 +19,7 @@ import uvicorn
 from birl.config.schema import Engine, Model, Serve
 from birl.loops.machine import compute_thread
 from birl.loops.serve import load
+from birl.serve.connections import Patient
 from birl.serve.server import app
 from birl.serve.service import Service
 
@@ -59,7 +60,9 @@ def running(folder: Path, token: str = "", **keys) -> Iterator[Running]:
             watching = asyncio.create_task(service.watch())
             servers.append(
                 uvicorn.Server(
-                    uvicorn.Config(app(service), lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+                    uvicorn.Config(
+                        app(service), http=Patient, lifespan="off", log_level="warning", timeout_graceful_shutdown=1
+                    )
                 )
             )
             serving = asyncio.create_task(servers[0].serve(sockets=[sock]))

@@ -266,11 +266,10 @@ REFUSED = {
     "no room": ("/chat/completions", {"messages": HI, "max_tokens": 0}, "max_tokens must be at least 1"),
     "too many": ("/chat/completions", {"messages": HI, "n": 1000}, "at most 128"),
     "no JSON": ("/chat/completions", "{", "not JSON"),
-    "a tool that the template leaves out": (
-        "/chat/completions",
-        {"messages": HI, "tools": [{"type": "function", "function": TOOL}]},
-        "leaves out tools",
-    ),
+    "many empty messages": ("/chat/completions", {"messages": [{"role": "user"}] * 5000}, "5000 messages"),
+    "a long role": ("/chat/completions", {"messages": [{"role": "u" * 400, "content": ""}]}, "400 characters"),
+    "a deep schema": ("/messages", {"messages": HI, "tools": [json.loads("[" * 200 + "]" * 200)]}, "nested more than"),
+    "a reward of 400 digits": ("/reward", '{"reward": 1' + "0" * 400 + "}", "too large"),
 }
 
 
@@ -282,7 +281,7 @@ def test_what_cannot_be_had_is_refused_by_name(path: str, sent: Any, told: str) 
         assert (found.json().get("type") == "error") == (path == "/messages")
         assert not here.session.turns and here.session.failure is None
 
-    played(Scripted([]), body)
+    played(Scripted([]), body, tokens=4096)
 
 
 def test_an_address_is_a_secret_and_ends_with_its_episode() -> None:

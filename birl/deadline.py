@@ -1,0 +1,37 @@
+"""A bound on the time of Python code that others wrote and that cannot be asked to stop, such as a chat template."""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Overdue(Exception):
+    """The code took too long."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises `Overdue` in this thread, wherever its Python code is then. A single call into C is not interrupted."""
+    thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    over = fired = False
+
+    def fire() -> None:
+        nonlocal fired
+        with lock:
+            if not over:
+                fired = True
+                raise_in(thread, ctypes.py_object(Overdue))
+
+    timer = threading.Timer(seconds, fire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            over = True
+            if fired:
+                raise_in(thread, None)  # it may not have been raised yet

@@ -1,0 +1,79 @@
+"""Connections of a server: each has a deadline for what it wants to ask, and there are never more than the process has
+file descriptors for. Those that ask nothing make room for others."""
+
+import asyncio
+import os
+import resource
+from contextlib import suppress
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD = 20.0  # seconds until the head of the first request is there
+KEEP = 75.0  # seconds until that of the next one is
+RESERVE = 64  # file descriptors for files, engines and clients
+WANTED = 8192  # connections
+
+
+def room() -> int:
+    """How many connections this process may have. Raises its soft limit of file descriptors where it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = WANTED + 4 * RESERVE
+    if 0 <= soft < most:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard < 0 else min(most, hard), hard))
+            soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = RESERVE
+    return WANTED if soft < 0 else max(min(WANTED, soft - used - RESERVE), 8)
+
+
+class Patient(H11Protocol):
+    """uvicorn's protocol, which would wait for the head of a request for ever."""
+
+    most = 0  # connections at a time; 0: not counted yet
+    late: asyncio.TimerHandle | None = None
+    since = 0.0  # when it began to wait for a request [s of the loop]
+
+    @property
+    def asking(self) -> bool:
+        """Is a request being answered, or its body being read?"""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        Patient.most = Patient.most or room()
+        self.wait(HEAD)
+        if len(self.connections) > self.most:
+            others = (c for c in self.connections if isinstance(c, Patient) and c is not self)
+            idle = [c for c in others if not c.asking and not c.transport.is_closing()]
+            min(idle, key=lambda c: c.since, default=self).transport.abort()
+
+    def wait(self, seconds: float) -> None:
+        self.patience_over()
+        self.since = self.loop.time()
+        self.late = self.loop.call_later(seconds, self.close_idle)
+
+    def close_idle(self) -> None:
+        if not self.asking and not self.transport.is_closing():
+            self.transport.abort()
+
+    def patience_over(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.asking:
+            self.patience_over()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.asking and not self.transport.is_closing():
+            self.wait(KEEP)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.patience_over()
+        super().connection_lost(exc)
