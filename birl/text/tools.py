@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from birl.deadline import Overdue, deadline
 from birl.errors import BirlError
+from birl.text.deadline import Overdue, deadline
 from birl.text.formats import FORMATS, MARK, Dict, Format, parts
 from birl.text.thinking import tags_of
 from birl.text.written import NOTE, written
