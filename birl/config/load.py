@@ -4,7 +4,9 @@ Order: the schema's defaults, then the chosen presets, then files and `key=value
 A text key takes what follows `=` as it is, so that paths, prompts and patterns need no second quoting.
 """
 
+import copy
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -191,6 +193,11 @@ def _multirun_hint(value: str) -> str:
 
 
 def _compose(schema: type, choices: dict[str, str]) -> DictConfig:
+    return copy.deepcopy(_composed(schema, tuple(choices.items())))
+
+
+@functools.cache
+def _composed(schema: type, choices: tuple[tuple[str, str], ...]) -> DictConfig:
     name = f"birl_{schema.__name__.lower()}"
     chosen = [{group: preset} for group, preset in DEFAULT_PRESETS.items() if group in presets(schema)]
     store = ConfigStore.instance()
@@ -198,7 +205,7 @@ def _compose(schema: type, choices: dict[str, str]) -> DictConfig:
     store.store(name=name, node={"defaults": [f"{name}_schema", *chosen, "_self_"]})
     OmegaConf.register_new_resolver("share", lambda whole, part: int(whole * part), replace=True)
     with initialize_config_dir(config_dir=str(PRESETS.resolve()), version_base="1.3", job_name="birl"):
-        return compose(config_name=name, overrides=[f"{group}={preset}" for group, preset in choices.items()])
+        return compose(config_name=name, overrides=[f"{group}={preset}" for group, preset in choices])
 
 
 def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
