@@ -80,7 +80,7 @@ ALL = (
         name="checkpoints",
         brief="list, verify, export and prune the checkpoints of a run",
         run="birl.learner.checkpoint_cli:run",
-        offered=("verify", "export", "export-adapter", "prune", "--help"),
+        offered=("verify", "export", "export-adapter", "prune", "convert", "--help"),
     ),
     Command(
         name="cache",

@@ -68,7 +68,8 @@ Usage: birl checkpoints RUN                       list
                                                   write a Hugging Face model folder (STEP: number, last, best)
        birl checkpoints RUN export-adapter STEP FOLDER
                                                   of a run with lora.rank: the adapter alone, in peft's format
-       birl checkpoints RUN prune N               keep the newest N and the best""",
+       birl checkpoints RUN prune N               keep the newest N and the best
+       birl checkpoints RUN convert               rewrite those of earlier versions, whose index is a pickle""",
     "cache": """\
 Usage: birl cache [list]        converted models and their size
        birl cache clear NAME    remove those whose name begins so

@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from birl.errors import WeightsFailed, first_line
+from birl.errors import BirlError, WeightsFailed, first_line
 from birl.models import decoder, fused_decoder
 from birl.models.digests import digests, whole
+from birl.regular import check, inside
 from birl.types import Held, Update
 
 
@@ -91,9 +92,10 @@ def read(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     try:
         for file in files:
+            check(inside(folder, file.name))
             with safe_open(file, framework="pt") as opened:
                 found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, BirlError) as error:
         raise WeightsFailed("truncated", f"{folder}: {first_line(error)}") from error
     return found
 

@@ -1,8 +1,7 @@
-"""Checkpoints: torch.distributed.checkpoint for the tensors, JSON for the rest, a manifest with digests, an atomic
-rename.
+"""Checkpoints: the bytes of tensors, JSON for the rest, a manifest with digests, an atomic rename. Nothing is pickled.
 
     checkpoints/step-000010/
-        tensors/            weights, buffers, optimizer state (torch.distributed.checkpoint)
+        tensors/            weights, buffers, optimizer state (`learner/tensors.py`)
         state.json          counters, data position, log offsets
         manifest.json       bytes and SHA-256 of every file above; written last
 
@@ -29,12 +28,45 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from birl.cache import sweep
 from birl.errors import BirlError, first_line
+from birl.learner.tensors import INDEX, Reader, Writer, read_index
 from birl.models.manifest import damage, digest
 from birl.parallel.ranks import Ranks
+from birl.regular import read_json
 
 T = TypeVar("T")
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_whole, value.values()))
+
+
+def _validation(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict) and _whole(value.get("step")) and isinstance(value.get("metrics"), dict)
+    )
+
+
+#: what a state may hold that the loops read: name -> what it must be, in words and as a test
+STATE: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("position", "nonfinite", "version"), ("a whole number from 0", _whole)),
+    "ahead": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value))),
+    "best": ("a number or null", lambda value: value is None or _number(value)),
+    "best_step": ("a whole number or null", lambda value: value is None or _whole(value)),
+    "spent": ("a number", _number),
+    **dict.fromkeys(("first_validation", "last_validation"), ("a validation or null", _validation)),
+    "extra": ("an object", lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("totals", "logs"), ("an object of whole numbers", _counts)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +94,11 @@ def save(
     try:
         agreed(lambda: _prepare(part) if ranks.rank == 0 else None, ranks, group)
         with _quiet():
-            writer = dcp.FileSystemWriter(part / "tensors")
-            dcp.save(dict(tensors), storage_writer=writer, no_dist=ranks.alone, process_group=group)
+            dcp.save(dict(tensors), storage_writer=Writer(part / "tensors"), no_dist=ranks.alone, process_group=group)
         found = agreed(lambda: _entries(part, own_files(part, ranks.rank)), ranks, group)
         entries = {name: entry for one in found for name, entry in one.items()}
-        agreed(lambda: _complete(part, target, step, state, entries) if ranks.rank == 0 else None, ranks, group)
+        whole = {"step": step, **state}
+        agreed(lambda: complete(part, target, whole, entries) if ranks.rank == 0 else None, ranks, group)
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         shutil.rmtree(part, ignore_errors=True)
         raise BirlError(
@@ -98,25 +130,31 @@ def agreed(work: Callable[[], T], ranks: Ranks, group: dist.ProcessGroup | None)
 def own_files(folder: Path, rank: int) -> list[Path]:
     """The files of a checkpoint's tensors that this rank writes; the first one also writes the index."""
     found = list((folder / "tensors").glob(f"__{rank}_*"))
-    return sorted([*found, folder / "tensors" / ".metadata"] if rank == 0 else found)
+    return sorted([*found, folder / "tensors" / INDEX] if rank == 0 else found)
 
 
 def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
     """`fill`, once every file is found to have its digest; otherwise nothing is written and `BirlError` names what is
     wrong."""
+    check(path, ranks)
+    return fill(path, tensors, ranks)
+
+
+def check(path: Path, ranks: Ranks | None = None) -> None:
+    """`verify`, which raises `BirlError` that names what is wrong."""
     if problems := verify(path, ranks):
         raise BirlError(
-            f"The checkpoint {path} is damaged: {'; '.join(problems)}. Resume from an older one: resume=FOLDER."
+            f"The checkpoint {path} is damaged: {'; '.join(problems)}. Choose an older one (`birl checkpoints "
+            f"{path.parent.parent}` lists them; resume=FOLDER goes on from it)."
         )
-    return fill(path, tensors, ranks)
 
 
 def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
     """Read a checkpoint into the given tensors, in place, and return its state; with `ranks` each its own parts,
     however many had written it and however it was split. Every key, shape and type must match both ways; otherwise
     nothing is written and `BirlError` names what is wrong."""
-    reader = dcp.FileSystemReader(path / "tensors")
-    found = {k: (tuple(m.size), m.properties.dtype) for k, m in reader.read_metadata().state_dict_metadata.items()}  # pyright: ignore
+    reader = Reader(path / "tensors")
+    found = {k: (tuple(m.size), m.properties.dtype) for k, m in reader.tensors.items()}
     wanted = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()}
     problems = [f"{k} is missing in the checkpoint" for k in sorted(wanted.keys() - found.keys())]
     problems += [f"{k} is not in the model" for k in sorted(found.keys() - wanted.keys())]
@@ -141,9 +179,8 @@ def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
 
 def read_some(path: Path, prefix: str, names: Sequence[str]) -> dict[str, Tensor]:
     """The tensors PREFIX + name, by name."""
-    reader = dcp.FileSystemReader(path / "tensors")
-    entries: Any = reader.read_metadata().state_dict_metadata
-    wanted = {prefix + name: entries[prefix + name] for name in names}
+    reader = Reader(path / "tensors")
+    wanted = {prefix + name: reader.tensors[prefix + name] for name in names}
     tensors = {name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in wanted.items()}
     with _quiet():
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
@@ -152,27 +189,58 @@ def read_some(path: Path, prefix: str, names: Sequence[str]) -> dict[str, Tensor
 
 def shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
     """Of all tensors whose name starts with `prefix`, which is cut off; nothing of them is read."""
-    entries: Any = dcp.FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
-    return {name.removeprefix(prefix): tuple(m.size) for name, m in entries.items() if name.startswith(prefix)}
+    entries = Reader(path / "tensors").tensors.items()
+    return {name.removeprefix(prefix): tuple(m.size) for name, m in entries if name.startswith(prefix)}
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """What was saved beside the tensors. Raises `BirlError` where it cannot be read."""
     try:
-        return json.loads((path / "state.json").read_bytes())
+        state = read_json(path / "state.json")
+        if problem := misfit(state, path.name):
+            raise ValueError(problem)
     except (OSError, ValueError) as error:
         raise BirlError(
-            f"{path}/state.json cannot be read ({error}). What else is damaged: `birl checkpoints "
-            f"{path.parent.parent} verify`."
+            f"{path}/state.json cannot be read ({getattr(error, 'strerror', None) or error}). What else is damaged: "
+            f"`birl checkpoints {path.parent.parent} verify`."
         ) from error
+    return state
+
+
+def misfit(state: object, folder: str) -> str:
+    """What makes a state none of the checkpoint in a folder of that name; empty where nothing does."""
+    if not isinstance(state, dict):
+        return "it is no JSON object"
+    if type(state.get("step")) is not int or state["step"] < 0:
+        return "it has no step"
+    for name, (what, fits) in STATE.items():
+        if name in state and not fits(state[name]):
+            return f"{name} is not {what}"
+    if step_of(folder) not in (-1, state["step"]):
+        return f"it is of step {state['step']}"
+    return ""
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
     """What is wrong with the files of a checkpoint; empty when all digests hold. `ranks` share the files out, and all
     get the same answer."""
     ranks = ranks or Ranks()
-    found = agreed(lambda: damage(path, MANIFEST, first=ranks.rank, every=ranks.grid.size), ranks, None)
+    found = agreed(lambda: _damage(path, ranks), ranks, None)
     return list(dict.fromkeys(problem for one in found for problem in one))
+
+
+def _damage(path: Path, ranks: Ranks) -> list[str]:
+    old = (path / "tensors" / ".metadata").exists()  # of a version before `birl checkpoints RUN convert`
+    required = ("state.json", "tensors/.metadata" if old else f"tensors/{INDEX}")
+    problems = damage(path, MANIFEST, required=required, first=ranks.rank, every=ranks.grid.size)
+    if not problems:
+        try:
+            read_state(path)
+            if not old:
+                read_index(path / "tensors")
+        except BirlError as error:
+            problems = [str(error).partition(" What else")[0].rstrip(".").removeprefix(f"{path}/")]
+    return problems
 
 
 def saved(root: Path) -> list[Saved]:
@@ -181,21 +249,32 @@ def saved(root: Path) -> list[Saved]:
     return sorted((s for s in found if s.step >= 0), key=lambda s: s.step)
 
 
+def sound(root: Path) -> list[Saved]:
+    """Those of `saved` that have a state of their own step; digests are not compared."""
+    found = []
+    for entry in saved(root):
+        with contextlib.suppress(BirlError):
+            read_state(entry.path)
+            found.append(entry)
+    return found
+
+
 def step_of(name: str) -> int:
     """Of a complete checkpoint's folder; -1 for any other name."""
-    match = re.fullmatch(r"step-(\d+)", name)
+    match = re.fullmatch(r"step-([0-9]{1,18})", name)
     return int(match[1]) if match else -1
 
 
 def latest(root: Path) -> Path | None:
-    found = saved(root)
+    """The newest one; what is called so and is of another step counts only where there is no other."""
+    found = sound(root) or saved(root)
     return found[-1].path if found else None
 
 
 def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
     """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left half-written.
-    A half-written one behind the newest stays for a day: a run may be at it."""
-    found = saved(root)
+    A half-written one behind the newest stays for a day: a run may be at it. Damaged ones stay, and are not counted."""
+    found = sound(root)
     removed = [part for part in root.glob("step-*.part") if found and step_of(part.stem) <= found[-1].step]
     if keep_last > 0:
         removed += [s.path for s in found[:-keep_last] if s.step not in keep]
@@ -209,8 +288,16 @@ def set_aside(path: Path) -> Path:
     """A damaged checkpoint gets a name under which it counts no more: going on from an older one would otherwise leave
     it the newest. Nothing of it is deleted."""
     aside = path.with_name(f"{path.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     return path.rename(aside)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it, or a link or file of that name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _prepare(part: Path) -> None:
@@ -223,14 +310,16 @@ def _entries(folder: Path, files: list[Path]) -> dict[str, dict[str, Any]]:
     return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": digest(f)} for f in files}
 
 
-def _complete(part: Path, target: Path, step: int, state: dict[str, Any], entries: dict[str, Any]) -> None:
-    """All but the tensors, and the name under which it counts."""
-    (part / "state.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
+def complete(part: Path, target: Path, state: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
+    """Everything but the tensors, and the name under which it counts. `entries`: of the files of tensors, as the
+    manifest has them, where they are known."""
+    (part / "state.json").write_text(json.dumps({**state, "format": FORMAT}, indent=1))
+    entries = _entries(part, _files(part / "tensors")) if entries is None else entries
     entries = entries | _entries(part, [part / "state.json"])
     (part / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
     for file in _files(part):
         _sync(file)
-    shutil.rmtree(target, ignore_errors=True)
+    _remove(target)
     part.rename(target)
     _sync(target.parent)
 

@@ -25,6 +25,8 @@ def run(words: Sequence[str]) -> int:
             return _export(_root(folder), step, Path(target), adapter=False, shard_gb=_size(size))
         case [folder, "export-adapter", step, target]:
             return _export(_root(folder), step, Path(target), adapter=True)
+        case [folder, "convert"]:
+            return _convert(_root(folder))
         case [folder, "prune", count] if count.isdecimal() and int(count) > 0:
             return _prune(_root(folder), int(count))
         case _:
@@ -55,7 +57,7 @@ def _list(root: Path) -> int:
         metrics = (state.get("last_validation") or {}).get("metrics") or {}
         score = next((metrics[name] for name in SCORES if name in metrics), None)
         size = sum(f.stat().st_size for f in entry.path.rglob("*") if f.is_file()) / 2**30
-        when = datetime.fromtimestamp(entry.path.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+        when = datetime.fromtimestamp(entry.path.lstat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(
             str(entry.step),
             when,
@@ -68,8 +70,10 @@ def _list(root: Path) -> int:
 
 
 def best_step(root: Path) -> int | None:
-    newest = checkpoint.latest(root)
-    return None if newest is None else checkpoint.read_state(newest).get("best_step")
+    """The step of the best validation; None where there was none. Raises `BirlError` where the newest checkpoint cannot
+    tell."""
+    found = checkpoint.saved(root)
+    return checkpoint.read_state(found[-1].path).get("best_step") if found else None
 
 
 def _verify(root: Path, steps: Sequence[str]) -> int:
@@ -82,10 +86,19 @@ def _verify(root: Path, steps: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
+def _convert(root: Path) -> int:
+    from birl.learner.convert import convert
+
+    for entry in checkpoint.saved(root):
+        print(f"{entry.path.name}: {'converted' if convert(entry.path) else 'nothing to convert'}")
+    return 0
+
+
 def find(root: Path, step: str) -> Path:
     found = {s.step: s.path for s in checkpoint.saved(root)}
     if step == "last":
-        wanted = max(found, default=None)
+        newest = checkpoint.latest(root)
+        wanted = None if newest is None else checkpoint.step_of(newest.name)
     elif step == "best":
         wanted = best_step(root)
     else:

@@ -14,17 +14,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
+from birl.regular import inside, open_regular, read_json
 
 
-def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloat16, shard_gb: float = 5.0) -> None:
-    """The checkpoint `path` of the run `run` as a whole model, in files of at most `shard_gb` [GB], of which one
-    is in memory at a time; with a score head as a sequence-classification model of one label; of LoRA the merged one,
-    for which the model that the run began with must still be there. Raises `BirlError` where `target` exists."""
+def export(path: Path, run: Path, target: Path, dtype: torch.dtype | None = None, shard_gb: float = 5.0) -> None:
+    """The checkpoint `path` of the run `run` as a whole model of `dtype` (None: the run's model.dtype), in files of at
+    most `shard_gb` [GB], of which one is in memory at a time; with a score head as a sequence-classification model of
+    one label; of LoRA the merged one, for which the model that the run began with must still be there. Raises
+    `BirlError` where `target` exists, and where the checkpoint is damaged."""
+    checkpoint.check(path)
+    dtype = dtype or computed_in(run)
     with written(target) as part:
         shapes = checkpoint.shapes(path, "model.")
         read = partial(checkpoint.read_some, path, "model.")
@@ -38,7 +42,7 @@ def export(path: Path, run: Path, target: Path, dtype: torch.dtype = torch.bfloa
         if scores:
             shapes.pop("lm_head.weight", None)
         check_names(path, run, model, set(shapes))
-        shutil.copytree(run / "model", part, dirs_exist_ok=True)
+        copy_files(run / "model", part)
         if scores:
             tokenizer = load_tokenizer(run / "model")
             model.config.pad_token_id = tokenizer.pad_token_id = padding(tokenizer)  # pyright: ignore
@@ -82,6 +86,29 @@ def write_shards(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
+def computed_in(run: Path) -> torch.dtype:
+    """The type that the run's model computed in; bfloat16 where its configuration does not tell."""
+    try:
+        name = read_json(run / "config.json")["model.dtype"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = ""
+    return {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """All files of a folder, those of its subfolders too. Raises `BirlError` for a link that leads out of it, and for
+    what is no regular file."""
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if not inside(source, name).is_dir():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open_regular(path) as file, (target / name).open("wb") as into:
+                    shutil.copyfileobj(file, into)
+            except OSError as error:
+                raise BirlError(f"{path} cannot be copied: {error.strerror or error}.") from error
+
+
 def check_names(path: Path, run: Path, model: nn.Module, found: set[str]) -> None:
     """Tied weights are there once. Raises `BirlError`."""
     names: dict[int, set[str]] = {}
@@ -121,6 +148,7 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
     exists, and for a checkpoint that holds whole weights."""
     from peft import LoraConfig
 
+    checkpoint.check(path)
     weights = checkpoint.read_tensors(path, "model.")
     found, score = adapters(weights), weights.get("score.weight")
     if not found:
@@ -188,7 +216,7 @@ def merged_weights(base: nn.Module, found: dict[str, dict[str, Tensor]], alpha: 
 
 def base_model(path: Path, run: Path) -> nn.Module:
     """The model that the run began with. Raises `BirlError` where it is gone or has changed."""
-    name = json.loads((run / "config.json").read_text())["model.path"]
+    name = began_with(run)
     try:
         model = load_model(resolve(name))
     except BirlError as error:
@@ -204,9 +232,22 @@ def base_model(path: Path, run: Path) -> nn.Module:
     return model
 
 
+def began_with(run: Path) -> str:
+    """`model.path` of a run. Raises `BirlError`."""
+    try:
+        name = read_json(run / "config.json")["model.path"]
+        if not isinstance(name, str):
+            raise ValueError("model.path is no text")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BirlError(
+            f"{run}/config.json, which names the base model, cannot be read: {first_line(error)}."
+        ) from error
+    return name
+
+
 def base_name(run: Path) -> str:
     """What peft loads the base model from: a hub id, or an absolute path."""
-    name = json.loads((run / "config.json").read_text())["model.path"]
+    name = began_with(run)
     if name != "smollm2" and not Path(name).expanduser().exists():
         return name
     return str(resolve(name).resolve())

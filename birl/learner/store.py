@@ -8,7 +8,6 @@
 An object appears whole or not at all, but a checkpoint is many objects: without its COMPLETE it is none.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -17,8 +16,9 @@ from typing import Any, TypeVar
 
 from birl.errors import BirlError, first_line
 from birl.learner import checkpoint
-from birl.models.manifest import digest
+from birl.models.manifest import digest, files
 from birl.parallel.ranks import Ranks
+from birl.regular import inside
 
 T = TypeVar("T")
 COMPLETE = "COMPLETE"
@@ -62,6 +62,7 @@ class Store:
         """What the run is, for whoever goes on with it where there is no run folder."""
         for name in ABOUT:
             for file in (f for f in [run / name, *(run / name).rglob("*")] if f.is_file()):
+                inside(run, file.relative_to(run).as_posix())
                 target = f"{self.root}/{file.relative_to(run)}"
                 self._tried("write", lambda f=file, t=target: self._upload(f, t))
 
@@ -69,7 +70,8 @@ class Store:
         """`about`, back into an empty run folder."""
         for name in ABOUT:
             for there in self._tried("list", lambda n=name: self.fs.find(f"{self.root}/{n}")):
-                here = run / there.removeprefix(f"{self.root}/")
+                here = inside(run, there.removeprefix(f"{self.root}/"))
+                self._check_object(there)
                 here.parent.mkdir(parents=True, exist_ok=True)
                 self._tried("read", lambda t=there, h=here: self.fs.get_file(t, str(h)))
 
@@ -78,11 +80,17 @@ class Store:
         target, part = root / f"step-{step:06d}", root / f"step-{step:06d}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        manifest = self._tried("read", lambda: self.fs.cat_file(self._at(step, "manifest.json")))
-        for name in (*json.loads(manifest)["files"], "manifest.json"):
-            (part / name).parent.mkdir(parents=True, exist_ok=True)
-            self._tried("read", lambda n=name: self.fs.get_file(self._at(step, n), str(part / n)))
-        marker = self._tried("read", lambda: self.fs.cat_file(self._at(step, COMPLETE))).decode()
+        try:
+            listed = files(self._content(step, "manifest.json"))
+        except ValueError as error:
+            shutil.rmtree(part)
+            raise BirlError(f"{self.url}/{target.name}/manifest.json cannot be read: {error}.") from error
+        for name in (*listed, "manifest.json"):
+            here = inside(part, name)
+            here.parent.mkdir(parents=True, exist_ok=True)
+            self._check_object(self._at(step, name))
+            self._tried("read", lambda n=name, h=here: self.fs.get_file(self._at(step, n), str(h)))
+        marker = self._content(step, COMPLETE).decode("utf-8", "replace")
         damage = checkpoint.verify(part)
         if marker != digest(part / "manifest.json"):
             damage.append("manifest.json has another SHA-256 than COMPLETE says")
@@ -122,6 +130,16 @@ class Store:
         self.fs.invalidate_cache()
         if self.fs.size(target) != file.stat().st_size:
             raise OSError(f"{target} has {self.fs.size(target)} bytes instead of {file.stat().st_size}")
+
+    def _content(self, step: int, name: str) -> bytes:
+        self._check_object(self._at(step, name))
+        return self._tried("read", lambda: self.fs.cat_file(self._at(step, name)))
+
+    def _check_object(self, name: str) -> None:
+        """Raises `BirlError` for what is no regular file: on a mounted disk, a pipe or a link."""
+        about = self._tried("look at", lambda: self.fs.info(name) if self.fs.exists(name) else {"type": "file"})
+        if about["type"] != "file" or about.get("islink"):
+            raise BirlError(f"{name} is not a regular file. Delete it, or choose another checkpoint.")
 
     def _at(self, step: int, name: str = "") -> str:
         return f"{self.root}/step-{step:06d}" + (f"/{name}" if name else "")

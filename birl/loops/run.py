@@ -36,6 +36,7 @@ REMEMBERED = (
     *("step", "position", "ahead", "best", "best_step", "nonfinite", "spent"),
     *("first_validation", "last_validation", "extra"),
 )
+IN_STATE = ("version", "totals", "logs")  # also
 
 
 class Parts(Protocol):
@@ -239,7 +240,11 @@ class Run:
 
     def damage(self, path: Path) -> list[str]:
         """(every rank) What is wrong with the files of a checkpoint."""
-        return checkpoint.verify(path, self.parts.crew.ranks)
+        damage = checkpoint.verify(path, self.parts.crew.ranks)
+        if not damage:
+            state = checkpoint.read_state(path)
+            damage = [f"state.json has no {name}" for name in (*REMEMBERED, *IN_STATE) if name not in state]
+        return damage
 
     async def resume(self) -> None:
         """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""

@@ -25,6 +25,7 @@ from birl.models import attention
 from birl.models.gguf import bundled, converted
 from birl.models.heads import add_score_head
 from birl.named import template_file
+from birl.regular import check_all, inside, read_json
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -42,6 +43,7 @@ def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True,
             raise BirlError(f"{key}={path}: there is no such file.")
         return converted(local.resolve(), say)
     if local.is_dir():
+        check_all(local)
         return local
     if local.exists():
         raise BirlError(f"{key}={path} is a file; expected a folder in Hugging Face format or a .gguf file.")
@@ -155,18 +157,36 @@ def skeleton(folder: Path, scores: bool = False) -> nn.Module:
 def check_files(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise BirlError(f"{folder} is not a model folder: config.json is missing.")
+    check_all(folder)
     if not any((folder / name).is_file() for name in WEIGHTS):
         pickles = [f.name for f in folder.glob("*.bin")]
         hint = f" {pickles[0]} is a pickle, which can run code; convert it to safetensors first." if pickles else ""
         raise BirlError(f"{folder} has no weights: expected {' or '.join(WEIGHTS)}.{hint}")
     from safetensors import SafetensorError, safe_open
 
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted({*folder.glob("*.safetensors"), *weight_files(folder)}):
         try:
             with safe_open(file, framework="pt") as opened:
                 opened.keys()
         except (SafetensorError, OSError) as error:
             raise BirlError(f"{file} is damaged: {first_line(error)}. Download or convert the model again.") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model folder's weights are in. Raises `BirlError` for an index that is none, or
+    that names what is missing or outside of the folder."""
+    alone, index = (folder / name for name in WEIGHTS)
+    if alone.is_file():
+        return [alone]
+    try:
+        names = read_json(index)["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BirlError(f"{index} cannot be read: {first_line(error)}. Download or convert the model again.") from error
+    files = sorted({inside(folder, name) for name in names})
+    for file in files:
+        if not file.is_file():
+            raise BirlError(f"{folder} is not complete: {index.name} names {file.name}, which is not there.")
+    return files
 
 
 def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:

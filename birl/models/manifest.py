@@ -2,33 +2,72 @@
 whole folder."""
 
 import hashlib
-import json
+import re
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+from birl.errors import BirlError
+from birl.regular import inside, is_name, open_regular, parse_json, read_bytes
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def damage(folder: Path, name: str, *, digests: bool = True, first: int = 0, every: int = 1) -> list[str]:
-    """What is wrong with a folder by its manifest `name`: what is missing, sizes, and with `digests` contents. Looks at
-    files `first`, `first` + `every` and so on: several processes may share them out."""
+def files(content: bytes) -> dict[str, dict[str, Any]]:
+    """Name -> bytes and SHA-256, of a manifest's content. Raises `ValueError` where it is none: it must list a file,
+    and names must be relative paths without `..`."""
+    data = parse_json(content)
+    found = data.get("files") if isinstance(data, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise ValueError("it lists no files")
+    for name, entry in found.items():
+        if not is_name(name):
+            raise ValueError(f"the name {name!r} leads out of the folder")
+        size, sha256 = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or size < 0 or not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+            raise ValueError(f"{name} has no size and SHA-256 there")
+    return found
+
+
+def damage(
+    folder: Path,
+    name: str,
+    *,
+    required: Iterable[str] = (),
+    digests: bool = True,
+    first: int = 0,
+    every: int = 1,
+) -> list[str]:
+    """What is wrong with a folder by its manifest `name`: what is missing, `required` names that it does not list,
+    sizes, and with `digests` contents. Looks at files `first`, `first` + `every` and so on: several processes may share
+    them out."""
     manifest = folder / name
     if not manifest.is_file():
         return [f"{name} is missing" if folder.is_dir() else f"there is no folder {folder}"]
     try:
-        files = json.loads(manifest.read_bytes())["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{name} cannot be read ({error})"]
-    problems = []
-    for file, expected in islice(files, first, None, every):
-        path = folder / file
-        if not path.is_file():
-            problems.append(f"{file} is missing")
-        elif path.stat().st_size != expected["bytes"]:
-            problems.append(f"{file} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        elif digests and digest(path) != expected["sha256"]:
-            problems.append(f"{file} has another SHA-256 than when it was written")
+        listed = files(read_bytes(manifest))
+    except (OSError, ValueError) as error:
+        return [f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"]
+    problems = [f"{name} does not list {file}" for file in required if file not in listed]
+    for file, expected in islice(listed.items(), first, None, every):
+        try:
+            path = inside(folder, file)
+        except BirlError as error:
+            problems.append(str(error).rstrip("."))
+            continue
+        try:
+            if not path.is_file():
+                problems.append(f"{file} is missing")
+            elif path.stat().st_size != expected["bytes"]:
+                problems.append(f"{file} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+            elif digests and digest(path) != expected["sha256"]:
+                problems.append(f"{file} has another SHA-256 than when it was written")
+        except OSError as error:
+            problems.append(f"{file} cannot be read ({error.strerror})")
     return problems
 
 
 def digest(file: Path) -> str:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -8,7 +8,6 @@ No rank ever holds the whole model, and none reads more than its slices. A weigh
 files, each a box in it: transformers fuses the experts of mixture-of-experts models.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,9 +33,7 @@ from transformers.core_model_loading import (
 from birl.errors import BirlError
 from birl.models import attention
 from birl.models.forward import verify
-from birl.models.load import REWARD_MODEL, check_files, check_report, quiet, reward_head, with_head
-
-INDEX = "model.safetensors.index.json"
+from birl.models.load import REWARD_MODEL, check_files, check_report, quiet, reward_head, weight_files, with_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +235,7 @@ def _source(converters: Sequence[WeightConverter], pattern: str) -> int:
 
 def _stored(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
     """Every tensor of the files that belong to the model: file, name, shape."""
-    if (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted({folder / f for f in json.loads((folder / INDEX).read_text())["weight_map"].values()})
-    for file in files:
-        if not file.is_file():
-            raise BirlError(f"{folder} is not complete: {INDEX} names {file.name}, which is not there.")
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118  safetensors' file is no mapping
                 yield file, key, tuple(opened.get_slice(key).get_shape())

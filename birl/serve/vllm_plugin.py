@@ -59,6 +59,8 @@ def read(folder: Path, digests: Mapping[str, str], hash: str) -> dict[str, Tenso
     try:
         with ExitStack() as stack:
             for file in files:
+                if not file.is_file():  # a pipe would be waited for
+                    raise OSError(f"{file.name} is no regular file")
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

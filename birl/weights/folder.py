@@ -6,6 +6,7 @@ ROOT/latest.json       {"version", "folder", "anew", "digests"}: what servers lo
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,11 +15,13 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from birl.errors import WeightsFailed, first_line
+from birl.errors import BirlError, WeightsFailed, first_line
+from birl.regular import inside, read_json
 from birl.types import Update
 from birl.weights.gathered import Gathered
 
 LATEST = "latest.json"
+FOLDER = re.compile(r"v[0-9]{6,18}")
 KEPT = 2  # the current one, and the one before, which an engine may be reading
 
 
@@ -32,7 +35,7 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
         part.mkdir()
         for file in beside.iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf")):
-                shutil.copyfile(file, part / file.name)
+                shutil.copyfile(inside(beside, file.name), part / file.name)
         if isinstance(tensors, Gathered):
             tensors.write(part / "model.safetensors")
         else:
@@ -61,16 +64,17 @@ def announce(root: Path, update: Update) -> None:
 def latest(root: Path) -> Update | None:
     """What was announced last, if anything. Raises `WeightsFailed` where that file is damaged."""
     try:
-        found = json.loads((root / LATEST).read_text())
-        return Update(
-            version=found["version"],
-            digests=found["digests"],
-            folder=str(root / found["folder"]),
-            anew=found["anew"],
-        )
+        found = read_json(root / LATEST)
+        version, digests, anew = found["version"], found["digests"], found["anew"]
+        texts = isinstance(digests, dict) and all(isinstance(text, str) for text in digests.values())
+        if type(version) is not int or not texts or type(anew) is not bool:
+            raise ValueError("version, digests or anew have another type")
+        if not FOLDER.fullmatch(found["folder"]):
+            raise ValueError(f"folder is {found['folder']!r}, not a name such as v000012")
+        return Update(version=version, digests=digests, folder=str(inside(root, found["folder"])), anew=anew)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, BirlError) as error:
         raise WeightsFailed("truncated", f"{root / LATEST} cannot be read: {error}") from error
 
 

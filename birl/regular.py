@@ -1,0 +1,107 @@
+"""Files of folders that others may have written: only regular files are opened, and no name leads out of the folder.
+
+A named pipe would keep a reader waiting for ever, a device has no end, and `../` in a manifest, or a link, would read
+or write what the folder does not hold.
+"""
+
+import errno
+import io
+import json
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from birl.errors import BirlError
+
+KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def inside(folder: Path, name: object) -> Path:
+    """The file `name` of `folder`, which need not exist. Raises `BirlError` for a name that is absolute or has `..`,
+    and for a link to a place outside the folder; the hub's cache, whose snapshots are links to its blobs, may."""
+    if not is_name(name):
+        raise BirlError(
+            f"{folder}: the name {name!r} leads out of the folder. It must be a relative path without `..`."
+        )
+    path, root = folder / str(name), folder.resolve()
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise BirlError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'its links lead in a circle'}."
+        ) from error
+    if not any(target.is_relative_to(one) for one in roots):
+        raise BirlError(f"{path} is a link to {target}, outside the folder. Put the file itself into the folder.")
+    return path
+
+
+def is_name(name: object) -> bool:
+    """Whether it is a relative path of plain parts, on every system."""
+    if not isinstance(name, str) or not name or "\0" in name or PureWindowsPath(name).drive:
+        return False
+    path = PurePosixPath(name.replace("\\", "/"))
+    return not path.is_absolute() and bool(path.parts) and ".." not in path.parts
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """The file, opened for reading. Raises `OSError` at once where it is a pipe, a device, a socket or a folder."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        check(path, os.fstat(handle).st_mode)
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def check(path: Path, mode: int | None = None) -> None:
+    """Raises `OSError` where there is something at `path` that is no regular file, or nothing."""
+    kind = stat.S_IFMT(os.stat(path).st_mode if mode is None else mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, not a regular file", str(path))
+
+
+def check_all(folder: Path) -> None:
+    """Raises `BirlError` where an entry of the folder is a pipe, a socket or a device, or a link that leads out of the
+    folder: for libraries that open the files themselves, and would wait, or read what is elsewhere."""
+    try:
+        for path in sorted(folder.iterdir()):
+            inside(folder, path.name)
+            with suppress(FileNotFoundError):  # a link to nothing
+                if not path.is_dir():
+                    check(path)
+    except OSError as error:
+        raise BirlError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """Raises `OSError`, as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> str:
+    """UTF-8. Raises `OSError`, and `ValueError` for other bytes."""
+    return read_bytes(path).decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Raises `OSError`, and `ValueError` where it is not JSON."""
+    return parse_json(read_bytes(path))
+
+
+def parse_json(data: bytes | str) -> Any:
+    """`json.loads`, whose errors are all `ValueError`: of text nested too deep, too."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
