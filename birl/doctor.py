@@ -114,12 +114,13 @@ def run(words: Sequence[str] = ()) -> int:
         "Memory and disk": [_memory(), _disk()],
         "Sandbox for programs": _sandbox(),
     }
+    width = max(len(finding.name) for findings in sections.values() for finding in findings) + 1
     for title, findings in sections.items():
         print(title)
         for finding in findings:
-            print(f"  {MARKS[finding.mark]:<8}{finding.name:<16}{finding.text}")
+            print(f"  {MARKS[finding.mark]:<8}{finding.name:<{width}}{finding.text}")
             if finding.fix:
-                print(f"{'':<26}-> {finding.fix}")
+                print(f"{'':<{10 + width}}-> {finding.fix}")
         print()
     bad = [finding.name for findings in sections.values() for finding in findings if finding.mark == "bad"]
     print(f"`birl rl` cannot run here yet: {', '.join(bad)}" if bad else "`birl rl` can run here.")

@@ -51,6 +51,16 @@ def test_a_torch_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert module is None and findings[0].mark == "bad" and "libcudart" in findings[0].text
 
 
+def test_no_name_runs_into_the_next_column(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(doctor, "_import_torch", lambda: (None, []))
+    monkeypatch.setattr(doctor, "_sandbox", lambda: [doctor.Finding("ok", "x" * 30, "text", "fix")])
+    doctor.run()
+    page = capsys.readouterr().out
+    assert re.search(r"prometheus-client +\d", page) and "x" * 30 + " text" in page
+    rows = [line for line in page.splitlines() if line.startswith("  ") and "-> " not in line]
+    assert all(line[40] == " " and line[41:].strip() for line in rows), page
+
+
 def test_an_old_version_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "_version", lambda dist: "0.4.1+cpu")
     finding = doctor._required(doctor.REQUIRED[0])

@@ -180,7 +180,8 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return external.lines(there(handle, shlex.join(words)))
 
 
-def stop(handle: Handle) -> None:
+def stop(handle: Handle) -> str:
     """The machines are given back even where the job cannot be reached any more."""
     hint = f"look into AWS's console whether machines are left, tagged {aws_access.TAG}={handle.id}."
-    external.run_all(end(handle), hint, {"AWS_DEFAULT_REGION": handle.more["region"]})
+    said = external.run_all(end(handle), hint, {"AWS_DEFAULT_REGION": handle.more["region"]})
+    return elsewhere.ended(said)

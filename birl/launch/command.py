@@ -125,7 +125,9 @@ def logs(words: list[str]) -> int:
 
 def stop(words: list[str]) -> int:
     handle = find(one(words, "stop"))
-    launcher(handle.where).stop(handle)
+    if state := launcher(handle.where).stop(handle):
+        print(f"{handle.name} had ended before: it is {state}.")
+        return 0
     print(
         f"{handle.name} was stopped. `birl launch {handle.where} ...` with the same words goes on from its checkpoint."
     )

@@ -99,7 +99,7 @@ def command(job: Job, keys: Keys) -> tuple[str, ...]:
     """What the head runs, once all machines are there."""
     own = [f"launch.{name}={getattr(keys, name):g}" for name in ("nodes", "gpus", "cpus", "memory_gb", "restarts")]
     env = [f"launch.env=[{','.join(job.env)}]"] if job.env else []
-    words = [*job.words, f"run={job.run}", f"launch.name={job.name}", *own, *env, "launch.address=auto"]
+    words = [*jobs.placed(job.words, job.run), f"launch.name={job.name}", *own, *env, "launch.address=auto"]
     return ("birl", "launch", "ray", job.command, *words)
 
 
@@ -150,6 +150,12 @@ def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
             f"launch.nodes={keys.nodes}: with weights.method={method} engines read new weights from a folder that the "
             f"learner's machine has too. Set {fix}."
         )
+
+
+def ended(text: str) -> str:
+    """How the job had ended before, as `birl stop` printed there; empty where it was stopped by that."""
+    found = re.search(r"had ended before: it is (\w+)", text)
+    return found.group(1) if found else ""
 
 
 def statuses(text: str) -> list[Status]:

@@ -59,16 +59,18 @@ def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: 
     return done.stdout or ""
 
 
-def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | None = None) -> None:
-    """Each, also after one that failed. Raises `BirlError` with what failed, behind `hint`."""
+def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | None = None) -> str:
+    """Each, also after one that failed; what they print. Raises `BirlError` with what failed, behind `hint`."""
+    printed: list[str] = []
     failed: list[str] = []
     for words in steps:
         try:
-            run(words, LONG, env=env)
+            printed.append(run(words, LONG, env=env))
         except BirlError as error:
             failed.append(str(error))
     if failed:
         raise BirlError(f"Not everything worked; {hint}\n" + "\n".join(failed))
+    return "".join(printed)
 
 
 def lines(words: Sequence[str], over: Callable[[], bool] | None = None) -> Generator[str, None, None]:

@@ -96,10 +96,11 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
     own = {"cpus": keys.cpus, "memory_gb": keys.memory_gb}
     parallel = config.parallel
     ranks = parallel.ddp * parallel.fsdp * parallel.cp * parallel.tp
+    told = placed(words, run)
     learner = Role(
         name="learner",
         count=ranks,
-        command=(python, "-m", "birl", command, *words, f"run={run}"),
+        command=(python, "-m", "birl", command, *told),
         gpus=keys.gpus,
         **own,
     )
@@ -114,11 +115,16 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
     role = Role(
         name="engine",
         count=engine.count,
-        command=(python, "-m", "birl.launch.engine", f"--name={place}", command, *words, f"run={run}"),
+        command=(python, "-m", "birl.launch.engine", f"--name={place}", command, *told),
         gpus=keys.gpus * engine.tensor_parallel * engine.pipeline_parallel,
         **own,
     )
     return replace(job, roles=(learner, role), engines=place)
+
+
+def placed(words: Sequence[str], run: Path) -> list[str]:
+    """The words of a run in this folder, with `run=` once."""
+    return [*(word for word in words if not word.startswith("run=")), f"run={run}"]
 
 
 def given(names: Sequence[str]) -> dict[str, str]:

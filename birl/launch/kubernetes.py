@@ -261,11 +261,15 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return external.lines(("kubectl", "logs", f"job/{handle.id}", "-n", handle.more["namespace"], *more))
 
 
-def stop(handle: Handle) -> None:
+def stop(handle: Handle) -> str:
     """The machines are given back even where the job cannot be reached any more."""
     try:
         found = asked(handle)
-        if found.get("jobStatus") == "RUNNING":
-            external.run(head(handle, found, f"birl stop {shlex.quote(handle.run)}"), external.LONG)
+        state = STATES.get(found.get("jobStatus", ""), "")
+        if state == "running":
+            state = elsewhere.ended(
+                external.run(head(handle, found, f"birl stop {shlex.quote(handle.run)}"), external.LONG)
+            )
     finally:
         external.run(("kubectl", "delete", "rayjob", handle.id, "-n", handle.more["namespace"], "--ignore-not-found"))
+    return "" if state == "waiting" else state

@@ -78,8 +78,9 @@ class Launcher(Protocol):
         """Lines of a role ("" all); with `follow` until the job ends."""
         ...
 
-    def stop(self, handle: Handle) -> None:
-        """Let it save and end; returns when it has. Raises `BirlError`."""
+    def stop(self, handle: Handle) -> str:
+        """Let it save and end, and give its machines back; returns when it has. The state in which it had ended before,
+        where it had; else empty. Raises `BirlError`."""
         ...
 
 

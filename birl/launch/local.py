@@ -164,7 +164,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return tail.lines(named, follow, over=lambda: not supervised(folder))
 
 
-def stop(handle: Handle) -> None:
+def stop(handle: Handle) -> str:
     folder = Path(handle.run) / FOLDER
     pid = supervised(folder)
     if pid <= 0:
@@ -175,6 +175,7 @@ def stop(handle: Handle) -> None:
         if time.monotonic() > until:
             raise BirlError(f"{handle.run} still saves after {SAVES:g} s. `birl stop` once more ends it at once.")
         time.sleep(POLL)
+    return ""
 
 
 def ended(state: State | None) -> str:

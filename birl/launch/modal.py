@@ -190,15 +190,17 @@ def ended(handle: Handle) -> bool:
     return False
 
 
-def stop(handle: Handle) -> None:
+def stop(handle: Handle) -> str:
     """The learner saves and ends, then the engines, then the app. Raises `BirlError` where it does not save in time."""
     modal = client()
-    late = False
+    late, before = False, ""
     with asked(modal):
         notes = notes_of(modal, handle)
         notes.put("stop", True)
         if handle.more["learner"]:
             call = modal.FunctionCall.from_id(handle.more["learner"])
+            if (result := outcome(modal, call)) is not None:
+                before = learner_status(notes.get("learner") or {}, result).state
             deadline = time.monotonic() + float(handle.more["stop_timeout"])
             while outcome(modal, call) is None and not late:
                 time.sleep(POLL)
@@ -212,6 +214,7 @@ def stop(handle: Handle) -> None:
             f"{handle.name} had not saved after {handle.more['stop_timeout']:g} s (launch.stop_timeout) and was ended; "
             "it goes on from its newest checkpoint."
         )
+    return before
 
 
 def addresses(handle: Handle, patience: float = 1800.0) -> list[str]:

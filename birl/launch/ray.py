@@ -201,8 +201,10 @@ def scale(handle: Handle, change: str) -> int:
     return asked("scale", changed(now, change))
 
 
-def stop(handle: Handle) -> None:
+def stop(handle: Handle) -> str:
     asked = Asked(handle)
+    if (state := asked("status")[0]) in ENDED:
+        return state
     asked("stop")
     until = time.monotonic() + STOP
     while asked("status")[0] not in ENDED:
@@ -211,3 +213,4 @@ def stop(handle: Handle) -> None:
                 f"{handle.run} has not ended within {STOP:g} s; `birl logs {handle.run} supervisor` shows why"
             )
         time.sleep(LOOK)
+    return ""

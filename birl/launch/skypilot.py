@@ -161,6 +161,7 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return external.lines(("sky", "logs", handle.id, *([] if follow else ["--no-follow"])))
 
 
-def stop(handle: Handle) -> None:
+def stop(handle: Handle) -> str:
     """The machines are given back even where the job cannot be reached any more."""
-    external.run_all(end(handle.id, handle.run), "`sky status` shows whether machines are left.")
+    said = external.run_all(end(handle.id, handle.run), "`sky status` shows whether machines are left.")
+    return elsewhere.ended(said)

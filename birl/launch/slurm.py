@@ -15,7 +15,7 @@ from birl.config.sweep import job_names, sweep, swept_keys
 from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch import slurm_queue as queue
-from birl.launch.job import Job, derive
+from birl.launch.job import Job, derive, placed
 from birl.launch.launcher import FILE, Handle, Status, find
 from birl.launch.slurm_script import Places, options, places, script
 
@@ -89,7 +89,7 @@ def combinations(job: Job, keys: Keys) -> list[Job]:
         raise BirlError(f"launch.array={keys.array}: has one value only; write it as a word of the run, or KEY=A,B")
     found: list[Job] = []
     for name, more in zip(names, sweep(words), strict=True):
-        all_words = [*job.words, *more, f"run={job.run / name}"]
+        all_words = placed([*job.words, *more], job.run / name)
         found.append(derive(job.command, all_words, replace(keys, name=name), job.learner.command[0]))
     shapes = {tuple(replace(role, command=()) for role in one.roles) for one in found}
     if shapes != {tuple(replace(role, command=()) for role in job.roles)}:
@@ -170,6 +170,6 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return queue.logs(handle, role, follow)
 
 
-def stop(handle: Handle) -> None:
+def stop(handle: Handle) -> str:
     """Returns when it has saved and ended. Raises `BirlError` where that takes longer than `PATIENCE`."""
-    queue.stop(handle, PATIENCE)
+    return queue.stop(handle, PATIENCE)

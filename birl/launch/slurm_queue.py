@@ -164,11 +164,15 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return tail.lines(files, follow, over)
 
 
-def stop(handle: Handle, patience: float) -> None:
-    """Jobs that wait are taken away; those that run save and end. Raises `BirlError`."""
+def stop(handle: Handle, patience: float) -> str:
+    """Jobs that wait are taken away; those that run save and end. How it had ended where there are none of either,
+    else empty. Raises `BirlError`."""
+    ended = [last_word(Path(run))[0] for run in handle.more["folders"]]
+    any_left = False
     told: set[str] = set()
     until = time.monotonic() + patience
     while jobs := [one for one in seen(handle) if one.state in (*WAITING, *RUNNING)]:
+        any_left = True
         for job in jobs:
             if job.state in WAITING:
                 ask(["scancel", job.job])
@@ -183,3 +187,4 @@ def stop(handle: Handle, patience: float) -> None:
     for run in handle.more["folders"]:
         if last_word(Path(run))[0] in ("", "running", "restarting"):
             (Path(run) / "launch" / STATE).write_text(f"{handle.id} stopped\n", encoding="utf-8")
+    return "" if any_left else next((state for state in ended if state not in ("", "running", "restarting")), "")

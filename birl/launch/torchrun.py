@@ -75,8 +75,8 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return local.logs(handle, role, follow)
 
 
-def stop(handle: Handle) -> None:
-    local.stop(handle)
+def stop(handle: Handle) -> str:
+    return local.stop(handle)
 
 
 def scale(handle: Handle, change: str) -> int:

@@ -56,15 +56,20 @@ async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:
         return await ModalSandbox.open(workers=workers)
     if kind not in (*LOCAL, "auto"):
         raise BirlError(f"sandbox.kind={kind}: must be auto | {' | '.join(LOCAL)} | modal.")
-    failed: list[str] = []
+    failed: dict[str, list[str]] = {}  # kinds by the reason that they have in common
     for name in AUTO if kind == "auto" else (kind,):
         found = await tried(name)
         if found.python:
             if failed:
-                log.warning("sandbox.kind=auto is %s here, because %s", name, "; ".join(failed))
+                log.warning("sandbox.kind=auto is %s here, because %s", name, _reasons(failed))
             return LocalSandbox(name, python=found.python, workers=workers)
-        failed.append(f"{name}: {found.reason}")
-    raise BirlError(f"sandbox.kind={kind} does not work on this machine ({'; '.join(failed)}). Install {INSTALL}.")
+        failed.setdefault(found.reason, []).append(name)
+    raise BirlError(f"sandbox.kind={kind} does not work on this machine ({_reasons(failed)}). Install {INSTALL}.")
+
+
+def _reasons(failed: dict[str, list[str]]) -> str:
+    """Each reason once."""
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in failed.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +81,13 @@ class Trial:
 
 
 async def tried(kind: str) -> Trial:
-    reasons = []
+    failed: dict[str, list[str]] = {}  # interpreters by reason
     for python in interpreters():
         reason = await problem(kind, python)
         if not reason:
             return Trial(python, "")
-        reasons.append(f"{reason} ({python})")
-    return Trial("", "; ".join(reasons))
+        failed.setdefault(reason, []).append(python)
+    return Trial("", "; ".join(failed) if len(failed) < 2 else _reasons(failed))
 
 
 async def problem(kind: str, python: str) -> str:

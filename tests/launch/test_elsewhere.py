@@ -33,6 +33,15 @@ def test_files_go_along_that_the_command_or_its_recipe_names(here: Path) -> None
     assert "my.jsonl" in elsewhere.sent(*made())  # only the recipe names it
 
 
+@pytest.mark.parametrize("more", [(), ("run=runs/other",), ("run=runs/other", "steps=5")])
+def test_the_run_folder_is_given_once(more: tuple[str, ...], here: Path) -> None:
+    made_job, keys = made("engine.kind=birl", *more)
+    commands = [elsewhere.command(made_job, keys), *(role.command for role in made_job.roles)]
+    for words in commands:
+        assert [w for w in words if w.startswith("run=")] == [f"run={made_job.run}"], words
+    assert len(commands) == 3 and str(made_job.run) == ("runs/other" if more else "runs/demo")
+
+
 @pytest.mark.parametrize("name", ["nothing.txt", "../x", "/etc/passwd"])
 def test_other_files_are_refused(name: str, here: Path) -> None:
     (here.parent / "x").write_text("")

@@ -200,7 +200,7 @@ def test_a_run_in_the_cloud(here: Path, tiny: Path, tmp_path: Path) -> None:
         assert (run / "checkpoints" / "step-000001").is_dir()
         assert "learner 0      done" in used.birl("status", "runs/demo")
         assert "[learner 0] demo: done" in used.birl("logs", "runs/demo", "learner")
-        assert "was stopped" in used.birl("stop", "runs/demo")
+        assert "demo had ended before: it is done." in used.birl("stop", "runs/demo")
         assert set(used.cloud.apps.values()) == {"stopped"}
         assert used.cloud.environment(used.cloud.functions[call.function])["HF_TOKEN"] == CANARY
         written = [f for folder in (here, used.cloud.volume) for f in folder.rglob("*") if f.is_file()]

@@ -322,8 +322,8 @@ def test_an_array_has_a_run_for_each_combination(idle: Cluster, tmp_path: Path) 
     for name in ("lr=1e-05", "lr=1e-06"):
         run = tmp_path / "runs" / name
         text = (run / "launch" / "learner-0.log").read_text().splitlines()[0]
-        own = f"optimizer.{name} seed=7 run={run} run={run}"
-        assert text == f"-m birl sft data.train=x.jsonl run={tmp_path}/runs {own}"
+        own = f"optimizer.{name} seed=7 run={run}"
+        assert text == f"-m birl sft data.train=x.jsonl {own}"
         assert f"{name} learner-0 | {text}" in [*slurm.logs(handle, "learner", False)]
     assert [one.role for one in slurm.status(handle)] == ["lr=1e-05 learner", "lr=1e-06 learner"]
 

@@ -59,8 +59,11 @@ def test_the_trial_run_sees_what_a_program_can_do(monkeypatch: pytest.MonkeyPatc
 def test_without_any_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SYSTEM_PATH", "/nowhere")
     monkeypatch.setattr(open, "AUTO", ("zygote", "bubblewrap"))
-    with pytest.raises(BirlError, match=r"there is no \w+ on this machine: install .*apt-get install bubblewrap"):
+    with pytest.raises(
+        BirlError, match=r"there is no \w+ on this machine: install .*apt-get install bubblewrap"
+    ) as error:
         opened()
+    assert str(error.value).count("there is no") == 1 and "zygote, bubblewrap: there is no" in str(error.value)
 
 
 def test_unknown_kinds_are_refused() -> None:
