@@ -17,7 +17,7 @@ class Jobs:
     first signal and dies at the second; the terminal would otherwise send one too."""
 
     running: subprocess.Popen[bytes] | None = None
-    stopped: bool = False
+    stopped: int = 0  # number of the signal that came
     codes: list[int | None] = field(default_factory=list)
 
     def run(self, commands: list[list[str]], names: list[str]) -> int:
@@ -26,7 +26,7 @@ class Jobs:
             seconds = [self._timed(command, f"{i}/{len(commands)}") for i, command in enumerate(commands, 1)]
         self._table(names, seconds)
         if self.stopped:
-            return 130
+            return 128 + self.stopped
         return 0 if all(code == 0 for code in self.codes) else 1
 
     @contextmanager
@@ -56,7 +56,7 @@ class Jobs:
         return 0.0 if self.codes[-1] is None else time.monotonic() - start
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
+        self.stopped = number
         if self.running is not None and self.running.poll() is None:
             self.running.send_signal(number)
 

@@ -48,23 +48,45 @@ def test_a_slip_is_answered_with_the_fix(
         assert len(error.splitlines()) == 1
 
 
-def test_ctrl_c_while_a_library_is_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_library_is_imported(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers makes a ModuleNotFoundError of it."""
 
     def importing(name: str) -> None:
         try:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         except KeyboardInterrupt as error:
             raise ModuleNotFoundError(f"could not import {name}") from error
 
     monkeypatch.setattr("birl.cli.loading.import_module", importing)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
     try:
-        assert main(["chat"]) == 130
-        assert capsys.readouterr().err == "birl: interrupted\n"
+        assert main(["chat"]) == 128 + number
+        assert capsys.readouterr().err == f"birl: {'interrupted' if number == signal.SIGINT else 'terminated'}\n"
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_with_its_code(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the command does then: here it cleans up."""
+    cleaned: list[int] = []
+
+    def diagnosed(words: list[str]) -> int:
+        try:
+            signal.raise_signal(number)
+        finally:
+            cleaned.append(number)
+        return 0
+
+    monkeypatch.setattr("birl.doctor.run", diagnosed)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["doctor"]) == 128 + number and cleaned == [number]
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -1,9 +1,10 @@
 """The command line: `birl COMMAND [key=value ...]`. Everything heavy is imported by the command that needs it.
 
-Exit codes: 0 done, or stopped by a signal and saved; 1 a job of --multirun failed, `birl doctor` found something
+Exit codes: 0 done; 1 a job of --multirun failed, `birl doctor` found something
 missing, `birl eval --validate` a wrong row, `birl reproduce` a figure outside its band, `birl status` a process that
 failed, `birl ledger` one that does not close, or `verify` of checkpoints and cache damage; 2 a mistake in the input; 3
-the watchdog ended a run in which nothing went on; 130 interrupted.
+the watchdog ended a run in which nothing went on; 130 after Ctrl-C and 143 after SIGTERM, also where a training has
+saved before.
 """
 
 import os
@@ -18,6 +19,7 @@ from birl.cli.commands import BY_NAME, CONFIGURED, page
 from birl.cli.loading import load
 from birl.cli.usage import USAGE
 from birl.errors import BirlError, did_you_mean, tell
+from birl.exits import INTERRUPTED, MISTAKE, code_of, terminable
 
 COMMANDS = tuple(BY_NAME)
 
@@ -28,13 +30,15 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to stop
         sys.stdout.reconfigure(errors="replace")
     try:
-        return _dispatch(sys.argv[1:] if argv is None else argv)
+        with terminable():
+            return _dispatch(sys.argv[1:] if argv is None else argv)
     except BirlError as error:
         tell(error)
-        return 2
-    except KeyboardInterrupt:
-        print("birl: interrupted", file=sys.stderr)
-        return 130
+        return MISTAKE
+    except KeyboardInterrupt as interrupt:
+        code = code_of(interrupt)
+        print("birl: interrupted" if code == INTERRUPTED else "birl: terminated", file=sys.stderr)
+        return code
     except BrokenPipeError:
         if not _nobody_reads():  # the pipe to a worker, say
             raise

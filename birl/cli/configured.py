@@ -42,15 +42,20 @@ def run(command: str, words: list[str]) -> int:
     elif command == "eval":
         load("birl.loops.evaluation").run(config)
     elif command == "serve":
-        load("birl.loops.serve").run(config)
+        return load("birl.loops.serve").run(config)
     else:
         loop = load(f"birl.loops.{command}")
         config, choices = _over_ranks(schema, overrides, config, choices)
         if _ranks().leads():
-            loop.train(config, choices, dry_run="--dry-run" in flags)
+            return exit_code(loop.train(config, choices, dry_run="--dry-run" in flags))
         else:
             loop.follow(config)
     return 0
+
+
+def exit_code(summary: dict[str, Any]) -> int:
+    """Of a training: 0, or that of the signal that ended it before its time."""
+    return 0 if summary.get("finished", True) else 128 + summary["signal"]
 
 
 def _over_ranks(

@@ -130,6 +130,7 @@ RANGES: dict[str, Range] = {
     "validation.every": ANY,
     "validation.samples": COUNT,
     "validation.k": COUNT,
+    "validation.threshold": ANY,
     "validation.temperature": ANY,
     "validation.top_p": Range(0, 1, open_low=True),
     "validation.top_k": ANY,

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from birl.errors import BirlError
+from birl.exits import STOPPED
 from birl.launch import external
 from birl.launch import job as jobs
 from birl.launch.job import Job
@@ -140,8 +141,9 @@ def status(handle: Handle) -> Sequence[Status]:
 def learner_status(note: dict[str, Any], ended: "int | str | None") -> Status:
     state, detail = heard(note)
     if isinstance(ended, int):
-        state = ("stopped" if note.get("state") == "stopped" else "done") if ended == 0 else "failed"
-        detail = detail if ended == 0 else f"exit code {ended} {note.get('detail', '')}".strip()
+        well = ended in (0, *STOPPED)
+        state = ("stopped" if ended or note.get("state") == "stopped" else "done") if well else "failed"
+        detail = detail if well else f"exit code {ended} {note.get('detail', '')}".strip()
     elif ended is not None:
         state, detail = "failed", ended
     elif int(note.get("starts", 0)) > 1 and state == "running":

@@ -15,6 +15,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from birl.errors import BirlError
+from birl.exits import STOPPED
 from birl.launch.modal_roles import BEAT, START, Ended, Notes, Streamed, Work
 from birl.serve import names
 
@@ -102,8 +103,14 @@ def serve(
         with forward(port) as tunnel:
             return beats(child, number, notes, tunnel.url, f"http://127.0.0.1:{port}", work, beat)
     finally:
-        code = child.end(30.0)
+        code = end(child)
         notes.put(f"engine/{number}", {"state": "stopped", "detail": f"exit code {code}", "time": time.time()})
+
+
+def end(child: Streamed) -> int:
+    """Its exit code, once it has ended; 0 where it ended because it was told to."""
+    code = child.end(30.0)
+    return 0 if code in STOPPED else code
 
 
 def registered(child: Streamed, name: str, began: float, patience: float) -> str:
@@ -131,12 +138,12 @@ def beats(child: Streamed, number: int, notes: Notes, url: str, local: str, work
             over = False
             print(f"birl: no word from outside: {error}", flush=True)
         if over:
-            return child.end(30.0)
+            return end(child)
         if (now := requests_of(local)) != asked:
             asked, used = now, time.monotonic()
         if time.monotonic() - used > work.idle:
             print(f"birl: nobody has asked for {work.idle:g} s; the engine ends", flush=True)
-            return child.end(30.0)
+            return end(child)
         try:
             child.process.wait(beat)
         except subprocess.TimeoutExpired:

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 
 from birl.errors import BirlError
+from birl.exits import MISTAKE, STOPPED
 from birl.launch.modal_engines import Directory
 from birl.launch.modal_roles import BEAT, START, Ended, Notes, Streamed, Work, link
 
 COMMIT = 60.0  # s between two writes of the volume
 SAVE = 900.0  # s that a learner may take to save and end
-FINAL = (0, 2, 130)  # exit codes after which another start would change nothing
+FINAL = (0, MISTAKE, *STOPPED)  # exit codes after which another start would change nothing
 
 
 def learn(
@@ -49,13 +50,14 @@ def learn(
         return 2
     finally:
         written(commit)
-    if why == "time" and code == 0:
+    if why == "time" and code in (0, *STOPPED):
         note("restarting", "its time limit")
         raise Ended(f"after {work.seconds / 3600:.1f} hours it saved and is started again")
     if code not in FINAL:
         note("restarting", f"exit code {code}")
         raise Ended(f"`{' '.join(work.command)[:200]}` ended with exit code {code}")
-    note("stopped" if why == "stop" else "done" if code == 0 else "failed", "" if code == 0 else f"exit code {code}")
+    ended = "stopped" if why == "stop" or code in STOPPED else "done" if code == 0 else "failed"
+    note(ended, "" if code in (0, *STOPPED) else f"exit code {code}")
     notes.put("over", True)
     return code
 

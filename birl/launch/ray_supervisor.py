@@ -16,6 +16,7 @@ from collections import deque
 from typing import Any
 
 from birl.errors import first_line
+from birl.exits import MISTAKE, STOPPED
 from birl.launch.launcher import Status
 from birl.launch.ray_cluster import HEAD, NAMESPACE, library, room
 from birl.launch.ray_host import Order
@@ -28,7 +29,6 @@ LEAVE = 5.0  # seconds in which the learner hears of an engine that is to end
 GRACE = 20.0  # seconds that engines may take to end
 FORGET = 31.0  # seconds after which engines let another run have them, as a learner on another node is
 EARLY = 60.0  # seconds: a mistake in the input shows before
-MISTAKE = 2  # the exit code for one
 TAIL = 65536  # bytes of each log that are kept at the end
 ENDED = ("done", "failed", "stopped")
 
@@ -240,16 +240,16 @@ class Supervisor:
     def _learning(self, spots: list[Spot], first: Spot, lost: str) -> None:
         broken = next((s for s in spots if s.up and s.code not in (None, 0)), None)
         now = time.monotonic()
-        if lost or broken is not None:
+        if self.stopping and not lost and first.code in STOPPED:
+            self._over(spots)
+        elif lost or broken is not None:
             why = lost or (broken.ending if broken is not None else "")
             self._failed(why, mistake=not lost and broken is not None and broken.code == MISTAKE)
             for spot in spots:
                 spot.up = False
                 spot.signal(signal.SIGKILL)
         elif first.code == 0:
-            for spot in spots:
-                spot.up = False
-            self._end("stopped" if self.stopping else "done", "")
+            self._over(spots)
         elif self.saving and now > self.saving:
             self._tell(f"the learner did not end within {SAVE:g} s of being told to save, and was killed")
             for spot in spots:
@@ -260,6 +260,11 @@ class Supervisor:
             first.signal(signal.SIGTERM)  # the other ranks end with it
         elif not self.saving:
             self._introduce(first)
+
+    def _over(self, spots: list[Spot]) -> None:
+        for spot in spots:
+            spot.up = False
+        self._end("stopped" if self.stopping else "done", "")
 
     @property
     def _early(self) -> bool:

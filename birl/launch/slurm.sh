@@ -116,6 +116,11 @@ limit)
     ;;
 esac
 
+if [ -z "$asked" ] && [ "$ranks" = 1 ] && { [ "$code" = 130 ] || [ "$code" = 143 ]; }; then
+    state stopped "a signal" # from outside; of several ranks it may come from srun, which ends all when one fails
+    exit "$code"
+fi
+
 why="${asked:-learner} ended with $code"
 if [ -n "$asked" ]; then
     wait "${pids[$asked]}"

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from birl.errors import BirlError
+from birl.exits import MISTAKE, STOPPED
 from birl.launch import plan as files
 from birl.launch.child import Child
 from birl.launch.plan import Plan, State
@@ -27,7 +28,6 @@ from birl.track.runs import last_record
 POLL = 0.1  # s between two looks
 LONGEST = 30.0  # s before an engine or the learner is started again, at most
 STEADY = 60.0  # s after which an engine counts as well again
-MISTAKE, INTERRUPTED = 2, 130  # exit codes of birl
 
 
 class Supervisor:
@@ -106,10 +106,11 @@ class Supervisor:
             elif learner.due():
                 self.begin()
             return
-        if self.asked or code == INTERRUPTED:
-            self.finish("stopped", f"exit code {code}" if code else "it has saved")
-        elif code == 0:
+        if code == 0 and not self.asked:
             self.finish("done")
+        elif self.asked or code in STOPPED:
+            saved = code in (0, *STOPPED) and self.asked < 2  # the second signal ends it at once
+            self.finish("stopped", "it has saved" if saved else f"exit code {code}")
         elif code == MISTAKE and latest(self.plan.run)[1] < learner.began:
             self.finish("failed", f"the learner ended with exit code {MISTAKE} before its first step: {learner.last()}")
         elif self.lives >= self.plan.restarts:

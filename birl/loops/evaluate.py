@@ -14,8 +14,6 @@ from birl.config import schema
 from birl.rollout.group import Rollout, last_reply
 from birl.types import Group, Message, SamplingParams, Task
 
-CORRECT = 1.0  # a score of at least this counts as right; smaller ones only enter the mean score
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -25,6 +23,18 @@ class Plan:
     params: SamplingParams
     samples: int
     k: Sequence[int]
+    threshold: float = 0.0
+
+    @property
+    def greedy_repeats(self) -> str:
+        """A warning where a prompt is answered several times without sampling; else empty."""
+        most = max([self.samples, *(own_k(task) for task in self.tasks)])
+        if most == 1 or self.params.temperature > 0:
+            return ""
+        return (
+            f"validation.temperature=0: rows ask for {most} answers each, and greedy answers to one prompt are equal, "
+            f"so pass@{most} is pass@1. Set validation.temperature=1."
+        )
 
 
 def plan(tasks: Sequence[Task], validation: schema.Validation, max_tokens: int, stop: Sequence[str] = ()) -> Plan:
@@ -39,6 +49,7 @@ def plan(tasks: Sequence[Task], validation: schema.Validation, max_tokens: int, 
         ),
         samples=validation.samples,
         k=validation.k,
+        threshold=validation.threshold,
     )
 
 
@@ -48,7 +59,7 @@ async def evaluate(plan: Plan, rollout: Rollout) -> tuple[dict[str, float], list
     groups = await asyncio.gather(
         *(rollout.group(i, task, max(plan.samples, own_k(task)), plan.params) for i, task in enumerate(plan.tasks))
     )
-    return measure(groups, plan.k), list(groups)
+    return measure(groups, plan.k, plan.threshold), list(groups)
 
 
 def data_digest(tasks: Sequence[Task]) -> str:
@@ -65,31 +76,45 @@ def own_k(task: Task) -> int:
     return int(value) if isinstance(value, int | float) and value >= 1 else 1
 
 
-def measure(groups: Sequence[Group], ks: Sequence[int]) -> dict[str, float]:
-    """Names: validation/<source>/{pass@k, score, length, truncated, failed, n}, and <source> "all" over everything,
-    even where a source is called that."""
+def right_from(groups: Sequence[Group], threshold: float) -> float | None:
+    """The score from which on an answer is right: `threshold`, unless it is 0: then 1 where all scores are 0 or 1, and
+    None where they are not."""
+    if threshold:
+        return threshold
+    return 1.0 if all(value in (0, 1) for group in groups for value in _scores(group)) else None
+
+
+def measure(groups: Sequence[Group], ks: Sequence[int], threshold: float = 0.0) -> dict[str, float]:
+    """Names: validation/<source>/{score, pass@k, length, truncated, failed, n}, and <source> "all" over everything,
+    even where a source is called that. A score is the mean over the prompts of the mean over their answers. pass@k is
+    there where answers are right or wrong (`right_from`)."""
+    right = right_from(groups, threshold)
     by_source: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
         for source in dict.fromkeys((group.task.source, "all")):
             by_source[source].append(group)
     return {
-        f"validation/{s}/{name}": v for s, members in by_source.items() for name, v in _figures(members, ks).items()
+        f"validation/{s}/{name}": v
+        for s, members in by_source.items()
+        for name, v in _figures(members, ks, right).items()
     }
 
 
-def _figures(groups: Sequence[Group], ks: Sequence[int]) -> dict[str, float]:
+def _figures(groups: Sequence[Group], ks: Sequence[int], right: float | None) -> dict[str, float]:
     """Failed episodes enter no mean: they are counted in `failed`."""
     episodes = [t for g in groups for t in g.trajectories]
     scored = [t for t in episodes if t.outcome.scored]
     figures = {
-        "score": _mean([t.score for t in scored]),
+        "score": _mean([_mean(scores) for g in groups if (scores := _scores(g))]),
         "length": _mean([len(turn.completion.tokens) for t in scored for turn in t.turns]),
         "truncated": float(sum(t.outcome == "truncated" for t in episodes)),
         "failed": float(len(episodes) - len(scored)),
         "n": float(len(groups)),
     }
+    if right is None:
+        return figures
     for k in sorted({*ks, *(own_k(g.task) for g in groups)}):
-        counts = [(len(s), sum(v >= CORRECT for v in s)) for g in groups if (s := _scores(g))]
+        counts = [(len(s), sum(v >= right for v in s)) for g in groups if (s := _scores(g))]
         enough = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         if enough:
             figures[f"pass@{k}"] = _mean(enough)

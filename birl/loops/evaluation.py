@@ -20,7 +20,7 @@ from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.loops import checks
 from birl.loops.engines import Servers, Wanted, open_servers
-from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan, versions_of
+from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan, right_from, versions_of
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
 from birl.loops.rewards import make_rewards, scorer, started
@@ -156,6 +156,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         elif config.output:  # nothing is there before the results are: `birl reproduce` takes the file for them
             tempfile.TemporaryFile(dir=output.parent).close()
     parts = await evaluation(config, compute)
+    if warning := parts.plan.greedy_repeats:
+        print(f"birl: warning: {warning}", file=sys.stderr)
     try:
         metrics, groups = await evaluate(parts.plan, parts.rollout)
     finally:
@@ -175,6 +177,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         with _writing(output):
             output.write_text(text)
     show(metrics)
+    if rule := ruled(groups, config.validation.threshold):
+        print(rule)
     if config.output:
         print(f"Written to {config.output}")
 
@@ -215,6 +219,18 @@ def _only(group: Group, i: int) -> Group:
     return replace(group, trajectories=(group.trajectories[i],))
 
 
+def ruled(groups: Sequence[Group], threshold: float) -> str:
+    """From which score on an answer is right; empty where that is plain."""
+    if threshold:
+        return f"Right: a score of at least {threshold:g} (validation.threshold)."
+    if right_from(groups, threshold) is None:
+        return (
+            "Scores are not only 0 and 1, so there is no pass@k; with validation.threshold=0.5, scores of at least 0.5 "
+            "would count as right."
+        )
+    return ""
+
+
 def show(metrics: dict[str, float]) -> None:
     """Print them as a table. Names of sources are never cut: in a narrow terminal they go on in the next line."""
     from rich.table import Table
@@ -225,8 +241,10 @@ def show(metrics: dict[str, float]) -> None:
         table.add_column(head, no_wrap=True, justify="left" if head == "metric" else "right")
     for name in dict.fromkeys(map(source, metrics)):
         own = {key.rpartition("/")[2]: value for key, value in metrics.items() if source(key) == name}
+        rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
+        if own.get("pass@1") != own["score"]:  # else its row says both
+            table.add_row(visible(name), f"{own['n']:.0f}", "score", f"{own['score']:.3f}", "", *rest)
         for k in (key for key in own if key.startswith("pass@")):
             low, high = wilson(own[k] * own["n"], int(own["n"]))
-            rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
             table.add_row(visible(name), f"{own['n']:.0f}", k, f"{own[k]:.3f}", f"{low:.3f} - {high:.3f}", *rest)
     Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)

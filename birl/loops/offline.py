@@ -34,7 +34,7 @@ from birl.loops.policy import Policy, load_policy
 from birl.loops.ranks import crew, rank_threads
 from birl.loops.run import Run
 from birl.loops.run_folder import claim, find_checkpoint, held
-from birl.loops.signals import saving_signals
+from birl.loops.signals import Stop, saving_signals
 from birl.loops.tasks import stream
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
@@ -130,10 +130,10 @@ async def _main(
     load: Load,
     objective: Callable[[Any, Policy, int], Objective],
 ) -> dict[str, Any]:
-    stop = asyncio.Event()
+    stop = Stop()
     folder = Path(run_folder(config, choices))
     with (
-        saving_signals(stop),
+        nullcontext() if dry_run else saving_signals(stop),
         nullcontext() if dry_run else held(folder),
         crew(config, folder) as together,
         compute_thread(rank_threads(config)) as compute,
@@ -162,7 +162,7 @@ def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objecti
             objective=objective_,
             crew=together,
         )
-        return _Run(config=config, parts=parts, stop=asyncio.Event())
+        return _Run(config=config, parts=parts, stop=Stop())
 
     ranks.follow(config, make)
 

@@ -42,7 +42,7 @@ from birl.loops.ranks import crew
 from birl.loops.replay import replay, resample, row_of
 from birl.loops.run import Run
 from birl.loops.run_folder import held
-from birl.loops.signals import saving_signals
+from birl.loops.signals import Stop, saving_signals
 from birl.loops.token_figures import Key, Watch, token_figures
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
@@ -70,10 +70,10 @@ def train(
 
 
 async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given: build.Given) -> dict[str, Any]:
-    stop = asyncio.Event()
+    stop = Stop()
     folder = Path(run_folder(config, choices))
     with (
-        saving_signals(stop),
+        nullcontext() if dry_run else saving_signals(stop),
         nullcontext() if dry_run else held(folder),
         crew(config, folder) as together,
         compute_thread(learner_threads(config)) as compute,
@@ -94,7 +94,7 @@ def follow(config: schema.RL) -> None:
 
     def make(together: Crew, compute: Executor) -> _Run:
         parts = build.learning(config, load_policy(config.model, compute, together.ranks), together)
-        return _Run(config=config, parts=parts, stop=asyncio.Event())
+        return _Run(config=config, parts=parts, stop=Stop())
 
     ranks.follow(config, make)
 
@@ -126,6 +126,8 @@ class _Run(Run):
         self.tell_rewards()
         self.ledger = Ledger(parts.run, self.step)
         await self.publish()
+        if self.plans_validation() and (plan := parts.plan_validation) and plan.greedy_repeats:
+            parts.tracker.message(f"warning: {plan.greedy_repeats}")
         if self.validation_due() and (self.step > 0 or config.validation.at_start):
             await self.validate()
         self.clock, self.waited = time.perf_counter(), spent("training", "rollout")
@@ -384,6 +386,7 @@ class _Run(Run):
             "data": self.parts.validation_digest,
             "seed": self.parts.validation_rollout.seed,
             "n": plan.samples,
+            **({"threshold": plan.threshold} if plan.threshold else {}),
         }
 
 

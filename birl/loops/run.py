@@ -25,6 +25,7 @@ from birl.learner.optimizer import learning_rate
 from birl.learner.store import Store, location
 from birl.learner.writer import Writer
 from birl.loops.run_folder import next_commands
+from birl.loops.signals import Stop
 from birl.parallel.crew import Crew
 from birl.spans import done
 from birl.track.trace import Trace, rank_file
@@ -69,7 +70,7 @@ class Run:
 
     config: Any  # schema.RL or schema.Stage
     parts: Parts
-    stop: asyncio.Event
+    stop: Stop
     step: int = 0  # finished steps
     position: int = 0  # all groups or rows before this one are consumed,
     ahead: Sequence[int] = ()  # and these behind it
@@ -303,6 +304,7 @@ class Run:
         self.spent += time.perf_counter() - self.started
         summary = {
             "finished": finished,
+            "signal": None if finished else int(self.stop.number),
             "run": str(self.parts.run),
             "step": self.step,
             "seconds": self.spent,

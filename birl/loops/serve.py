@@ -39,8 +39,8 @@ LOOK = 0.1  # seconds between two looks into `volume`
 GRACE = 5  # seconds for connections to take what was answered, once nothing is sampled any more
 
 
-def run(config: schema.Serve) -> None:
-    """Until a signal. Raises `BirlError` for what can be known before the model is loaded."""
+def run(config: schema.Serve) -> int:
+    """Until a signal, whose exit code it gives. Raises `BirlError` for what can be known before the model is loaded."""
     token = os.environ.get("BIRL_TOKEN", "")
     if not is_loopback(config.host) and not token:
         raise BirlError(
@@ -52,7 +52,7 @@ def run(config: schema.Serve) -> None:
     if config.name:
         names.folder(config.name)
     with bind(config.host, config.port) as sock, compute_thread(config.threads) as compute:
-        asyncio.run(_run(config, token, sock, compute))
+        return asyncio.run(_run(config, token, sock, compute))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -83,7 +83,7 @@ def address(sock: socket.socket, reachable: bool = False) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: Executor) -> None:
+async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: Executor) -> int:
     service = await asyncio.get_running_loop().run_in_executor(compute, load, config, token, compute)
     watching, entry, beating = asyncio.create_task(service.watch()), None, None
     looking = asyncio.create_task(look(service, Path(service.volume))) if config.volume else None
@@ -104,9 +104,10 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
         if config.name and not serving.done():
             entry = names.register(config.name, address(sock, reachable=True), os.getpid(), service.name)
             beating = asyncio.create_task(names.beat(entry))
-        _listen_to_signals(service, server, config.drain_timeout, leave)
+        told = _listen_to_signals(service, server, config.drain_timeout, leave)
         print(f"birl serve: {service.name} at {address(sock)} (version {service.engine.version})", flush=True)
         await serving
+        return 128 + told[0] if told else 0
     finally:
         watching.cancel()
         if looking is not None:
@@ -202,7 +203,7 @@ def uvicorn_server(service: Service) -> uvicorn.Server:
             timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
         )
     )  # fmt: skip
-    server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would end by the signal, not with 0
+    server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would raise the signal again
     return server
 
 
@@ -211,19 +212,24 @@ def short_name(path: str) -> str:
     return Path(path).expanduser().resolve().name.removesuffix(".gguf")
 
 
-def _listen_to_signals(service: Service, server: uvicorn.Server, timeout: float, leave: Callable[[], None]) -> None:
-    """The first one drains, the second ends the process at once."""
+def _listen_to_signals(
+    service: Service, server: uvicorn.Server, timeout: float, leave: Callable[[], None]
+) -> list[int]:
+    """The first one drains, the second ends the process at once. Gives the list of those that came."""
     loop = asyncio.get_running_loop()
-    tasks: list[asyncio.Task[None]] = []
+    told: list[int] = []
+    tasks: list[asyncio.Task[None]] = []  # asyncio itself does not keep them
 
-    def told() -> None:
+    def tell(number: int) -> None:
         leave()
-        if tasks:
-            os._exit(130)
+        if told:
+            os._exit(128 + number)
+        told.append(number)
         tasks.append(loop.create_task(_drain(service, server, timeout)))
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told)
+        loop.add_signal_handler(number, tell, number)
+    return told
 
 
 async def _drain(service: Service, server: uvicorn.Server, timeout: float) -> None:

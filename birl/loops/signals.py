@@ -18,8 +18,14 @@ def interrupt() -> None:
         stop()
 
 
+class Stop(asyncio.Event):
+    """Is set when a run is to save and end. `number`: of the signal that asked for it, SIGINT where none did."""
+
+    number: int = signal.SIGINT
+
+
 @contextmanager
-def saving_signals(stop: asyncio.Event) -> Iterator[None]:
+def saving_signals(stop: Stop) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM sets `stop`, so that the run saves and ends; the second ends the process at once.
 
     Not `loop.add_signal_handler`: that would wait for the loop, which is busy while models load.
@@ -28,9 +34,10 @@ def saving_signals(stop: asyncio.Event) -> Iterator[None]:
 
     def handle(number: int, frame: object) -> None:
         if stop.is_set():
-            sys.stderr.write("\nStopped at once; the newest checkpoint is complete.\n")
+            sys.stderr.write("\nStopped at once; checkpoints that were complete stay so.\n")
             os._exit(128 + number)
         sys.stderr.write("\nSaving, then stopping. Once more to stop at once.\n")
+        stop.number = number
         stop.set()
         loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for the compute thread
 

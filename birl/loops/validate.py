@@ -17,7 +17,6 @@ from birl.data.tasks import Tasks, load_tasks
 from birl.envs.calls import called
 from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
-from birl.loops.evaluate import CORRECT
 from birl.loops.machine import compute_thread
 from birl.loops.rewards import make_rewards, scorer, started
 from birl.rollout.episode import describe
@@ -133,7 +132,7 @@ async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks
     limits = Limits(timeout=config.env.timeout, turns=config.env.max_turns)
     rollout = Rollout(engine=engine, chat=engine, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
     group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))
-    return verdict(group.trajectories[0], engine)
+    return verdict(group.trajectories[0], engine, config.validation.threshold or 1.0)
 
 
 def replies(env: Env | Agent, task: Task) -> list[Message]:
@@ -144,13 +143,13 @@ def replies(env: Env | Agent, task: Task) -> list[Message]:
     return [m if isinstance(m, Message) else Message(role="assistant", content=str(m)) for m in said]
 
 
-def verdict(played: Trajectory, gold: Gold) -> str:
+def verdict(played: Trajectory, gold: Gold, right: float) -> str:
     shown = " | ".join(short(reply) for reply in gold.replies)
     if gold.asked_more:
         return f"goes on after {gold.given} gold replies (gold: {shown})"
     if played.outcome is not Outcome.OK:
         return f"{played.outcome}: {played.detail or 'the episode was cut by env.max_turns'} (gold: {shown})"
-    if played.score < CORRECT:
+    if played.score < right:
         return f"scores {played.score:g} (gold: {shown})"
     if gold.given < len(gold.replies):
         return f"ends after {gold.given} of {len(gold.replies)} gold replies (gold: {shown})"

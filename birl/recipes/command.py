@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError, first_line
+from birl.exits import STOPPED
 from birl.flags import Flag, taken, whole
 from birl.jobs import Jobs
 from birl.recipes import shelf
@@ -38,13 +39,14 @@ def run(words: Sequence[str]) -> int:
         return 0
     jobs = Jobs()
     with jobs.forwarding():
-        return reproduce(attempt, lambda command: jobs.start(command, folder=root))
+        code = reproduce(attempt, lambda command: jobs.start(command, folder=root))
+    return 128 + jobs.stopped if code in STOPPED and jobs.stopped else code
 
 
 def reproduce(attempt: Attempt, start: Callable[[Sequence[str]], int | None]) -> int:
     """Run what is left of an attempt by `start`, and say how it compares."""
     code = attempt.run(start)
-    if code == 130:
+    if code in STOPPED:
         print("birl reproduce: stopped; the same command goes on from here.", file=sys.stderr)
     elif code:
         print(f"birl reproduce: a stage ended with exit code {code}; what it said stands above.", file=sys.stderr)

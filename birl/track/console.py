@@ -194,6 +194,7 @@ def validation_line(progress: Progress, step: int, metrics: dict[str, float]) ->
     line += f" {score:.3f}" if score is not None else ""
     if len(progress.validations) > 1:
         line += f" (at first {progress.validations[0][1]:.3f})"
-    sources = {source(name): value for name, value in metrics.items() if name.endswith("/pass@1")}
+    figure = next((kind for kind in ("/score", "/pass@1") if any(name.endswith(kind) for name in metrics)), "/pass@1")
+    sources = {source(name): value for name, value in metrics.items() if name.endswith(figure)}
     sources.pop("all", None)
     return line + "".join(f"  {visible(name)} {value:.3f}" for name, value in sources.items() if len(sources) > 1)

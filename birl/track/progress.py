@@ -68,12 +68,12 @@ def failures(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.replace("_", " "): n for name in FAILURES if (n := metrics.get(f"outcome/{name}", 0)) > 0}
 
 
-VALIDATIONS = ("validation/all/pass@1", "validation/all/score", "validation/accuracy", "validation/nll")
+VALIDATIONS = ("validation/all/score", "validation/all/pass@1", "validation/accuracy", "validation/nll")
 
 
 def validation_name(metrics: Iterable[str]) -> str:
-    """The one figure of a validation: pass@1 over all sources, or the nearest to it that there is; empty for none. Its
-    value may be null, where nothing could be scored."""
+    """The one figure of a validation: the mean score over all sources, or the nearest to it that there is; empty for
+    none. Its value may be null, where nothing could be scored."""
     names = [name for name in metrics if name.startswith("validation/")]
     return next((wanted for wanted in (*VALIDATIONS, *names) if wanted in names), "")
 
@@ -89,9 +89,16 @@ def source(name: str) -> str:
     return name.removeprefix("validation/").rpartition("/")[0]
 
 
-def is_share(name: str) -> bool:
-    """A validation figure from 0 to 1 that should rise; otherwise it is a loss, which should fall."""
+def rises(name: str) -> bool:
+    """Should this validation figure rise? Otherwise it is a loss."""
     return not name.endswith(("nll", "loss"))
+
+
+def is_share(record: Mapping[str, Any]) -> bool:
+    """Is the one figure of a validation the share of right answers? A mean score is, where pass@1 is the same."""
+    name = validation_name(record)
+    value = record.get("validation/all/pass@1") if name.endswith("/score") else record.get(name)
+    return name.endswith(("/score", "/pass@1", "accuracy")) and value is not None and value == record[name]
 
 
 def stored(path: Path) -> list[dict[str, Any]]:

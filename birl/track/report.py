@@ -7,10 +7,10 @@ from typing import Any
 
 from birl.track.log import replace
 from birl.track.panel import PHASES
-from birl.track.progress import headline, is_share, numbers, source, stored
+from birl.track.progress import headline, numbers, rises, source, stored
 from birl.track.runs import summary
 from birl.track.style import CSS
-from birl.track.summary import Pair, change, facts, pairs, shown, tally, trained_on
+from birl.track.summary import Pair, change, facts, pairs, shown, tally, told, trained_on, verdict
 from birl.track.svg import Series, curves, escape, stacked
 from birl.track.units import count, decimal, duration
 from birl.types import Outcome
@@ -34,15 +34,15 @@ def write_report(run: Path) -> Path:
     """Write `run`/report.html. A run that goes on, or was stopped, gets a report of what there is."""
     run = Path(run)
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
-    told = {key: value for key, value in summary(run).items() if value is not None}
-    found = {**facts(run), **told}
-    title = str(told.get("title") or run.name)
+    kept = {key: value for key, value in summary(run).items() if value is not None}
+    found = {**facts(run), **kept}
+    title = str(kept.get("title") or run.name)
     body = [
         _head(run, title, found),
         _curves(steps, validations),
         _samples(pairs(validations)),
         _counts(steps),
-        _next(told.get("next"), bool(told.get("finished"))),
+        _next(kept.get("next"), bool(kept.get("finished"))),
         _config(run / "config.yaml"),
         _others(steps, validations),
     ]
@@ -73,7 +73,7 @@ def _head(run: Path, title: str, found: Mapping[str, Any]) -> str:
 
 def _fact_cards(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
     if v := found.get("validation"):
-        label = "validation" if is_share(v["name"]) else f"held-out {v['name']}"
+        label = "validation" if rises(v["name"]) else f"held-out {v['name']}"
         note = f"{label}, step {v['first_step']} → {v['last_step']} ({change(v)})"
         yield decimal(v["first"]), decimal(v["last"]), note
     name = found.get("headline", "loss")
@@ -115,10 +115,18 @@ def _curves(steps: Records, validations: Records) -> str:
 
 
 def _tested(validations: Records) -> list[str]:
-    """Validation metrics that share an axis from 0 to 1. One source alone says the same as `all`."""
-    names = list(dict.fromkeys(name for record in validations for name in numbers(record) if "/pass@" in name))
+    """Validation metrics that share an axis: mean scores, and pass@k where it says something else. One source alone
+    says the same as `all`."""
+    names = list(dict.fromkeys(name for record in validations for name in numbers(record)))
+    names = [name for name in names if name.endswith("/score") or "/pass@" in name]
+    twice = {n for n in names if n.endswith("/pass@1") and _same(validations, n, f"validation/{source(n)}/score")}
     several = len({source(name) for name in names} - {"all"}) > 1
-    return [name for name in names if several or source(name) == "all" or "validation/all/pass@1" not in names]
+    total = any(source(name) == "all" for name in names)
+    return [n for n in names if n not in twice and (several or source(n) == "all" or not total)]
+
+
+def _same(records: Records, one: str, other: str) -> bool:
+    return all(record.get(one) == record.get(other) for record in records)
 
 
 def _time_series(steps: Records) -> list[Series]:
@@ -142,15 +150,15 @@ def _samples(all_pairs: list[Pair]) -> str:
 def _side_by_side(pair: Pair) -> str:
     answer = f' <span class="soft">→ {escape(pair.answer)}</span>' if pair.answer else ""
     asked = f'<div class="prompt text">{escape(pair.prompt)}{answer}</div>'
-    sides = _side("before", pair.before, pair.score_before) + _side("after", pair.after, pair.score_after)
+    before = _side("before", pair.before, pair.score_before, pair.threshold)
+    sides = before + _side("after", pair.after, pair.score_after, pair.threshold)
     return f'<div class="pair">{asked}<div class="sides">{sides}</div></div>'
 
 
-def _side(when: str, text: str, score: float) -> str:
-    kind = ("right" if score > 0.5 else "wrong") if math.isfinite(score) else "unscored"
-    figure = f", score {score:g}" if math.isfinite(score) and score not in (0, 1) else ""
-    verdict = f'<div class="verdict">{when}: {kind}{figure}</div>'
-    return f'<div class="side {kind}">{verdict}<div class="text">{escape(text)}</div></div>'
+def _side(when: str, text: str, score: float, threshold: float) -> str:
+    said = f'<div class="verdict">{when}: {told(score, threshold)}</div>'
+    kind = verdict(score, threshold) or "unscored"
+    return f'<div class="side {kind}">{said}<div class="text">{escape(text)}</div></div>'
 
 
 def _counts(steps: Records) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.track.algorithm import algorithm
-from birl.track.progress import headline, is_share, validation_name
+from birl.track.progress import headline, rises, validation_name
 
 MARKS = ("metrics.jsonl", "config.yaml")  # a folder with one of them is a run
 DEPTH = 5  # how far below a folder runs are looked for: --multirun puts them one level deeper
@@ -215,7 +215,7 @@ def _best(path: Path, size: int, changed: int) -> tuple[str, float | None, int]:
                     records.append(record)
     name = validation_name(records[-1]) if records else ""
     values = [(value, int(_number(r.get("step")) or 0)) for r in records if (value := _number(r.get(name))) is not None]
-    value, step = (max if is_share(name) else min)(values, key=lambda pair: pair[0]) if values else (None, 0)
+    value, step = (max if rises(name) else min)(values, key=lambda pair: pair[0]) if values else (None, 0)
     return name, value, step
 
 

@@ -11,10 +11,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from birl.track.progress import headline, is_share, stored, validation_name, validation_score
+from birl.track.progress import headline, is_share, rises, stored, validation_name, validation_score
 from birl.track.units import count, decimal, duration
 from birl.track.visible import visible
 
+STYLES = {"right": "green", "wrong": "red", "unscored": "default", "": "default"}
 SUMS = {
     "seconds": "time/step",
     "generated": "tokens/generated",
@@ -25,7 +26,8 @@ SUMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One answer to the same prompt at the first and at the last validation. Right: a score of at least 1."""
+    """One answer to the same prompt at the first and at the last validation. Right: a score of at least `threshold`;
+    NaN where scores are no matter of right and wrong."""
 
     prompt: str
     answer: str
@@ -33,11 +35,33 @@ class Pair:
     after: str
     score_before: float
     score_after: float
+    threshold: float = 1.0
 
     @property
     def change(self) -> int:
-        """1: became right, -1: became wrong, 0: neither."""
-        return int(self.score_after >= 1) - int(self.score_before >= 1)
+        """1: became right, or better where there is no right; -1: became wrong, or worse; 0: neither."""
+        before, after = self.score_before, self.score_after
+        if math.isnan(self.threshold):
+            return int(after > before) - int(after < before)
+        return int(after >= self.threshold) - int(before >= self.threshold)
+
+
+def right_from(*records: Mapping[str, Any]) -> float:
+    """The score from which on an answer of these validations is right: validation.threshold, else 1 where all scores
+    are 0 or 1, else NaN."""
+    given = [record["threshold"] for record in records if "threshold" in record]
+    if given:
+        return float(given[-1])
+    scores = [score(sample) for record in records for sample in record["samples"]]
+    graded = any("validation/all/score" in r and not any("/pass@" in name for name in r) for r in records)
+    return math.nan if graded or any(s not in (0, 1) for s in scores if math.isfinite(s)) else 1.0
+
+
+def verdict(value: float, threshold: float) -> str:
+    """right, wrong, unscored, or empty where scores are no matter of right and wrong."""
+    if not math.isfinite(value):
+        return "unscored"
+    return "" if math.isnan(threshold) else "right" if value >= threshold else "wrong"
 
 
 def pairs(validations: list[dict[str, Any]]) -> list[Pair]:
@@ -45,8 +69,9 @@ def pairs(validations: list[dict[str, Any]]) -> list[Pair]:
     with_samples = [record for record in validations if record.get("samples")]
     if len(with_samples) < 2:
         return []
-    last = dict(_keyed(with_samples[-1]["samples"]))
-    return [_pair(sample, last[key]) for key, sample in _keyed(with_samples[0]["samples"]) if key in last]
+    first, last = with_samples[0], with_samples[-1]
+    after, threshold = dict(_keyed(last["samples"])), right_from(first, last)
+    return [_pair(sample, after[key], threshold) for key, sample in _keyed(first["samples"]) if key in after]
 
 
 def _keyed(samples: list[dict[str, Any]]) -> Iterator[tuple[tuple[str, str, int], dict[str, Any]]]:
@@ -57,7 +82,7 @@ def _keyed(samples: list[dict[str, Any]]) -> Iterator[tuple[tuple[str, str, int]
         yield (*key, seen[key]), sample
 
 
-def _pair(before: dict[str, Any], after: dict[str, Any]) -> Pair:
+def _pair(before: dict[str, Any], after: dict[str, Any], threshold: float) -> Pair:
     answer = before.get("answer")
     return Pair(
         prompt=str(before.get("prompt", "")),
@@ -66,6 +91,7 @@ def _pair(before: dict[str, Any], after: dict[str, Any]) -> Pair:
         after=str(after.get("completion", "")),
         score_before=score(before),
         score_after=score(after),
+        threshold=threshold,
     )
 
 
@@ -85,12 +111,15 @@ def facts(run: Path) -> dict[str, Any]:
     if curve:
         found[name] = {"first": curve[0], "last": curve[-1]}
     if scores:
+        name = validation_name(validations[-1])
+        if name == "validation/all/score" and all(map(is_share, validations)):
+            name = "validation/all/pass@1"  # the same figure
         found["validation"] = {
             "first": scores[0][1],
             "first_step": scores[0][0],
             "last": scores[-1][1],
             "last_step": scores[-1][0],
-            "best": (max if is_share(name := validation_name(validations[-1])) else min)(value for _, value in scores),
+            "best": (max if rises(name) else min)(value for _, value in scores),
             "name": name.removeprefix("validation/"),
         }
     for key, metric in SUMS.items():
@@ -107,14 +136,14 @@ def figures(found: Mapping[str, Any]) -> dict[str, float]:
         name = found.get("headline", "") if key == "headline" else key
         value = found.get(name)
         parts = value if isinstance(value, Mapping) else {"": value}
-        flat |= {f"{name}/{part}".rstrip("/"): float(v) for part, v in parts.items() if isinstance(v, (int, float))}
+        flat |= {f"{name}/{part}".rstrip("/"): float(v) for part, v in parts.items() if type(v) in (int, float)}
     return flat
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Label and words for each fact."""
     if v := found.get("validation"):
-        label = "validation" if is_share(v["name"]) else f"held-out {v['name']}"
+        label = "validation" if rises(v["name"]) else f"held-out {v['name']}"
         best = f"({change(v)}, best {decimal(v['best'])})"
         yield label, f"{decimal(v['first'])} before  ->  {decimal(v['last'])} after  {best}"
     name = found.get("headline", "loss")
@@ -136,7 +165,7 @@ def trained_on(found: Mapping[str, Any]) -> str:
 def change(validation: Mapping[str, Any]) -> str:
     """From the first validation to the last, in points where it is a share."""
     rise = validation["last"] - validation["first"]
-    return f"{100 * rise:+.1f} points" if is_share(validation["name"]) else decimal(rise, "+")
+    return f"{100 * rise:+.1f} points" if validation["name"].endswith(("/pass@1", "accuracy")) else decimal(rise, "+")
 
 
 def shown(all_pairs: list[Pair], number: int) -> list[Pair]:
@@ -148,12 +177,18 @@ def shown(all_pairs: list[Pair], number: int) -> list[Pair]:
 
 
 def tally(all_pairs: list[Pair]) -> str:
+    """Of pairs that share their threshold."""
     right = sum(pair.change > 0 for pair in all_pairs)
     wrong = sum(pair.change < 0 for pair in all_pairs)
-    kept = sum(pair.change == 0 and pair.score_after >= 1 for pair in all_pairs)
+    threshold = all_pairs[0].threshold if all_pairs else 1.0
+    if math.isnan(threshold):
+        same = len(all_pairs) - right - wrong
+        return f"of {len(all_pairs)} answers {right} score higher, {wrong} lower, {same} the same"
+    kept = sum(pair.change == 0 and pair.score_after >= threshold for pair in all_pairs)
     neither = len(all_pairs) - right - wrong - kept
     changed = f"of {len(all_pairs)} answers {right} became right, {wrong} became wrong"
-    return f"{changed}, {kept} stayed right, {neither} stayed wrong"
+    rule = f" (right: a score of at least {threshold:g})" if threshold != 1 else ""
+    return f"{changed}, {kept} stayed right, {neither} stayed wrong{rule}"
 
 
 def closing(
@@ -184,14 +219,23 @@ def _side_by_side(chosen: list[Pair], ascii_only: bool) -> Table:
         table.add_column(name, ratio=1, overflow="fold")
     for pair in chosen:
         prompt = _clipped(pair.prompt) + (f"\n[{_clipped(pair.answer)}]" if pair.answer else "")
-        table.add_row(Text(prompt), _judged(pair.before, pair.score_before), _judged(pair.after, pair.score_after))
+        sides = (_judged(pair.before, pair.score_before, pair), _judged(pair.after, pair.score_after, pair))
+        table.add_row(Text(prompt), *sides)
     return table
 
 
-def _judged(text: str, value: float) -> Text:
-    mark, style = ("right", "green") if value > 0.5 else ("wrong", "red")
-    judged = Text(f"{mark} ", style=f"bold {style}") if math.isfinite(value) else Text("not scored ", style="bold")
+def _judged(text: str, value: float, pair: Pair) -> Text:
+    judged = Text(f"{told(value, pair.threshold)} ", style=f"bold {STYLES[verdict(value, pair.threshold)]}")
     return judged.append(_clipped(text), style="default")
+
+
+def told(value: float, threshold: float) -> str:
+    """A score in words: right, wrong, score 0.732, right (score 0.732), not scored."""
+    kind = verdict(value, threshold)
+    if kind == "unscored":
+        return "not scored"
+    figure = f"score {decimal(value)}" if not kind or value not in (0, 1) else ""
+    return f"{kind} ({figure})" if kind and figure else kind or figure
 
 
 def _clipped(text: str, most: int = 240) -> str:

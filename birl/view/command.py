@@ -1,6 +1,5 @@
 """`birl view`: start the server, say where it is, open a browser, wait for Ctrl-C."""
 
-import contextlib
 import os
 import socket
 import sys
@@ -53,8 +52,7 @@ def run(words: list[str]) -> int:
     print(f"birl view: {url}\n{_counted(len(runs))}. Ctrl-C ends it.", flush=True)
     if QUIET.name not in flags and _has_screen():
         threading.Timer(0.3, webbrowser.open, (url,)).start()
-    with contextlib.suppress(KeyboardInterrupt):
-        server(runs, listener).run([listener])
+    server(runs, listener).run([listener])  # ends by the signal
     return 0
 
 

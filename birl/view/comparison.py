@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from birl.track.progress import is_share
+from birl.track.progress import rises
 from birl.track.runs import ALWAYS_OTHER
 from birl.view.folders import Run
 from birl.view.history import History
@@ -45,7 +45,7 @@ def better(name: str) -> str:
     if name.startswith("validation/"):
         if "/pass@" in name or name.endswith(("/score", "accuracy")):
             return "high"
-        return "" if is_share(name) else "low"
+        return "" if rises(name) else "low"
     if name == "reward/std":
         return ""
     if name.startswith(RISING) or name.endswith(("/accuracy", "/margin")):

@@ -149,7 +149,7 @@ class Watched:
         (self.root / f"life-{self.lives}.log").write_text("\n".join(lines) + "\n")
         told = next((line for line in lines if line.startswith("birl: ") and line != "birl: run"), "")
         self.told += [told] if told else []
-        what = {-9: "killed", 0: "done", 2: "stopped with a message", 3: "stopped by the watchdog"}.get(
+        what = {-9: "killed", 0: "done", 143: "saved", 2: "stopped with a message", 3: "stopped by the watchdog"}.get(
             code or 0, str(code)
         )
         if code == 2 and "File too large" in told:
@@ -158,7 +158,7 @@ class Watched:
         self.tell(f"life {self.lives} {what} (exit code {code}) {told}".rstrip())
         self.vain = self.vain + 1 if code == 2 and not self.starved and self.steps() <= self.before else 0
         early = code == -signal.SIGTERM and self.steps() <= self.before  # nobody listened to it yet
-        if code not in (0, 2, 3) and not (code == -signal.SIGKILL and self.killed) and not early:
+        if code not in (0, 2, 3, 143) and not (code == -signal.SIGKILL and self.killed) and not early:
             self.problems.append(f"life {self.lives} ended with {code}: {lines[-8:]}")
         if code in (2, 3) and not told:
             self.problems.append(f"life {self.lives} ended with {code} and no message: {lines[-8:]}")
@@ -231,14 +231,14 @@ class Watched:
             assert self.learner is not None
             self.tell("SIGTERM: save and stop")
             lives, learner = self.lives, self.learner
-            done = self.ends["done"]
+            saved = self.ends["saved"]
             learner.send(signal.SIGTERM)
             if self.until(lambda: False, seconds) or self.learner is not None:
                 self.problems.append(f"it did not stop within {seconds:g} s of SIGTERM: {learner.lines[-5:]}")
                 self.killed = True
                 learner.send(signal.SIGKILL)
                 return
-            if lives == self.lives and self.ends["done"] > done:
+            if lives == self.lives and self.ends["saved"] > saved:
                 return
 
     def close(self) -> None:

@@ -468,8 +468,9 @@ RL_CASES = {
         "[1,2]",
         lambda s: "validation/all/pass@2" in s.lines("validation.jsonl")[0],
         True,
-        SAMPLED + "validation.samples=2",
+        SAMPLED + "validation.samples=2 validation.threshold=1",
     ),
+    "validation.threshold": Case("2.5", lambda s: s.lines("validation.jsonl")[0].get("threshold"), 2.5, HELD_OUT),
     "validation.temperature": Case("1", lambda s: texts(s.validated[:3], s), under=HELD_OUT),
     "validation.top_p": Case("0.1", lambda s: texts(s.validated[:3], s), under=SAMPLED),
     "validation.top_k": Case("1", lambda s: texts(s.validated[:3], s), under=SAMPLED),
@@ -554,7 +555,10 @@ EVAL_CASES = {
     "validation.every": Case("1", refused=UNTRAINED),
     "validation.at_start": Case("false", refused=UNTRAINED),
     "validation.samples": Case("2", lambda s: {len(g.trajectories) for g in s.groups}, {2}, WARM),
-    "validation.k": Case("[1,2]", lambda s: "pass@2" in s.printed, True, WARM + "validation.samples=2"),
+    "validation.k": Case(
+        "[1,2]", lambda s: "pass@2" in s.printed, True, WARM + "validation.samples=2 validation.threshold=1"
+    ),
+    "validation.threshold": Case("0.25", lambda s: "at least 0.25" in s.printed, True),
     "validation.temperature": Case("1", answers),
     "validation.top_p": Case("0.1", answers, under=WARM),
     "validation.top_k": Case("1", answers, under=WARM),

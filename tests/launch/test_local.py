@@ -20,7 +20,7 @@ from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.launcher import changed, find
 from birl.launch.plan import FOLDER, LOCK, Plan, supervised
-from birl.launch.supervisor import latest
+from birl.launch.supervisor import Supervisor, latest
 from birl.loops.ledger import audit
 from birl.serve import names
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
@@ -78,6 +78,18 @@ def test_a_job_goes_on_without_the_terminal_and_saves_when_it_is_stopped(
 
 
 TEXTS = (".json", ".jsonl", ".log", ".yaml", ".wanted")
+
+
+@pytest.mark.parametrize(("code", "asked", "state"), [
+    (0, 0, "done"), (130, 0, "stopped"), (143, 0, "stopped"), (0, 1, "stopped"), (143, 1, "stopped"), (1, 0, "running"),
+])  # fmt: skip
+def test_a_learner_that_was_signalled_is_not_started_again(tmp_path: Path, code: int, asked: int, state: str) -> None:
+    job = derive("sft", [f"run={tmp_path}", "data.train=x.jsonl"], local.Keys())
+    supervisor = Supervisor(local.plan_of(job, local.Keys()))
+    supervisor.asked = asked
+    supervisor.learner.ended = lambda: code  # pyright: ignore[reportAttributeAccessIssue]
+    supervisor.follow_learner()
+    assert supervisor.state == state and supervisor.lives == (code == 1)
 
 
 @PATIENT

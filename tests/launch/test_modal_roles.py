@@ -18,6 +18,7 @@ import pytest
 from birl.cache import cache_folder
 from birl.errors import BirlError
 from birl.launch import modal_checks
+from birl.launch.modal import learner_status
 from birl.launch.modal_engines import Directory, serve
 from birl.launch.modal_learner import learn
 from birl.launch.modal_roles import Ended, Work
@@ -89,7 +90,7 @@ SAVES = """
 import signal, sys, time
 def save(*_):
     open('runs/demo/saved', 'w')
-    sys.exit(0)
+    sys.exit(143)
 signal.signal(signal.SIGTERM, save)
 print('ready')
 time.sleep(60)
@@ -103,8 +104,16 @@ def test_it_is_stopped_and_saves(job: Job) -> None:
         job.notes["stop"] = True
 
     threading.Thread(target=stop, daemon=True).start()
-    assert job.learn(SAVES) == 0
+    assert job.learn(SAVES) == 143
     assert (job.folder / "volume" / "demo" / "saved").exists() and job.notes["learner"]["state"] == "stopped"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_learner_that_was_signalled_is_not_started_again(job: Job, number: int) -> None:
+    code = 128 + number
+    assert job.learn(f"raise SystemExit({code})") == code
+    assert job.notes["learner"] | {"time": 0} == {**job.notes["learner"], "state": "stopped", "detail": "", "time": 0}
+    assert learner_status(job.notes["learner"], code).state == "stopped"
 
 
 def test_at_its_time_limit_it_saves_and_is_started_again(job: Job) -> None:

@@ -265,6 +265,16 @@ def test_only_code_2_is_a_mistake(supervisor: Supervisor, code: int, waits: bool
     assert (supervisor.after - time.monotonic() > 5) is waits and not supervisor.verdict
 
 
+@pytest.mark.parametrize("code", [0, 130, 143])
+def test_a_learner_that_was_told_to_save_is_stopped_and_did_not_fail(supervisor: Supervisor, code: int) -> None:
+    (learner,) = supervisor.learners
+    assert learner.seen is not None
+    supervisor.stopping = True
+    learner.seen = replace(learner.seen, code=code, last="no")
+    supervisor._learner("")
+    assert (supervisor.verdict, supervisor.failures) == ("stopped", 0)
+
+
 def test_a_host_ends_what_its_process_has_started(host: Host, tmp_path: Path) -> None:
     script = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     host.begin(order(tmp_path, script))

@@ -48,7 +48,7 @@ start = os.environ.get("SLURM_RESTART_COUNT", "0")
 def term(*_):
     print("saved" if rank == "0" else "told", flush=True)
     (run / "saved").touch()
-    sys.exit(0)
+    sys.exit(143)
 rank = os.environ.get("RANK", "0")
 if role == "learner" and rank == "0" and "early" not in sys.argv:  # as a run: its number, and a worker
     (run / ".lock").write_text(f"{os.getpid()}\\n")

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from birl.loops.evaluate import measure
-from birl.loops.evaluation import show
+from birl.config.schema import Validation
+from birl.loops.evaluate import measure, plan
+from birl.loops.evaluation import ruled, show
 from birl.types import Group, Outcome, Task, Trajectory
 
 NAMES = ("openai/gsm8k", "math[algebra]", "competition_mathematics_of_many_years", "all")
@@ -55,3 +56,43 @@ def test_the_whole_counts_each_row_once_whatever_its_source_is_called() -> None:
 
     found = measure([group("all", 1.0), group("math", 0.0)], [1])
     assert (found["validation/all/n"], found["validation/all/score"], found["validation/math/n"]) == (2.0, 0.5, 1.0)
+
+
+def group_of(*scores: float, extra: dict[str, int] | None = None, prompt: str = "x") -> Group:
+    answers = tuple(Trajectory(turns=(), reward=s, score=s, outcome=Outcome.OK) for s in scores)
+    task = Task(id="", prompt=prompt, source="s", columns={"extra_info": extra} if extra else {})
+    return Group(index=0, task=task, trajectories=answers, start_version=0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "score", "right"),
+    [
+        ([(0.0,), (1.0,)], 0.0, 0.5, 0.5),
+        ([(0.7,), (0.9,)], 0.0, 0.8, None),  # no right and wrong
+        ([(0.7,), (0.9,)], 0.8, 0.8, 0.5),
+        ([(1.0,), (3.0,)], 0.0, 2.0, None),
+        ([(1.0, 1.0, 1.0), (0.0,)], 0.0, 0.5, 0.5),  # a row with more answers weighs as much as another
+    ],
+)
+def test_answers_are_right_or_wrong_only_where_scores_are(
+    scores: list[tuple[float, ...]], threshold: float, score: float, right: float | None
+) -> None:
+    found = measure([group_of(*own) for own in scores], [1], threshold)
+    assert found["validation/all/score"] == pytest.approx(score)
+    assert found.get("validation/all/pass@1") == right
+
+
+def test_a_source_without_right_answers_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = [group_of(0.25), group_of(0.75)]
+    show(measure(groups, [1]))
+    assert capsys.readouterr().out.splitlines()[2].split()[:4] == ["s", "2", "score", "0.500"]
+    assert "validation.threshold=0.5" in ruled(groups, 0.0) and "at least 0.5" in ruled(groups, 0.5)
+    assert ruled([group_of(0.0)], 0.0) == ""
+
+
+def test_greedy_answers_to_one_prompt_are_told_to_be_equal() -> None:
+    task = group_of(1.0, extra={"pass@k": 4}).task
+    greedy = plan([task], Validation(), 8)
+    assert "pass@4 is pass@1" in greedy.greedy_repeats
+    assert not plan([task], Validation(temperature=1.0), 8).greedy_repeats
+    assert not plan([group_of(1.0).task], Validation(), 8).greedy_repeats

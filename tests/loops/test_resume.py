@@ -138,7 +138,7 @@ def done(log: Path) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_save_and_exit_with_0(tiny: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_ctrl_c_and_sigterm_save_and_have_their_exit_code(tiny: Path, tmp_path: Path, number: signal.Signals) -> None:
     assert finish(start(command(tiny, tmp_path, "whole"))) == 0
     run = tmp_path / "stopped"
     words = command(tiny, tmp_path, "stopped", "checkpoint.every=0")
@@ -146,7 +146,8 @@ def test_ctrl_c_and_sigterm_save_and_exit_with_0(tiny: Path, tmp_path: Path, num
     wait_for_step(run, 2)
     assert process.pid is not None
     os.kill(process.pid, number)
-    assert finish(process) == 0
+    assert finish(process) == 128 + number
+    assert json.loads((run / "summary.json").read_text())["signal"] == number
     assert checkpoint.saved(run / "checkpoints")[-1].step >= 2
     assert finish(start(words)) == 0
     same(tmp_path / "whole", run)
@@ -170,7 +171,7 @@ def test_ctrl_c_abandons_a_validation_that_is_repeated_later(tiny: Path, tmp_pat
     assert process.pid is not None
     began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
-    assert finish(process) == 0 and time.monotonic() - began < 10
+    assert finish(process) == 128 + signal.SIGINT and time.monotonic() - began < 10
     assert [line["step"] for line in lines(tmp_path / "slow" / "validation.jsonl")] == []
     assert finish(start(command(tiny, tmp_path, "slow", *more))) == 0
     assert [line["step"] for line in lines(tmp_path / "slow" / "validation.jsonl")] == [2, 4]

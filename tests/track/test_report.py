@@ -10,6 +10,7 @@ import pytest
 from birl.track import svg
 from birl.track.chart import sparkline
 from birl.track.report import write_report
+from birl.track.runs import best_validation
 from birl.track.summary import Pair, facts, pairs, shown, tally
 from birl.track.visible import visible
 from tests.track import runs
@@ -213,3 +214,34 @@ def test_a_report_never_decides_how_a_run_ends(
     assert json.loads((tmp_path / "summary.json").read_text())["finished"] is True
     told = capsys.readouterr().err
     assert f"warning: {tmp_path}/report.html failed (ZeroDivisionError: division by zero)" in told
+
+
+def test_scores_that_are_no_right_and_wrong_are_told_as_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """README's own reward gives 0.7 to 0.9: the mean is what a run is judged by, everywhere, and nothing is wrong."""
+
+    def samples(*scores: float) -> list[dict[str, object]]:
+        return [
+            {"prompt": f"p{i}", "completion": f"c{i}", "answer": "a", "score": s, "source": "x"}
+            for i, s in enumerate(scores)
+        ]
+
+    for name, threshold, said in (
+        ("mean", {}, ("of 3 answers 2 score higher, 0 lower, 1 the same", "score 0.900")),
+        ("cut", {"threshold": 0.8}, ("1 became right", "right: a score of at least 0.8", "wrong (score 0.720)")),
+    ):
+        with runs.tracker(tmp_path / name, console="plain") as tracker:
+            tracker.rewind(None, 0)
+            rate = {"validation/all/pass@1": 0.3333} if threshold else {}
+            tracker.validation(0, {"validation/all/score": 0.6, **rate}, samples(0.4, 0.7, 0.7), threshold)
+            tracker.step(1, runs.metrics(1))
+            tracker.validation(1, {"validation/all/score": 0.732, **rate}, samples(0.4, 0.9, 0.72), threshold)
+            tracker.finish({"next": []})
+        told = " ".join(capsys.readouterr().out.split())
+        page = " ".join(Page((tmp_path / name / "report.html").read_text()).words)
+        assert "validation 0.732 (at first 0.600)" in told
+        assert "0.600 before -> 0.732 after (+0.132, best 0.732)" in told and "points" not in told
+        assert said[0] in told and all(words in page for words in said)
+        assert best_validation(tmp_path / name) == ("validation/all/score", 0.732, 1)
+        assert (": wrong" in page) is bool(threshold)

@@ -62,7 +62,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             (run,) = json.load(urllib.request.urlopen(f"{found[1]}api/runs", timeout=10))["runs"]
             assert found[2].endswith(run["id"]) and run["step"] == 30
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
+            assert process.wait(20) == 130
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()

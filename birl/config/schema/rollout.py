@@ -70,6 +70,8 @@ class Validation:
     """Answers per prompt; pass@k is estimated from them."""
     k: list[int] = field(default_factory=lambda: [1])
     """The k of pass@k; each at most validation.samples."""
+    threshold: float = 0.0
+    """A score of at least this is right, which pass@k counts. 0: there is pass@k only where all scores are 0 or 1."""
     temperature: float = 0.0
     """0: greedy."""
     top_p: float = 1.0

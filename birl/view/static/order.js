@@ -1,5 +1,5 @@
 // Which figures a run is judged by, in the order in which one asks.
-const VALIDATIONS = ["validation/all/pass@1", "validation/all/score", "validation/accuracy", "validation/nll"];
+const VALIDATIONS = ["validation/all/score", "validation/all/pass@1", "validation/accuracy", "validation/nll"];
 const FIRST = ["reward/mean", VALIDATIONS, "loss", "kl", "entropy", "clip_fraction", "mismatch/mean", "staleness/mean",
   "length/mean", "speed/generate", "speed/train", "grad_norm"];
 
