@@ -136,7 +136,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, float]:
         name = found.get("headline", "") if key == "headline" else key
         value = found.get(name)
         parts = value if isinstance(value, Mapping) else {"": value}
-        flat |= {f"{name}/{part}".rstrip("/"): float(v) for part, v in parts.items() if type(v) in (int, float)}
+        flat |= {f"{name}/{part}".rstrip("/"): float(v) for part, v in parts.items() if isinstance(v, (int, float))}
     return flat
 
 
