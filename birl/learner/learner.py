@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
-from birl.learner.optimizer import Masters, Parts, adamw
+from birl.learner.optimizer import Masters, Parts, adamw, on_grid
 from birl.learner.outputs import Outputs
 from birl.learner.split_lora import SplitAdapters, prepare
 from birl.models.forward import forget, head
@@ -86,8 +86,9 @@ class Stats:
 class Learner:
     """A model, and (unless it is frozen) its optimizer. Weights are float32; `dtype` is what it computes in.
 
-    `version` counts optimizer steps: it names the weights. With `lora` small matrices are trained instead of the
-    weights, and the model's own parameters hold the merged ones (`lora.py`).
+    `version` counts optimizer steps: it names the weights. `rounded` counts the weights of this rank that were not
+    numbers of `dtype`, and begin as the nearest one (`optimizer.on_grid`). With `lora` small matrices are trained
+    instead of the weights, and the model's own parameters hold the merged ones (`lora.py`).
 
     With `ranks` there is one learner in each process, and all must call the same verbs with the same arguments. A
     micro-batch is for one share of them: `each`, `learn` and `survey` share a step's micro-batches out. The model may
@@ -118,6 +119,7 @@ class Learner:
         self.ranks = ranks = ranks or Ranks()
         self.max_grad_norm = max_grad_norm
         self.version = 0
+        self.rounded = 0
         self.router_aux_coef = router_aux_coef
         self.replays = routing_for(model) if router_replay else None
         self.watched = routing_for(model) if router_aux_coef > 0 else None
@@ -146,8 +148,15 @@ class Learner:
         else:
             self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
             cast(model, dtype)  # what is frozen, too
+        if lora is None and dtype != torch.float32:
+            self.rounded = on_grid(self.masters.tensors.values(), dtype)
         self.optimizer = adamw(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
         self._make_optimizer_state()
+
+    @property
+    def rounded_share(self) -> float:
+        """Of the trained weights; those of a checkpoint, which are read later, are not rounded."""
+        return self.rounded / max(1, sum(t.numel() for t in self.masters.tensors.values())) if self.rounded else 0.0
 
     @property
     def device(self) -> torch.device:

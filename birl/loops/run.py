@@ -251,6 +251,11 @@ class Run:
         """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""
         if self.parts.resume_from is None:
             self.parts.tracker.rewind(None, 0)
+            if share := self.parts.learner.rounded_share:
+                self.parts.tracker.message(
+                    f"{100 * share:.2g} % of the weights were rounded to {self.config.model.dtype}, in which the model "
+                    "computes, before training."
+                )
             await self.together("trace", str(self.parts.run), 0.0)
             return
         path, warnings = await self.intact(self.parts.resume_from)
