@@ -1,6 +1,9 @@
 """Unit tests of solutions: the three forms, what passes, partial credit, limits, and data that tests nothing."""
 
 import asyncio
+import collections
+import decimal
+import fractions
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 
 from birl.errors import BirlError
+from birl.sandbox import checker
 from birl.sandbox.code import Case, Report, SandboxFailed, cases, last_block, run_tests, same_output, same_value
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
@@ -127,6 +131,111 @@ def test_a_sandbox_that_fails_is_no_failed_test() -> None:
         asyncio.run(run_tests(Broken(), "", [Case(stdin="", expected="")], LIMITS))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"t": "Fraction", "v": "1e30000000"},
+        {"t": "Fraction", "v": [{"t": "int", "v": "1" * 99999}, 3]},
+        {"t": "Fraction", "v": [1, 0]},
+        {"t": "bytes", "v": 200000000},
+        {"t": "bytearray", "v": 10**15},
+        {"t": "Decimal", "v": "1e999999999"},
+        {"t": "Decimal", "v": 3},
+        {"t": "int", "v": 7},
+        {"t": "complex", "v": "1" * 100},
+        {"t": "range", "v": [1, "2"]},
+        {"t": "range", "v": 10**15},
+        {"t": "set", "v": "abc"},
+        {"t": "dict", "v": {"a": 1}},
+        {"t": "__import__", "v": ["os"]},
+        json.loads("[" * 300 + "]" * 300),
+        {"v": 1},
+    ],
+)
+def test_what_no_solution_can_have_packed_is_refused_before_it_is_made(value: Any) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError, ZeroDivisionError)):
+        checker.unpack(value, lambda kind, inner: None)
+
+
+def test_forged_replies_fail_and_are_read_in_the_sandbox_alone(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The solution writes to the pipe of its process, past everything that packs its values."""
+    replies = [
+        '{"t":"Fraction","v":"1e30000000"}',
+        '{"t":"bytes","v":200000000}',
+        "1" * 90000,
+        "[" * 90000,
+        "{}",
+        "nul",
+    ]
+    values = ["1000000000000000", *replies]
+    monkeypatch.setattr(checker, "unpack", None)  # of this process
+    for value in values:
+        solution = (
+            f"import os\ndef f(x):\n    os.write(3, b'{{\"value\": %s}}\\n' % {value.encode()!r})\n    os._exit(0)"
+        )
+        report = tried(sandbox, solution, [*cases_of_call(3), "assert f(1) == 3"])
+        assert report.share == 0, report
+        assert not any(verdict.detail.startswith(("timeout", "memory")) for verdict in report.verdicts), report
+
+
+def cases_of_call(expected: Any) -> list[Any]:
+    return [{"fn_name": "f", "inputs": [[1]], "outputs": [expected]}]
+
+
+VALUES = [
+    *("10**5000", "-(10**4999)", "{1, 2}", "frozenset([1, (2, 3)])", "b'x\\x00'", "bytearray(b'y')", "1j"),
+    *("complex(0.1 + 0.2, 2)", "Fraction(10**30, 7)", "Decimal('1E+30')", "range(3, 10**30)", "{(1, 2): {3}}"),
+    *("deque([1, [2]])", "[10**4400, {'a': b'z'}]"),
+]
+
+
+def test_right_values_of_every_plain_type_pass(sandbox: Sandbox) -> None:
+    names = {"Fraction": fractions.Fraction, "Decimal": decimal.Decimal, "deque": collections.deque}
+    expected = [eval(text, names) for text in VALUES]
+    start = "from collections import deque\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    solution = f"{start}def f(i, x):\n    return x if i < 0 else [{', '.join(VALUES)}][i]"
+    given = [*([i, 0] for i in range(len(VALUES))), [-1, 10**5000]]
+    tests = {"fn_name": "f", "inputs": given, "outputs": [*expected, 10**5000]}
+    report = tried(sandbox, solution, tests)
+    assert report.share == 1, [(text, v) for text, v in zip(VALUES, report.verdicts, strict=False) if not v.passed]
+    lines = [{"fn_name": "f", "input": f"-1\n{'7' * 5000}", "output": "7" * 5000}]
+    assert passed(sandbox, solution, lines) == passed(sandbox, solution, json.dumps(lines)) == [True]
+    wrong = {"fn_name": "f", "inputs": [[2, 0], [4, 0], [0, 0]], "outputs": [[1, 2], "x", 10**5000 + 1]}
+    report = tried(sandbox, solution, wrong)
+    assert report.share == 0 and "a number of 16610 bits" in report.verdicts[2].detail
+
+
+@pytest.mark.parametrize(
+    ("snippet", "lie"),
+    [
+        ("assert isclose(f(1), 2.0)", "def isclose(*_): return True"),
+        ("x = f(1)\nassert isclose(x, 2.0)", "def isclose(*_): return True"),
+        ("def check(f):\n    assert isclose(f(1), 2.0)\ncheck(f)", "def isclose(*_): return True"),
+        ("assert Counter([f(1)]) == Counter([2])", "def Counter(*_): return 1"),
+        ("assert math.isclose(f(1), 2.0)", "class math:\n    isclose = lambda *_: True"),
+        ("from math import isclose\nassert isclose(f(1), 2.0)", "def isclose(*_): return True"),
+    ],
+)
+def test_helpers_of_an_assertion_do_not_come_from_the_solution(sandbox: Sandbox, snippet: str, lie: str) -> None:
+    assert tried(sandbox, "def f(x): return 2", [snippet]).share == 1
+    assert tried(sandbox, f"{lie}\ndef f(x): return 3", [snippet]).share == 0
+
+
+def test_a_solution_may_be_named_like_a_function_of_the_library(sandbox: Sandbox) -> None:
+    tests = ["assert gcd(4, 6) == 2", "for n in (1, 2):\n    assert gcd(n, 0) == n\nassert lcd(3) == 3"]
+    tests += ["def check(candidate):\n    assert candidate(4, 6) == 2\ncheck(gcd)"]
+    solution = "def gcd(a, b): return gcd(b, a % b) if b else a\ndef lcd(x): return x"
+    assert passed(sandbox, solution, tests) == [True] * 3
+    assert passed(sandbox, solution.replace("else a", "else 7"), tests) == [False] * 3
+
+
+def test_a_test_that_imports_no_numpy_is_an_error_of_the_data(sandbox: Sandbox) -> None:
+    with pytest.raises(BirlError, match="it uses np without importing it"):
+        tried(sandbox, "class np:\n    allclose = lambda *_: True\ndef f(): return 1", ["assert np.allclose(f(), 2)"])
+
+
 def test_forms_of_tests() -> None:
     call = [Case(call="f", args=(1, 2), expected=3)]
     assert cases({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}) == call
@@ -165,8 +274,24 @@ def test_the_last_block() -> None:
 
 def test_outputs_and_values_that_are_the_same() -> None:
     assert same_output("1  \n2\n\n", "1\n2") and same_output("1.0 a", "1 a") and not same_output("1 2", "1\n2")
+    assert same_output("-0.50 +1e2 .5 inf", "-.5 100 0.5 Infinity") and same_output("a\r\nb", "a\nb")
+    others = [
+        ("4_2", "42"),
+        ("\uff14\uff12", "42"),
+        ("1\u2028", "1"),
+        ("a\u2028b", "a\nb"),
+        ("a\x85b", "a b"),
+        ("a\x0bb\x0c", "a\nb"),
+    ]
+    assert not any(same_output(a, b) for a, b in others)
     assert not same_output("nan", "1") and not same_output("a", "A")
     assert same_value((1, [2.0]), [1, (2,)]) and same_value(0.1 + 0.2, 0.3) and same_value({1: 2}, {"1": 2})
+    assert (
+        same_value({1, 2}, {2, 1}) and same_value(b"x", b"x") and same_value(1j, 1j) and same_value(10**5000, 10**5000)
+    )
+    assert not any(
+        same_value(a, b) for a, b in [({1}, {2}), ({1}, [1]), (b"x", "x"), (1j, 2j), (b"x", [120]), (1, "a")]
+    )
     assert not any(same_value(a, b) for a, b in [(True, 1), (1, "1"), (None, 0), ([1], [1, 2]), ({1: 2}, {1: 3})])
     assert not same_value(10**400, 1.5) and not same_value(1.5, 10**400) and not same_value(float("nan"), 1.0)
     assert same_value(float("inf"), float("inf")) and not same_value(float("inf"), 3) and not same_value(3.0, "3")
