@@ -387,8 +387,12 @@ def wanted_names(source: str) -> tuple[set[str], dict[str, Any]]:
     of_solution = found - possible - made
     if of_solution:  # else the function under test is called like one of the library
         results = _results(tree, of_solution)
-        calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)]
-        taking = {call.func.id for call in calls if any(_names(w) & results for w in (*call.args, *call.keywords))}
+        taking = {
+            call.func.id
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+            if any(_names(word) & results for word in (*call.args, *call.keywords))
+        }
         given |= {name: library[name] for name in taking & possible}
     return found - given.keys(), given
 
