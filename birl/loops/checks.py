@@ -7,6 +7,7 @@ from birl.config import schema
 from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.rollout.pipeline import Step
+from birl.track.units import counted
 from birl.types import UNSCORED, Task, Trajectory
 
 
@@ -14,7 +15,7 @@ def staleness(oldest: int, config: schema.Rollout) -> None:
     """The bound that `rollout/pipeline.py` proves. `oldest`: steps since the oldest group was begun."""
     if oldest > config.max_staleness:
         raise BirlError(
-            f"A group was begun {oldest} steps ago, and rollout.max_staleness={config.max_staleness}. "
+            f"A group was begun {counted(oldest, 'step')} ago, and rollout.max_staleness={config.max_staleness}. "
             "That is a mistake in birl: please report it, with the ledger.jsonl of this run."
         )
 

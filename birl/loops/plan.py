@@ -20,6 +20,7 @@ from birl.loops.memory import GIB, Phases
 from birl.loops.parts import Parts
 from birl.loops.ranks import grid_of
 from birl.models.load import context_limit, resolve, skeleton
+from birl.track.units import counted
 
 PROMPT = 128  # tokens of a prompt, where data.max_prompt_tokens does not say
 
@@ -41,10 +42,11 @@ def dry_run(parts: Parts) -> dict[str, Any]:
     prompt = chat.render(task.prompt)
     longest = max(len(chat.render(t[i].prompt)) for t in parts.train for i in range(len(t)))
     found = plan(parts.policy.model, config, prompt=longest)
+    steps = counted(parts.total_steps, "step") if parts.total_steps else "an unknown number of steps"
     width = min(shutil.get_terminal_size().columns, 120)
     print(
-        f"Would train {config.model.path} for {parts.total_steps or 'an unknown number of'} steps of "
-        f"{config.rollout.prompts} prompts x {config.rollout.group_size} answers.",
+        f"Would train {config.model.path} for {steps} of "
+        f"{counted(config.rollout.prompts, 'prompt')} x {counted(config.rollout.group_size, 'answer')}.",
         f"\nFirst prompt ({task.id}, answer {task.answer!r}):",
         textwrap.indent(textwrap.shorten(chat.decode(prompt), 4 * width, placeholder=" ..."), "  ") + "\n",
         *render(found, config),

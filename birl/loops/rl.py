@@ -50,6 +50,7 @@ from birl.rollout import assemble, pipeline
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
 from birl.spans import done
+from birl.track.units import counted
 from birl.types import Group, Sample, Task
 from birl.waits import Watchdog, exit_at_once, spent
 from birl.weights.publish import Sender, Sent, published
@@ -226,7 +227,8 @@ class _Run(Run):
             again if config.debug.resample else None,
         )
         more = f", {tokens:,} tokens sampled again with the same bits" if config.debug.resample else ""
-        parts.tracker.message(f"Replayed {steps} steps of {config.debug.replay}: every figure is equal{more}.")
+        replayed = counted(steps, "step")
+        parts.tracker.message(f"Replayed {replayed} of {config.debug.replay}: every figure is equal{more}.")
 
     async def publish(self, wait: bool = True) -> None:
         """The engines get the weights as they are now, and prove that they have them; without `wait` the proof may come

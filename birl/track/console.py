@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from birl.track.panel import ProgressPanel
-from birl.track.progress import Progress, failures, source, validation_score
+from birl.track.progress import Progress, failures, nothing_trained, source, validation_score
 from birl.track.units import count, duration
 from birl.track.visible import visible
 
@@ -172,6 +172,8 @@ def step_line(progress: Progress) -> str:
     # At the end, where they do not shift the columns: a cut answer has a reward, a failed episode has none.
     if m.get("outcome/truncated"):
         parts.append(f"cut off {count(m['outcome/truncated'])}")
+    if progress.warning:
+        parts.append(progress.warning)
     if failed := failures(m):
         parts.append("FAILED " + ", ".join(f"{count(n)} {cause}" for cause, n in failed.items()))
     return "  ".join(parts)
@@ -183,7 +185,8 @@ def _line_parts(m: dict[str, float]) -> Iterator[tuple[str, str]]:
     yield "outcome/asked", f"ok {count(m.get('outcome/ok', 0)):>{len(asked)}}/{asked}"
     yield "kl", f"kl {m.get('kl', 0):.3f}"
     yield "speed/generate", f"gen {count(m.get('speed/generate', 0)):>6} tok/s"
-    yield "speed/train", f"train {count(m.get('speed/train', 0)):>6} tok/s"
+    if not nothing_trained(m):
+        yield "speed/train", f"train {count(m.get('speed/train', 0)):>6} tok/s"
     yield "time/step", f"{m.get('time/step', 0):6.1f} s"
 
 

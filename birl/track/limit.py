@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.track.shares import GROUP, Shares
+from birl.track.units import counted
 
 MUCH = 0.15  # share of the time from which a wait is worth a change
 FEW = 3  # steps; fewer say nothing
@@ -25,7 +26,7 @@ class Limit:
 def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:
     if shares is None or shares.count < FEW:
         steps = 0 if shares is None else shares.count
-        return Limit(side="unknown", sentence=f"Cannot tell yet: {steps} steps are too few, wait for {FEW}.")
+        return Limit(side="unknown", sentence=f"Cannot tell yet after {counted(steps, 'step')}: wait for {FEW}.")
     for found in (_pauses(shares), _rl(shares, config) if GROUP in shares.learner else _offline(shares)):
         if found is not None:
             return found

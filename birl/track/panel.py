@@ -73,13 +73,15 @@ def _rows(progress: Progress, width: int, height: int, plain: bool, no_color: bo
         yield Text("")
     # What does not fit goes, from the end: a cropped panel would lose the phase, which is its last line.
     failed = failures(progress.metrics)
-    most = height - (11 if tall else 5) - bool(failed)
+    most = height - (11 if tall else 5) - bool(failed) - bool(progress.warning)
     yield _cells(list(_figures(progress.metrics)), width, most=max(2, most))
     if failed:
         causes = ", ".join(f"{count(n)} {cause}" for cause, n in failed.items())
         asked = f" of {count(progress.metrics['outcome/asked'])}" if "outcome/asked" in progress.metrics else ""
         text = f"FAILED     {count(sum(failed.values()))}{asked} episodes: {causes}"
         yield Text(text, "bold red", no_wrap=True, overflow="crop")
+    if progress.warning:
+        yield Text(progress.warning, "bold yellow", no_wrap=True, overflow="ellipsis")
     yield from _time_split(progress.metrics, width, plain, no_color)
 
 

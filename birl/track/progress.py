@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.track.log import read_jsonl
+from birl.track.units import counted
 
 
 @dataclass(kw_only=True)
@@ -23,6 +24,7 @@ class Progress:
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     curve: list[float] = field(default_factory=list)
+    idle: int = 0  # steps in which nothing was trained
     validations: list[tuple[int, float]] = field(default_factory=list)
     phase: str = ""
     started: float = field(default_factory=time.monotonic)
@@ -31,6 +33,7 @@ class Progress:
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step, self.metrics = step, dict(metrics)
         self.curve.append(metrics.get(self.headline, math.nan))
+        self.idle += nothing_trained(metrics)
         self._recent.append(metrics.get("time/step", math.nan))
 
     def validate(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -41,6 +44,11 @@ class Progress:
     @property
     def headline(self) -> str:
         return headline(self.metrics)
+
+    @property
+    def warning(self) -> str:
+        """Where the last step trained nothing; else empty."""
+        return idle_words(self.idle, len(self.curve)) if nothing_trained(self.metrics) else ""
 
     @property
     def eta(self) -> float | None:
@@ -58,6 +66,16 @@ class Progress:
 def headline(metrics: Iterable[str]) -> str:
     """Name of the metric that a run is about: the reward where there is one."""
     return "reward/mean" if "reward/mean" in metrics else "loss"
+
+
+def nothing_trained(metrics: Mapping[str, Any]) -> bool:
+    """Did a step of `birl rl` leave the weights as they were, as no answer was better or worse than the others of its
+    group?"""
+    return metrics.get("updates/done") == 0 and metrics.get("updates/skipped", 0) > 0
+
+
+def idle_words(idle: int, steps: int) -> str:
+    return f"nothing was trained: all rewards of a group are equal, in {idle} of {counted(steps, 'step')}"
 
 
 FAILURES = ("env_error", "engine_error", "timeout", "aborted")

@@ -7,12 +7,12 @@ from typing import Any
 
 from birl.track.log import replace
 from birl.track.panel import PHASES
-from birl.track.progress import headline, numbers, rises, source, stored
+from birl.track.progress import headline, idle_words, numbers, rises, source, stored
 from birl.track.runs import summary
 from birl.track.style import CSS
 from birl.track.summary import Pair, change, facts, pairs, shown, tally, told, trained_on, verdict
 from birl.track.svg import Series, curves, escape, stacked
-from birl.track.units import count, decimal, duration
+from birl.track.units import count, counted, decimal, duration
 from birl.types import Outcome
 
 PAIRS_SHOWN = 12
@@ -66,8 +66,10 @@ def _head(run: Path, title: str, found: Mapping[str, Any]) -> str:
     if "ended" in found:
         verb = "finished" if found.get("finished") else "stopped"
         state = f"{verb} {escape(found['ended'])[:16].replace('T', ' ')} UTC"
+    idle = f"<p><b>Warning:</b> {idle_words(found['idle'], found['steps'])}.</p>" if found.get("idle") else ""
     return (
-        f'<h1>{escape(title)}</h1><p class="soft">{escape(run)} · {state}</p><div class="facts">{"".join(cards)}</div>'
+        f'<h1>{escape(title)}</h1><p class="soft">{escape(run)} · {state}</p>{idle}'
+        f'<div class="facts">{"".join(cards)}</div>'
     )
 
 
@@ -80,7 +82,7 @@ def _fact_cards(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
     if curve := found.get(name):
         label = "training reward" if name == "reward/mean" else "training loss"
         yield decimal(curve["first"]), decimal(curve["last"]), f"{label}, first → last step"
-    yield "", duration(found["seconds"]) if "seconds" in found else "?", f"for {count(found.get('steps', 0))} steps"
+    yield "", duration(found["seconds"]) if "seconds" in found else "?", f"for {counted(found.get('steps', 0), 'step')}"
     if "generated" in found:
         yield "", count(found["generated"]), f"tokens generated, {trained_on(found)}"
 

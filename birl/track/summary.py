@@ -11,8 +11,17 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from birl.track.progress import headline, is_share, rises, stored, validation_name, validation_score
-from birl.track.units import count, decimal, duration
+from birl.track.progress import (
+    headline,
+    idle_words,
+    is_share,
+    nothing_trained,
+    rises,
+    stored,
+    validation_name,
+    validation_score,
+)
+from birl.track.units import count, counted, decimal, duration
 from birl.track.visible import visible
 
 STYLES = {"right": "green", "wrong": "red", "unscored": "default", "": "default"}
@@ -122,6 +131,8 @@ def facts(run: Path) -> dict[str, Any]:
             "best": (max if rises(name) else min)(value for _, value in scores),
             "name": name.removeprefix("validation/"),
         }
+    if idle := sum(map(nothing_trained, steps)):
+        found["idle"] = idle
     for key, metric in SUMS.items():
         values = [record[metric] for record in steps if math.isfinite(record.get(metric, math.nan))]
         if values:
@@ -150,8 +161,10 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if curve := found.get(name):
         label = "reward" if name == "reward/mean" else name
         yield label, f"{decimal(curve['first'])} first step  ->  {decimal(curve['last'])} last step"
+    if "idle" in found:
+        yield "warning", idle_words(found["idle"], found["steps"])
     if "seconds" in found:
-        yield "time", f"{duration(found['seconds'])} for {count(found['steps'])} steps"
+        yield "time", f"{duration(found['seconds'])} for {counted(found['steps'], 'step')}"
     if "generated" in found:
         yield "tokens", f"{count(found['generated'])} generated, {trained_on(found)}"
 

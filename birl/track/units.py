@@ -27,6 +27,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def counted(number: float, noun: str) -> str:
+    """Example: counted(1, "step") == "1 step"; counted(30, "step") == "30 steps" """
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def figure(value: float) -> str:
     """A metric of unknown size, in few characters. Example: figure(0.00012) == "0.00012"; figure(0.5) == "0.500" """
     if not math.isfinite(value):

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from birl.track import chart
 from birl.track.console import Terminal, step_line, validation_line
+from birl.track.notebook import NotebookView
 from birl.track.panel import ProgressPanel
 from birl.track.progress import Progress
-from birl.track.units import count, duration, figure
+from birl.track.units import count, counted, duration, figure
 from tests.track import runs
 
 
@@ -181,3 +182,26 @@ def test_units() -> None:
     assert [duration(s) for s in (8.4, 130, 7260, 90000, math.nan)] == ["8s", "2m10s", "2h01m", "1d01h", "?"]
     assert [count(v) for v in (1930.4, 1.23e7, 5e10, math.inf)] == ["1,930", "12.3M", "50.0G", "inf"]
     assert [figure(v) for v in (0.5, 0.00012, 62, 15.23, 0.0)] == ["0.500", "0.00012", "62", "15.2", "0"]
+
+
+def test_a_run_that_trains_nothing_says_so_in_every_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rewards of a group are equal: no answer is better than another."""
+    equal = {**runs.metrics(1), "updates/done": 0.0, "updates/skipped": 1.0, "speed/train": 0.0}
+    said = "nothing was trained: all rewards of a group are equal, in 1 of 1 step"
+    progress = _progress(0)
+    progress.add(1, equal)
+    assert said in step_line(progress) and "train  " not in step_line(progress)
+    assert all(said in _render(progress, 100, height) for height in (5, 24, 60))
+    assert said in NotebookView(progress).content()["text/html"]
+    with runs.tracker(tmp_path, console="plain") as tracker:
+        tracker.rewind(None, 0)
+        for step in (1, 2, 3):
+            tracker.step(step, equal if step > 1 else {**equal, "updates/done": 1.0, "updates/skipped": 0.0})
+        tracker.finish({"next": []})
+    told = "all rewards of a group are equal, in 2 of 3 steps"
+    assert " ".join(capsys.readouterr().out.split()).count(told) == 2
+    assert told in (tmp_path / "report.html").read_text()
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
