@@ -10,6 +10,7 @@ becomes tokens once, in `birl/text/`, and a mask comes from who produced a token
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any, Protocol
 
 
@@ -66,6 +67,9 @@ class Task:
     messages: bool = False
 
 
+ROUNDING = 1e-3  # a log-softmax may exceed 0 by its own rounding [nats]
+
+
 class Stop(StrEnum):
     """Why a completion ended."""
 
@@ -116,6 +120,15 @@ class Completion:
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} logprobs, {len(self.versions)} versions")
+
+    def possible(self) -> "Completion":
+        """Itself. Raises `ValueError` where a log-prob can be none: NaN, infinite, or above 0 by more than rounding."""
+        for place, value in enumerate(self.logprobs):
+            if not -inf < value <= ROUNDING:
+                raise ValueError(
+                    f"the log-prob of token {place} of {len(self.tokens)} is {value}, and not a number of at most 0"
+                )
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
 from birl.rollout.session import Limits
+from birl.rollout.witness import Witness
 from birl.serve.client import Client
 from birl.serve.gateway import Gateway
 from birl.serve.spread import Spread
@@ -140,7 +141,10 @@ def assembled(
             engine = spread(parts, engine, context, longest)
     tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
     parts.run, parts.engine, parts.tracker, parts.train = run, engine, tracker, train
-    parts.rollout = rollout(engine=engine, limits=limits, seed=config.seed)
+    if config.rollout.max_staleness > 0:
+        exact = config.engine.recompute_kv
+        parts.witness = Witness(engine=engine, temperature=config.rollout.temperature, exact=exact)
+    parts.rollout = rollout(engine=parts.witness or engine, limits=limits, seed=config.seed)
     parts.params = sampling(config.rollout)
     parts.resume_from, parts.total_steps = resume_from, total
     if rewards is not None:

@@ -48,6 +48,7 @@ from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.rollout import assemble, pipeline
 from birl.rollout.ages import Ages
+from birl.rollout.witness import SHARE
 from birl.seeds import derive_seed
 from birl.spans import done
 from birl.track.units import counted
@@ -308,14 +309,30 @@ class _Run(Run):
             if watch is not None:
                 self.seen = watch.found(batches, [s for s, _ in useful], parts.learner.ranks) | self.seen
             if stats.updates == 0:
-                fresh = stats.sums["fresh"]
-                stats.first_gap = stats.sums["gap"] / fresh if fresh else nan
+                apart, fresh = self.sampled_now(sum(len(b.tokens) for b in batches))
+                apart, fresh = apart + stats.sums["gap"], fresh + stats.sums["fresh"]
+                stats.first_gap = apart / fresh if fresh else nan
                 if fresh:
                     checks.gap(stats.first_gap, config.learner.max_logprob_gap)
             stats.grad_norm = parts.learner.optim_step(self.rate)
             stats.updates += 1
             norms.append(stats.grad_norm)
         self.check_finite(stats, *norms)
+
+    def sampled_now(self, computed: int) -> tuple[float, int]:
+        """(every rank) Of tokens that the learner's weights have sampled just now, and that later steps train on: the
+        sum of |engine - learner| [nats], and their number. After the optimizer step nobody could tell any more.
+        `computed`: tokens of this step; a few in a hundred are looked at."""
+        config, learner, witness = self.config, self.parts.learner, self.parts.witness
+        if config.rollout.max_staleness == 0:  # the step's own tokens are of these weights
+            return 0.0, 0
+        room = int(SHARE * computed)
+        own = [] if witness is None else witness.sampled(learner.version, room, config.capacity)
+        samples = learner.ranks.told(own)
+        batches = pack(samples, [1.0] * len(samples), config.capacity, config.parallel.shares) if samples else []
+        said = [values.cpu() for values in learner.each(batches, learner.forward)]
+        apart = sum(float((values - b.logprobs).abs().sum()) for b, values in zip(batches, said, strict=True))
+        return apart, sum(map(len, said))
 
     def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
         """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same

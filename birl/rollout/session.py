@@ -208,7 +208,7 @@ class Session:
 
     async def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
         try:
-            return await self.engine.generate(prompt, params, self.id)
+            return (await self.engine.generate(prompt, params, self.id)).possible()
         except Exception as error:
             raise EngineFailed from error
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -206,9 +205,7 @@ def checked_completion(completion: Completion, params: SamplingParams) -> Comple
         raise ValueError(f"{len(tokens)} tokens where {params.max_tokens} were asked for")
     if tokens[: len(forced)] != forced[: len(tokens)]:
         raise ValueError("it does not begin with the tokens that were given")
-    if any(math.isnan(p) for p in completion.logprobs):
-        raise ValueError("a log-prob is not a number")
-    return completion
+    return completion.possible()
 
 
 def info_from(data: Mapping[str, Any]) -> Info:

@@ -154,7 +154,7 @@ class SGLang:
                 logprobs=tuple(float(row[0]) for row in rows),
                 versions=versions([s for s in meta.get("weight_versions") or [] if s["end"]], len(tokens)),
                 stop=STOPS[reason["type"]],
-            )
+            ).possible()
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("/generate", f"{error!r} in {answer}", error)
 

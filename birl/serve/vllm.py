@@ -155,7 +155,7 @@ class VLLM:
                 logprobs=logprobs,
                 versions=versions(choice["weight_versions"] or [], len(tokens)),
                 stop=STOPS[choice["finish_reason"]],
-            )
+            ).possible()
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("/inference/v1/generate", f"{error!r} in {answer}", error)
 

@@ -2,19 +2,34 @@
 
 Digests show that the right bytes are there. The canary shows that they are used: no stale copy in another layout, no
 adapter left out, no other kernel, no tokens that were taken apart and put together differently.
+
+    scored     the engine's log-probs of given tokens, and the learner's          no further apart than usual
+    sampled    the engine's log-probs of what it draws, and of the same as given   no further apart than usual
+    stale      the engine's lie where the learner's were, some versions ago        that is no rounding
+
+What is usual is what the first proof of a run showed: then all have the same weights, and differ by rounding alone.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf, sqrt
 
 from birl.data.pack import Batch, pack
 from birl.errors import WeightsFailed
 from birl.learner.learner import Learner
-from birl.types import Engine, Sample, SamplingParams
+from birl.types import Completion, Engine, Sample, SamplingParams
 
 LONGEST = 256  # tokens of a prompt that are used
+DRAWN = 16  # tokens that are sampled after each prompt
+TIMES = 5.0  # the first proof's gap is what an engine may show later
+LEAST = 5e-3  # nats a token that are always allowed,
+SPARSE = 0.04  # or this by the root of the number of tokens: the mean of a few says little
+REMEMBERED = 4  # versions before the current one
+NOTHING = 1e-5  # nats that weights must have moved log-probs by to be told apart
+SURE = 5.0  # standard errors at which a version counts as recognised
 
 
 @dataclass(slots=True)
@@ -27,6 +42,8 @@ class Canary:
     expected: list[list[float]] = field(default_factory=list)  # log-probs of the second halves
     together: Callable[[list[Batch]], list[list[float]]] | None = None  # `said` of all ranks, where each has parts
     parts: int = 1  # shares of the ranks
+    past: deque[list[list[float]]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # `expected`, newest first
+    usual: float = 0.0  # largest gap of the first proof [nats a token]
 
     def __post_init__(self) -> None:
         self.prompts = [p[:LONGEST] for p in self.prompts if len(p) > 1]
@@ -51,31 +68,114 @@ class Canary:
         for batch, values in zip(batches, ask(batches), strict=True):
             for sample, value in zip(batch.group.tolist(), values, strict=True):
                 found[sample].append(value)
+        if self.expected:
+            self.past.appendleft(self.expected)
         self.expected = found
 
     async def check(self, engine: Engine, name: str) -> float:
-        """Mean |engine - learner| of one engine [nats a token]. Raises `WeightsFailed` where it is too large."""
-
-        async def one(ids: tuple[int, ...], expected: list[float]) -> tuple[float, int]:
-            given = ids[_half(ids) :]
-            params = SamplingParams(max_tokens=len(given), forced=given, ignore_eos=True, seed=0)
-            answer = await engine.generate(ids[: _half(ids)], params)
-            if answer.tokens != given:
-                raise WeightsFailed("mismatch", f"{name} was given {len(given)} tokens to score and scored others.")
-            return sum(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)), len(given)
-
+        """Mean |engine - learner| of one engine [nats a token]. Raises `WeightsFailed` where it is too large, where the
+        engine computes with weights of before, or reports other log-probs of what it draws."""
         # all at once: one after the other, each would wait for the steps of a busy engine anew
-        found = await asyncio.gather(*map(one, self.prompts, self.expected))
-        total, count = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0)
-        gap = total / max(count, 1)
-        if not gap <= self.max_gap:
+        work = [self.drawn(engine, name, ids) for ids in self.prompts]
+        work += [self.scored(engine, name, ids) for ids in self.prompts]
+        found = await asyncio.gather(*work)
+        drawn, heard = found[: len(self.prompts)], found[len(self.prompts) :]
+        pairs = [pair for own, said in zip(heard, self.expected, strict=True) for pair in zip(own, said, strict=True)]
+        gap, most = _mean(pairs), self.allowed(len(pairs))
+        ago = self.stale([value for own in heard for value in own])
+        if ago:
+            raise WeightsFailed(
+                "stale",
+                f"{name} has the right weights by name, and computes with those of {ago} updates before: its "
+                f"log-probs are {gap:.3g} nats a token from the learner's of now, and lie where those were.",
+            )
+        if not gap <= most:
             raise WeightsFailed(
                 "numbers",
                 f"{name} has the right weights by name, and computes other log-probs than the learner: {gap:.3g} nats "
-                f"a token apart, weights.max_gap={self.max_gap:g} is allowed. It uses a stale copy, leaves an adapter "
-                "out, or its kernels compute something else.",
+                f"a token apart, {self.why(most)} is allowed. It uses a stale copy, leaves an adapter out, or its "
+                "kernels compute something else.",
             )
+        drawn = [pair for pairs in drawn for pair in pairs]
+        own, most = _mean(drawn), self.allowed(len(drawn))
+        if not own <= most:
+            raise WeightsFailed(
+                "numbers",
+                f"{name} reports other log-probs for the tokens that it samples than for the same tokens given: "
+                f"{own:.3g} nats a token apart, {self.why(most)} is allowed. Training would take the wrong ones for "
+                "true.",
+            )
+        if not self.past:
+            self.usual = max(self.usual, gap, own)
         return gap
+
+    async def scored(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[float]:
+        """What the engine says of the second half of a prompt."""
+        return list((await self.given(engine, name, ids[: _half(ids)], ids[_half(ids) :])).logprobs)
+
+    async def drawn(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[tuple[float, float]]:
+        """Log-probs of tokens that the engine samples after a prompt: as it reports them then, and when they are given.
+        None where its weights change in between."""
+        params = SamplingParams(max_tokens=DRAWN, ignore_eos=True, seed=0)
+        answer = _possible(await engine.generate(ids, params), name)
+        # one that reaches the end of the context cannot be scored to its end by every engine
+        tokens = answer.tokens if len(answer.tokens) == DRAWN else answer.tokens[:-1]
+        if not tokens:
+            return []
+        again = await self.given(engine, name, ids, tokens)
+        if len({*answer.versions, *again.versions}) > 1:
+            return []
+        return list(zip(answer.logprobs, again.logprobs, strict=False))
+
+    async def given(self, engine: Engine, name: str, ids: tuple[int, ...], tokens: tuple[int, ...]) -> Completion:
+        params = SamplingParams(max_tokens=len(tokens), forced=tokens, ignore_eos=True, seed=0)
+        answer = _possible(await engine.generate(ids, params), name)
+        if answer.tokens != tokens:
+            raise WeightsFailed("mismatch", f"{name} was given {len(tokens)} tokens to score and scored others.")
+        return answer
+
+    def allowed(self, count: int) -> float:
+        """Largest mean gap over so many tokens [nats]."""
+        if not self.past:
+            return self.max_gap
+        return min(self.max_gap, max(LEAST, SPARSE / sqrt(max(count, 1)), TIMES * self.usual))
+
+    def why(self, most: float) -> str:
+        if most == self.max_gap:
+            return f"weights.max_gap={most:g}"
+        return f"{most:.3g} by the first proof of this run, which showed {self.usual:.3g},"
+
+    def stale(self, heard: list[float]) -> int:
+        """How many updates ago the learner said what the engine says now; 0 where it cannot be told from now.
+
+        Of e = engine - now and p = past - now, the share of p in e is c = <e, p> / <p, p>: 0 for an engine that is up
+        to date, 1 for one that is not. Rounding moves it by about |e - c p| / (|p| sqrt(N)), of N tokens.
+        """
+        now = [value for values in self.expected for value in values]
+        best, found = inf, 0
+        for ago, past in enumerate(self.past, start=1):
+            moved = [before - value for before, value in zip((v for vs in past for v in vs), now, strict=True)]
+            apart = [value - other for value, other in zip(heard, now, strict=True)]
+            size = sum(p * p for p in moved)
+            if size == 0:
+                continue
+            share = sum(e * p for e, p in zip(apart, moved, strict=True)) / size
+            left = sum((e - share * p) ** 2 for e, p in zip(apart, moved, strict=True))
+            error = sqrt(left / size / len(now))
+            if share > max(0.5, SURE * error) and sqrt(size / len(now)) > NOTHING and left < best:
+                best, found = left, ago
+        return found
+
+
+def _possible(answer: Completion, name: str) -> Completion:
+    try:
+        return answer.possible()
+    except ValueError as error:
+        raise WeightsFailed("numbers", f"{name}: {error}.") from error
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(abs(a - b) for a, b in pairs) / max(len(pairs), 1)
 
 
 def said(learner: Learner, batches: list[Batch]) -> list[list[float]]:

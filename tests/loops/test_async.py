@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.loops.ledger import FILE, audit
@@ -154,3 +157,35 @@ def test_a_ledger_that_does_not_close_says_where(tiny: Path, tmp_path: Path) -> 
 def test_a_loss_without_bounds_is_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(BirlError, match="not bounded"):
         run(tiny, tmp_path, "algorithm=reinforce", "rollout.max_staleness=1", reward=many_a)
+
+
+LIES = {
+    "constant": lambda c: replace(c, logprobs=(-1.0,) * len(c.tokens)),
+    "shifted": lambda c: replace(c, logprobs=tuple(p - 2 for p in c.logprobs)),
+    "infinite": lambda c: replace(c, logprobs=(*c.logprobs[:-1], math.inf)),
+    "lowest": lambda c: replace(c, logprobs=(*c.logprobs[:-1], -math.inf)),
+    "positive": lambda c: replace(c, logprobs=tuple(-p for p in c.logprobs)),
+    "nan": lambda c: replace(c, logprobs=(math.nan, *c.logprobs[1:])),
+    "replaced": lambda c: replace(c, tokens=tuple((t + 7) % 60 + 5 for t in c.tokens)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_wrong_log_probs_stop_an_asynchronous_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    """Its steps train on answers of versions before: those are compared while the learner still has the version."""
+    honest = EmbeddedEngine.generate
+
+    async def generate(self: Any, *words: Any) -> Any:
+        return LIES[lie](await honest(self, *words))
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+    cause = "does not sample from the weights" if lie in ("constant", "shifted", "replaced") else "the log-prob of"
+
+    def any_number(completions: list[str], **_: object) -> list[float]:
+        return [float(i % 2) for i, _ in enumerate(completions)]
+
+    words = ("steps=6", "rollout.max_staleness=2", "learner.max_logprob_gap=0.01")
+    with pytest.raises(BirlError, match=cause):
+        run(tiny, tmp_path, *UNEVEN, *words, reward=any_number)
