@@ -76,10 +76,10 @@ class Canary:
         """Mean |engine - learner| of one engine [nats a token]. Raises `WeightsFailed` where it is too large, where the
         engine computes with weights of before, or reports other log-probs of what it draws."""
         # all at once: one after the other, each would wait for the steps of a busy engine anew
-        work = [self.drawn(engine, name, ids) for ids in self.prompts]
-        work += [self.scored(engine, name, ids) for ids in self.prompts]
-        found = await asyncio.gather(*work)
-        drawn, heard = found[: len(self.prompts)], found[len(self.prompts) :]
+        heard, drawn = await asyncio.gather(
+            asyncio.gather(*(self.scored(engine, name, ids) for ids in self.prompts)),
+            asyncio.gather(*(self.drawn(engine, name, ids) for ids in self.prompts)),
+        )
         pairs = [pair for own, said in zip(heard, self.expected, strict=True) for pair in zip(own, said, strict=True)]
         gap, most = _mean(pairs), self.allowed(len(pairs))
         ago = self.stale([value for own in heard for value in own])
@@ -96,8 +96,8 @@ class Canary:
                 f"a token apart, {self.why(most)} is allowed. It uses a stale copy, leaves an adapter out, or its "
                 "kernels compute something else.",
             )
-        drawn = [pair for pairs in drawn for pair in pairs]
-        own, most = _mean(drawn), self.allowed(len(drawn))
+        pairs = [pair for found in drawn for pair in found]
+        own, most = _mean(pairs), self.allowed(len(pairs))
         if not own <= most:
             raise WeightsFailed(
                 "numbers",
