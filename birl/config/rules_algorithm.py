@@ -7,7 +7,13 @@ from birl.config.schema import RL
 from birl.config.words import without_effect
 
 CRITIC = ("gae", "turn_gae")  # advantages that need one
+BY_TOKEN = ("returns", *CRITIC)  # one advantage a token
 UNCLIPPED = ("reinforce", "importance")
+#: surrogates whose papers' ratio, mask or bound is against the policy that sampled, however old it is: GSPO
+#: arXiv:2507.18071 eq. 7, GMPO arXiv:2507.20673 eq. 5, CISPO arXiv:2506.13585 eq. 4, SAPO arXiv:2511.20347 eq. 5, DPPO
+#: arXiv:2602.04879 eq. 11. M2PO arXiv:2510.01161 is known by algorithm.second_moment
+AGAINST_BEHAVIOUR = ("gspo", "gmpo", "cispo", "sapo", "dppo")
+RATIOS = ("clip", *AGAINST_BEHAVIOUR)  # surrogates that differ only where the ratio is not 1
 
 #: key of `algorithm` that was set -> (key that must have one of these values, or nothing reads it)
 NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -31,9 +37,13 @@ NEEDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def proximal(config: RL) -> str:
-    """algorithm.proximal, with auto decided: answers of older weights are corrected unless somebody says otherwise."""
-    if config.algorithm.proximal != "auto":
-        return config.algorithm.proximal
+    """algorithm.proximal, with auto decided: answers of older weights are corrected by an importance weight, unless the
+    surrogate's own ratio is against what sampled them."""
+    keys = config.algorithm
+    if keys.proximal != "auto":
+        return keys.proximal
+    if keys.surrogate in AGAINST_BEHAVIOUR or keys.second_moment > 0:
+        return "behaviour"
     return "recompute" if config.rollout.max_staleness > 0 else "behaviour"
 
 
@@ -42,6 +52,19 @@ def remembers(config: RL) -> bool:
     that update, whose log-probs are there anyway."""
     updates = config.algorithm.updates_per_batch * config.algorithm.passes
     return proximal(config) == "recompute" and updates > 1
+
+
+def algorithm_notes(config: RL) -> list[str]:
+    """What a run says at its start of keys that have no effect in it, and are no mistake."""
+    keys = config.algorithm
+    if keys.surrogate not in RATIOS or proximal(config) != "recompute" or remembers(config):
+        return []
+    return [
+        f"algorithm.surrogate={keys.surrogate} bounds nothing in this run: with one update a batch the ratio starts "
+        "from the learner's own log-probs (algorithm.proximal=recompute) and is 1, whichever surrogate is set; "
+        "algorithm.correction alone weighs answers of older weights. To bound their ratios, set "
+        "algorithm.proximal=behaviour, or algorithm.updates_per_batch=2 or more."
+    ]
 
 
 def corrects(config: RL) -> bool:

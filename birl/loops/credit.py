@@ -2,6 +2,7 @@
 
     episodes   rewards + length penalties - KL in the reward -> one advantage each (algorithms/advantages.py)
     turns      the same with what each turn and those after it earned, among the turns of the same number
+    returns    reward - the KL of this token and those after it, normalised over all tokens of the batch
     tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours; the proximal policy
 
 Where an episode has several agents, each is an episode of its own, compared with its like.
@@ -19,7 +20,7 @@ from birl.algorithms import advantages as estimate
 from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
 from birl.config import schema
-from birl.config.rules_algorithm import CRITIC
+from birl.config.rules_algorithm import BY_TOKEN
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -101,7 +102,7 @@ class Credit:
     def __post_init__(self) -> None:
         keys = self.config.algorithm
         self.estimator = None
-        if keys.advantage not in CRITIC:
+        if keys.advantage not in BY_TOKEN:
             name = "algorithm.advantage"
             self.estimator = part(name, keys.advantage, ADVANTAGES, keys, keys.advantage_args, TENSORS)
 
@@ -122,7 +123,9 @@ class Credit:
         kl, episode_kl = self._kl(batches, samples), torch.zeros(len(kept))
         if kl is not None:
             episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))
-        if self.estimator is None:
+        if keys.advantage == "returns":
+            found = self._returns(samples, rewards[owner], owner, kl, kl_coef)
+        elif self.estimator is None:
             found = self._gae(batches, samples, kept, penalties, kl, kl_coef)
         elif keys.credit == "turn":
             found = self._by_turn(kept, penalties, greedy)
@@ -213,6 +216,22 @@ class Credit:
         ref = by_sample(batches, self.reference.each(batches, self.reference.forward), len(samples))
         estimator = estimators.ESTIMATORS[self.config.algorithm.kl]
         return [estimator(b, r) for b, r in zip(map(behaviour, samples), ref, strict=True)]
+
+    def _returns(
+        self, samples: Sequence[Sample], rewards: Tensor, owner: Tensor, kl: list[Tensor] | None, kl_coef: float
+    ) -> list[Sample]:
+        """REINFORCE++, arXiv:2501.03262 eq. 8: A_t = r - beta sum_{i >= t} KL_i over the episode's tokens, less the
+        mean and over the deviation of all tokens of the batch. `rewards`, `owner`: of each sample its episode's."""
+        sizes = [sum(s.mask) for s in samples]
+        each = [torch.full((n,), r) for n, r in zip(sizes, rewards.tolist(), strict=True)]
+        if kl is not None:
+            later = torch.zeros(int(owner.max()) + 1)  # the KL of what the episode said afterwards
+            for i in reversed(range(len(samples))):
+                ahead = kl[i].flip(0).cumsum(0).flip(0) + later[owner[i]]
+                each[i] = each[i] - kl_coef * ahead
+                later[owner[i]] += kl[i].sum()
+        advantages = critics.whiten(torch.cat(each)).split(sizes)
+        return [replace(s, advantage=spread(s, a)) for s, a in zip(samples, advantages, strict=True)]
 
     def _gae(
         self,

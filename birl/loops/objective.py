@@ -26,6 +26,7 @@ from birl.learner.learner import Learner, Loss
 from birl.loops.custom import Part, part
 
 TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # what a surrogate may ask for by name
+UNCUT = 1e30  # M2PO, arXiv:2510.01161, leaves out tokens and bounds no weight: what pulls back is kept, however far
 ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
 
 
@@ -166,14 +167,14 @@ class Objective:
         return found
 
     def correction(self, log_ratio: Tensor, sample: Tensor) -> Tensor:
-        keys = self.config.algorithm
+        keys, auto = self.config.algorithm, self.config.algorithm.correction == "auto"
         return corrections.importance(
             log_ratio,
             sample,
             level=keys.correction_level,
-            mode="truncate" if keys.correction == "auto" else keys.correction,
+            mode="truncate" if auto else keys.correction,
             low=keys.correction_low,
-            high=keys.correction_high,
+            high=UNCUT if auto and keys.second_moment > 0 else keys.correction_high,
         )
 
     def needs_reference(self) -> bool:

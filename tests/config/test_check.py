@@ -8,9 +8,9 @@ import pytest
 
 from birl.config.check import problems
 from birl.config.help import documentation
-from birl.config.load import flatten
+from birl.config.load import flatten, load
 from birl.config.ranges import CHOICES, RANGES
-from birl.config.rules_algorithm import corrects, proximal
+from birl.config.rules_algorithm import algorithm_notes, corrects, proximal
 from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Serve, Texts, check
 from birl.errors import BirlError, did_you_mean
 
@@ -44,6 +44,27 @@ def test_answers_of_older_weights_are_corrected_unless_somebody_says_otherwise()
     assert (proximal(config()), proximal(stale)) == ("behaviour", "recompute")
     assert corrects(stale) and not corrects(config())
     assert not corrects(config(rollout__max_staleness=1, algorithm__correction="none"))
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "cispo", "sapo", "dppo", "m2po"])
+def test_a_ratio_against_what_sampled_stays_so_when_answers_are_old(name: str):
+    stale = load(RL, ["data.train=x", f"algorithm={name}", "rollout.max_staleness=2"])
+    assert proximal(stale) == "behaviour" and not corrects(stale) and not algorithm_notes(stale)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("algorithm=grpo rollout.max_staleness=2", True),
+        ("algorithm=dppo algorithm.proximal=recompute", True),
+        ("algorithm=grpo", False),
+        ("algorithm=grpo rollout.max_staleness=2 algorithm.updates_per_batch=2", False),
+        ("algorithm=grpo rollout.max_staleness=2 algorithm.proximal=behaviour", False),
+    ],
+)
+def test_a_run_in_which_the_surrogate_bounds_nothing_says_so(words: str, said: bool):
+    notes = algorithm_notes(load(RL, ["data.train=x", *words.split()]))
+    assert bool(notes) == said and all("bounds nothing in this run" in text for text in notes)
 
 
 def preferences(**values: object) -> DPO:

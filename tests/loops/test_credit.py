@@ -87,6 +87,33 @@ def test_the_kl_in_the_reward_is_taken_from_the_episode() -> None:
     assert found.kl == pytest.approx(sum(kl) / 5) and found.episodes == 5
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_returns_are_of_each_token_and_normalised_over_all(coef: float) -> None:
+    """REINFORCE++: A_t = r - coef sum_{i >= t} KL_i, less the mean and over the deviation of all tokens."""
+    words = ("algorithm=reinforce_pp", f"algorithm.kl_coef={coef}")
+    found = credit(*words, kl_coef=coef, reference=Says(reference_logp)).samples
+    each = [
+        reward - coef * sum(-0.5 - reference_logp(t) for t in tokens[i:])
+        for tokens, reward in zip(TOKENS, REWARDS, strict=True)
+        for i in range(len(tokens))
+    ]
+    mean = sum(each) / len(each)
+    deviation = (sum((a - mean) ** 2 for a in each) / len(each)) ** 0.5
+    assert flat(found) == pytest.approx([(a - mean) / (deviation + 1e-6) for a in each], abs=1e-5)
+
+
+def test_returns_of_a_talk_count_the_kl_of_later_turns() -> None:
+    keys = config("algorithm=reinforce_pp", "algorithm.kl_coef=0.1")
+    told = tuple(talk(*rewards, agents=()) for rewards in ((0.0, 1.0), (0.0, 0.0)))
+    group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=told, start_version=0)
+    made = Credit(config=keys, usage=Usage(), reference=Says(lambda t: -0.7))  # type: ignore[arg-type]
+    found = flat(made.of([group], {}, 0.1).samples)
+    each = [r - 0.1 * 0.2 * later for r in (1.0, 0.0) for later in (4, 3, 2, 1)]
+    mean = sum(each) / len(each)
+    deviation = (sum((a - mean) ** 2 for a in each) / len(each)) ** 0.5
+    assert found == pytest.approx([(a - mean) / (deviation + 1e-6) for a in each], abs=1e-5)
+
+
 @pytest.mark.parametrize("micro_batch", [4096, 12])
 def test_gae_by_token_with_the_kl_in_each_reward(micro_batch: int) -> None:
     words = ("algorithm=ppo", "algorithm.kl_coef=0.1", "critic.gamma=0.9", "critic.lam=0.8", "critic.whiten=false")

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 class Algorithm:
     advantage: str = "relative"
     """How rewards become advantages: relative (to algorithm.baseline, over algorithm.scale_rewards) | gdpo (each reward
-    function normalised by itself) | pass_at_k | gae | turn_gae (a critic, by token or by turn) | best_and_worst (pairs
-    for online_dpo) | zero (the teacher alone) | my_file.py:my_function."""
+    function normalised by itself) | pass_at_k | returns (the reward less the KL from each token on, normalised over all
+    tokens, REINFORCE++) | gae | turn_gae (a critic, by token or by turn) | best_and_worst (pairs for online_dpo) |
+    zero (the teacher alone) | my_file.py:my_function."""
     advantage_args: list[str] = field(default_factory=list)
     """Options of that function, as name=value."""
     baseline: str = "group"
     """What is subtracted from each reward: group (mean of the prompt's episodes) | leave_one_out (mean of the others,
-    RLOO) | batch (mean of all, REINFORCE++) | optimal (mean weighted by length, OPO) | greedy (reward of the greedy
+    RLOO) | batch (mean of all) | optimal (mean weighted by length, OPO) | greedy (reward of the greedy
     answer, ReMax) | none."""
     scale_rewards: str = "none"
     """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of all
-    advantages, REINFORCE++) | rewards (std of all rewards, Lite PPO) | mean (mean reward of the group, MaxRL)."""
+    advantages) | rewards (std of all rewards, Lite PPO) | mean (mean reward of the group, MaxRL)."""
     credit: str = "trajectory"
     """Who is thanked for a reward: trajectory (all turns of the episode alike) | turn (each turn for what it and those
     after it earned, compared with the same turn of the group's other episodes)."""
@@ -45,7 +46,8 @@ class Algorithm:
     kl_coef: float = 0.0
     """Weight of the KL term. Above 0 a frozen copy of the first weights is kept as the reference."""
     kl_in: str = "loss"
-    """Where the KL goes: loss | reward (taken from each token's reward with a critic, else from the episode's)."""
+    """Where the KL goes: loss | reward (taken from each token's reward with returns or a critic, else from the
+    episode's)."""
     kl_corrected: bool = False
     """Multiply the KL in the loss by the importance ratio, which makes its gradient unbiased (DeepSeek-V3.2)."""
     kl_target: float = 0.0
@@ -69,10 +71,12 @@ class Algorithm:
     proximal: str = "auto"
     """The policy that the importance ratio starts from: behaviour (that which sampled) | recompute (the learner's
     before the batch's first update; decoupled PPO) | interpolate (between what sampled and the newest, by age; A-3PO) |
-    auto (recompute where rollout.max_staleness > 0, else behaviour)."""
+    auto (recompute where rollout.max_staleness > 0 and the surrogate's paper does not take its ratio against what
+    sampled, as gspo, gmpo, cispo, sapo, dppo and second_moment do; else behaviour)."""
     correction: str = "auto"
     """Importance weight of proximal against behaviour, unless they are the same: truncate (at correction_high) | mask
-    (0 outside of its bounds) | none | auto (truncate where the proximal policy is not the behaviour)."""
+    (0 outside of its bounds) | none | auto (truncate where the proximal policy is not the behaviour; with
+    second_moment the whole weight)."""
     correction_level: str = "token"
     """The weight is of each token | geometric (mean of the sample's) | sequence (product of the sample's)."""
     correction_low: float = 0.5
