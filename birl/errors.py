@@ -2,7 +2,11 @@
 
 import difflib
 import sys
+import traceback
 from collections.abc import Iterable
+from types import TracebackType
+
+from birl.visible import visible
 
 
 class BirlError(Exception):
@@ -47,9 +51,15 @@ class TooLong(Exception):
 
 
 def tell(error: BirlError) -> None:
-    """On stderr, each line marked as ours."""
-    for line in str(error).splitlines():
+    """On stderr, each line marked as ours. What a program or a model wrote may be in it: nothing that a terminal would
+    obey is printed."""
+    for line in visible(str(error)).splitlines():
         print(f"birl: {line}", file=sys.stderr)
+
+
+def tell_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an exception that ends the program, without what a terminal would obey."""
+    print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def first_line(error: BaseException) -> str:

@@ -24,6 +24,10 @@ KINDS = {
 }
 
 
+class NotRegular(OSError):
+    """What was to be read is a pipe, a device, a socket or a folder."""
+
+
 def inside(folder: Path, name: object) -> Path:
     """The file `name` of `folder`, which need not exist. Raises `BirlError` for a name that is absolute or has `..`,
     and for a link to a place outside the folder; the hub's cache, whose snapshots are links to its blobs, may."""
@@ -67,15 +71,16 @@ def check(path: Path, mode: int | None = None) -> None:
     """Raises `OSError` where there is something at `path` that is no regular file, or nothing."""
     kind = stat.S_IFMT(os.stat(path).st_mode if mode is None else mode)
     if kind != stat.S_IFREG:
-        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, not a regular file", str(path))
+        raise NotRegular(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, not a regular file", str(path))
 
 
-def check_all(folder: Path) -> None:
-    """Raises `BirlError` where an entry of the folder is a pipe, a socket or a device, or a link that leads out of the
-    folder: for libraries that open the files themselves, and would wait, or read what is elsewhere."""
+def check_all(folder: Path, links: bool = False) -> None:
+    """Raises `BirlError` where an entry of the folder is a pipe, a socket or a device, or, without `links`, a link that
+    leads out of the folder: for libraries that open the files themselves, and would wait, or read what is elsewhere."""
     try:
         for path in sorted(folder.iterdir()):
-            inside(folder, path.name)
+            if not links:
+                inside(folder, path.name)
             with suppress(FileNotFoundError):  # a link to nothing
                 if not path.is_dir():
                     check(path)

@@ -18,7 +18,7 @@ from birl.allocator import keep_memory
 from birl.cli.commands import BY_NAME, CONFIGURED, page
 from birl.cli.loading import load
 from birl.cli.usage import USAGE
-from birl.errors import BirlError, did_you_mean, tell
+from birl.errors import BirlError, did_you_mean, tell, tell_traceback
 from birl.exits import INTERRUPTED, MISTAKE, code_of, terminable
 
 COMMANDS = tuple(BY_NAME)
@@ -27,6 +27,7 @@ COMMANDS = tuple(BY_NAME)
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code. A `BirlError` becomes a message, never a traceback."""
     keep_memory()
+    sys.excepthook = tell_traceback
     if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal's encoding lacks is no reason to stop
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -28,11 +28,13 @@ from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
 from birl.config.words import command
 from birl.errors import BirlError, did_you_mean, first_line
+from birl.regular import read_text
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 
 DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
+DEPTH, ENTRIES = 32, 100_000  # of a YAML file: mappings and lists in one another, and all that is in it
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
@@ -120,9 +122,38 @@ class _Texts(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
+def _content(text: str) -> Any:
+    """What a YAML file says; None where it is empty. Raises `yaml.YAMLError`."""
+    loader = _Texts(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _size(node, {}, 0)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[int, int], depth: int) -> int:
+    """Entries of a node, those of its aliases counted as often as they are named. Raises `ConstructorError` above
+    `ENTRIES` or `DEPTH`, and for an alias of what it is in."""
+    if known.get(id(node)) == 0:
+        raise yaml.constructor.ConstructorError(problem="an alias is in what it names", problem_mark=node.start_mark)
+    if id(node) not in known:
+        known[id(node)] = 0  # being counted
+        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        inner = inner if isinstance(node, yaml.CollectionNode) else ()
+        known[id(node)] = 1 + sum(_size(one, known, depth + 1) for one in inner)
+    if depth > DEPTH or known[id(node)] > ENTRIES:
+        problem = f"nested deeper than {DEPTH}" if depth > DEPTH else f"more than {ENTRIES:,} entries, with its aliases"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+    return known[id(node)]
+
+
 def _read_file(name: str) -> list[Setting]:
     try:
-        content = yaml.load(Path(name).read_text(encoding="utf-8"), Loader=_Texts)
+        content = _content(read_text(Path(name)))
     except FileNotFoundError:
         near = did_you_mean(name, _yaml_files(Path(name).parent))
         raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None
@@ -132,6 +163,8 @@ def _read_file(name: str) -> list[Setting]:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise BirlError(f"{name}{where}: is not valid YAML: {error.problem}. Are the lines indented alike?") from None
+    except RecursionError:
+        raise BirlError(f"{name}: is not valid YAML: it is nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BirlError(f"{name}: is not valid YAML: {' '.join(str(error).split())}") from None
     if content in ("", None):

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birl.data.parse import check_utf8, parse_csv, parse_json
+from birl.data.parse import check_json, parse_csv, parse_json
 from birl.data.rows import Part, part, reason
 from birl.errors import BirlError
+from birl.regular import open_regular
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
@@ -33,7 +34,7 @@ def read_file(path: Path, label: str = "") -> Part:
 
 
 def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
-    check_utf8(path)  # pyarrow lets it pass, and stops at the row when the row is asked for
+    check_json(path)  # pyarrow lets it pass, and stops at the row when the row is asked for
     try:
         table = _load(path, kind)
     except Exception:
@@ -75,7 +76,7 @@ def _digest(path: Path) -> str:
     """Part of the cache's key. `datasets` itself looks at the time of the last change only, which copies may keep."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest.update(file.read(2**22))
         file.seek(max(size - 2**22, 0))
         digest.update(file.read())

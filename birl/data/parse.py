@@ -2,32 +2,54 @@
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.regular import open_regular, read_bytes
 
+DEPTH = 64  # lists and objects in one another
+MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]')  # a text, which may hold brackets, or a bracket
 CSV_FIELD_LIMIT = 2**31 - 1  # characters; Python's own limit of 128 Ki is too small for long solutions
 
 
-def check_utf8(path: Path) -> None:
-    """Raises `BirlError` naming the first line that is not UTF-8."""
-    with path.open("rb") as file:
+def check_json(path: Path) -> None:
+    """Raises `BirlError` naming the first line that is not UTF-8, or that is nested deeper than `DEPTH`: pyarrow would
+    end the process without a word, Python with a RecursionError."""
+    depth = 0
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             _decode(line, path, number)
+            depth = _depth(line.strip(), depth, path, number)
+
+
+def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
+    """How many brackets are open behind the line, of `depth` before it. Raises `BirlError` above `DEPTH`."""
+    whole = depth == 0 and line.startswith(b"{") and line.endswith(b"}")
+    if whole and line.count(b"{") + line.count(b"[") <= DEPTH:
+        return 0  # a row; were it half of one, JSON would not go on with a line that begins so
+    for mark in MARKS.findall(line):
+        depth = max(depth + (mark in b"[{") - (mark in b"]}"), 0) if len(mark) == 1 else depth
+        if depth > DEPTH:
+            raise BirlError(
+                f"{path}, line {number}: nested deeper than {DEPTH} lists and objects. Flatten the row, or put what is "
+                "in it into one text."
+            )
+    return depth
 
 
 def parse_json(path: Path) -> Iterator[dict[str, Any]]:
     """A list of objects, one object, or one object a line."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(2**12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not head:
         raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
     if head.startswith(b"["):
         yield from _parse_json_list(path)
         return
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, number)
             if text.strip():
@@ -35,7 +57,7 @@ def parse_json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parse_json_list(path: Path) -> Iterator[dict[str, Any]]:
-    text = "".join(_decode(line, path, i) for i, line in enumerate(path.read_bytes().splitlines(keepends=True), 1))
+    text = "".join(_decode(line, path, i) for i, line in enumerate(read_bytes(path).splitlines(keepends=True), 1))
     for row, value in enumerate(_parse_value(text, path, 1), 1):
         yield _object(value, f"{path}, row {row}")
 
@@ -80,7 +102,7 @@ def _decode(line: bytes, path: Path, number: int) -> str:
 def parse_csv(path: Path) -> Iterator[dict[str, str]]:
     """All values as text. The file needs one header line, and each row as many fields as that has."""
     csv.field_size_limit(max(csv.field_size_limit(), CSV_FIELD_LIMIT))
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         reader = csv.reader((_decode(line, path, i) for i, line in enumerate(file, 1)), strict=True)
         try:
             header = next(reader, [])

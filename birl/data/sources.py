@@ -11,6 +11,7 @@ from typing import Any
 from birl.data.files import FORMATS, quiet, read_file, undecoded
 from birl.data.rows import Part, Rows, part, reason
 from birl.errors import BirlError
+from birl.regular import check_all
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -56,10 +57,16 @@ def _nearest(path: Path) -> str:
 def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str]) -> list[Part]:
     from datasets.data_files import EmptyDatasetError
 
+    check_all(path, links=True)
     try:
         files = _builder(str(path), subset).config.data_files or {}
     except EmptyDatasetError as error:
         raise BirlError(f"The folder {path} holds no data files ({' '.join(FORMATS)}).") from error
+    except RuntimeError as error:  # it has a script of its name, which versions before 4 would have run
+        raise BirlError(
+            f"{path}: {_builder_reason(error)} Nothing of a data folder is run: move the .py file away, or name the "
+            "data files one by one."
+        ) from error
     except (ValueError, OSError) as error:
         raise BirlError(f"{path}: {_builder_reason(error)}") from error
     chosen = _choose(str(path), [str(name) for name in files], split, splits)

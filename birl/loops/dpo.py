@@ -26,6 +26,7 @@ from birl.loops import build, offline
 from birl.loops.custom import part
 from birl.loops.policy import DTYPES, Policy
 from birl.parallel.ranks import Ranks
+from birl.regular import read_json
 from birl.track.log import replace as write_whole
 from birl.types import Sample
 
@@ -107,7 +108,7 @@ class Preferences:
             return
         rows, ranks = {_identity(e): e for e in examples}, self.trained.ranks
         file, mark = None if run is None else run / "reference.json", self._mark(rows)
-        stored = json.loads(file.read_text()) if ranks.rank == 0 and file is not None and file.is_file() else {}
+        stored = read_json(file) if ranks.rank == 0 and file is not None and file.is_file() else {}
         self.known = ranks.told(stored["sums"] if stored.get("of") == mark else {})
         if not self.known:
             names, different = list(rows), list(rows.values())

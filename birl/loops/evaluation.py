@@ -33,8 +33,8 @@ from birl.serve.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.log import encode
 from birl.track.progress import source
-from birl.track.visible import visible
 from birl.types import Group
+from birl.visible import visible
 
 EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
 

@@ -16,13 +16,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from birl.errors import BirlError
+from birl.regular import parse_json, read_bytes
 from birl.rollout.assemble import Usage
-from birl.track.log import JsonLog, read_jsonl
+from birl.track.log import JsonLog, numbered
 from birl.types import Group, Outcome, Sample, Trajectory
 
 FILE = "ledger.jsonl"
+FIELDS = {  # whole numbers that a row of each event has
+    "began": ("life", "step"),
+    "sampled": ("life", "group", "tokens"),
+    "settled": ("life", "step", "group"),
+}
 
 
 def sampled(trajectory: Trajectory) -> int:
@@ -37,9 +44,9 @@ class Ledger:
         """`step`: the last finished one that this life goes on from; 0 where there is no checkpoint."""
         path = run / FILE
         self.totals: Counter[str] = Counter()
-        self.life = 1 + max((row["life"] for row in read_jsonl(path)), default=0) if path.is_file() else 1
         self.log = JsonLog(path)
-        self.log.cut(sys.maxsize)  # a line that a crash has torn: the next one must not become part of it
+        self.log.cut(sys.maxsize)  # what a crash has torn: the next line must not become part of it
+        self.life = 1 + max((lives(line) for line in read_bytes(path).split(b"\n")), default=0)
         self._write({"event": "began", "step": step})
 
     def rolled_out(self, group: Group) -> int:
@@ -101,7 +108,7 @@ class Audit:
 
 def audit(run: Path) -> Audit:
     """Read a run's ledger. Raises `OSError` where there is none."""
-    rows = read_jsonl(run / FILE)
+    rows = [checked(run / FILE, number, row) for number, row in numbered(run / FILE)]
     found = Audit(lives=max((row["life"] for row in rows), default=0))
     began = {row["life"]: row["step"] for row in rows if row["event"] == "began"}
     open_tokens: dict[tuple[int, int], int] = {}
@@ -132,6 +139,35 @@ def audit(run: Path) -> Audit:
     if found.sampled != found.tokens.total():
         found.problems.append(f"{found.sampled} tokens were sampled, {found.tokens.total()} are accounted for")
     return found
+
+
+def lives(line: bytes) -> int:
+    """The life that a line is of; 0 for a damaged one, which `audit` names and a run passes over."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return 0
+    return row["life"] if isinstance(row, dict) and _is_whole(row.get("life")) else 0
+
+
+def checked(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """The row, which has the fields of its event. Raises `BirlError` that names the line and the field."""
+    event = row.get("event")
+    wanted = FIELDS.get(event) if isinstance(event, str) else None
+    bad = "event" if wanted is None else next((name for name in wanted if not _is_whole(row.get(name))), "")
+    if event == "settled" and not bad:
+        tokens = row.get("tokens")
+        bad = "" if isinstance(tokens, dict) and all(map(_is_whole, tokens.values())) else "tokens"
+    if bad:
+        raise BirlError(
+            f"{path}, line {number}: `{bad}` is missing or has another type than in a ledger. The line is damaged: "
+            "delete it to read the rest, which then may not close."
+        )
+    return row
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def run(words: Sequence[str]) -> int:

@@ -1,9 +1,12 @@
 """The folder of a run: who may write into it, what it says about the run, and which checkpoint to go on from."""
 
+import errno
 import json
 import os
+import secrets
 import shlex
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,13 +19,16 @@ from birl.learner import checkpoint
 from birl.learner.store import Store, location
 from birl.loops.policy import Policy
 from birl.models.load import save_hf_config
+from birl.regular import check, read_json, read_text
 from birl.track.log import replace as write_whole
-from birl.track.runs import COMMAND_KEYS
+from birl.track.runs import COMMAND_KEYS, began_at
 
 try:
     import fcntl
 except ImportError:  # not on Windows: there, nothing keeps two processes out of one folder
     fcntl = None
+
+HOST = socket.gethostname()
 
 # Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding
 # at most.
@@ -121,7 +127,7 @@ def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
 
 def read_config(run: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run / "config.json").read_text())
+        found = read_json(run / "config.json")
     except (OSError, ValueError) as error:
         raise BirlError(
             f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
@@ -155,14 +161,15 @@ def held(run: Path) -> Iterator[None]:
     be left, which is no obstacle. Raises `BirlError` where another one has it."""
     path = run / ".lock"
     try:
-        handle = _lock(path)
+        handles = _lock(path)
     except BlockingIOError as error:
-        pid = ""
-        with suppress(OSError):
-            pid = path.read_text().strip()
+        pid, host = "", ""
+        with suppress(OSError, ValueError):
+            pid, _, host, *_ = (*read_text(path).split("\n"), "", "", "")
         raise BirlError(
             f"{run} is in use by another birl process{f' (pid {pid})' if pid else ''}, and two would overwrite each "
             "other's files. Wait for it, stop it, or choose another folder with run=..."
+            + (f" It runs on {host}; if it has ended there, delete {path}." if host not in ("", HOST) else "")
         ) from error
     except OSError as error:
         raise _unwritable(run, error) from error
@@ -171,13 +178,15 @@ def held(run: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             path.unlink()
-        os.close(handle)
+        for handle in handles:
+            os.close(handle)
         with suppress(OSError):
             run.rmdir()  # only when nothing was written into it
 
 
-def _lock(path: Path) -> int:
-    """An open file that is locked, with our pid in it. Raises `BlockingIOError` where it is taken."""
+def _lock(path: Path) -> list[int]:
+    """Open files that are locked: the folder, so that nothing gets in when the lock file is deleted, and the file, with
+    our pid in it. Raises `BlockingIOError` where one is taken."""
     for _ in range(20):
         with suppress(FileNotFoundError, FileExistsError):  # its last holder may remove it, and the folder, right now
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,25 +195,85 @@ def _lock(path: Path) -> int:
     return _try_lock(path)
 
 
-def _try_lock(path: Path) -> int:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _try_lock(path: Path) -> list[int]:
+    handles: list[int] = []
     try:
         if fcntl is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise
-            except OSError:  # a file system without locks
-                return handle
-            if os.fstat(handle).st_ino != path.stat().st_ino:
-                raise FileNotFoundError(path)
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
+            with suppress(PermissionError):  # a folder that cannot be listed
+                handles.append(os.open(path.parent, os.O_RDONLY))
+                if not _flock(handles[0]):
+                    os.close(handles.pop())  # NFS locks files only
+                elif os.fstat(handles[0]).st_ino != path.parent.stat().st_ino:
+                    raise FileNotFoundError(path.parent)
+        with suppress(FileNotFoundError):
+            check(path)
+        handles.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+        if not _flock(handles[-1]):
+            os.close(handles.pop())
+            _own(path)
+            return handles
+        if os.fstat(handles[-1]).st_ino != path.stat().st_ino:
+            raise FileNotFoundError(path)
+        os.ftruncate(handles[-1], 0)
+        os.write(handles[-1], f"{os.getpid()}\n".encode())
     except BaseException:
-        with suppress(OSError):
-            os.close(handle)
+        for handle in handles:
+            with suppress(OSError):
+                os.close(handle)
         raise
-    return handle
+    return handles
+
+
+def _flock(handle: int) -> bool:
+    """Whether the file is locked now; False where its disk has no locks. Raises `BlockingIOError` where another process
+    has it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def _own(path: Path) -> None:
+    """Take a lock file where there are no locks: it says which process of which machine has the folder. Raises
+    `BlockingIOError` unless that process is known to have ended."""
+    text = read_text(path)
+    if text and not _ended(text):
+        raise BlockingIOError(errno.EAGAIN, "the folder is in use", str(path))
+    mine = path.with_name(f".lock-{os.getpid()}-{secrets.token_hex(4)}")
+    mine.write_text(f"{os.getpid()}\n{began_at(os.getpid())}\n{HOST}\n")
+    try:
+        before = path.with_name(f"{mine.name}.before")
+        os.rename(path, before)  # of two that find it free, one fails here: FileNotFoundError, and looks again
+        try:
+            if read_text(before) != text:  # another one took it between
+                raise BlockingIOError(errno.EAGAIN, "the folder is in use", str(path))
+            os.link(mine, path)
+        except BlockingIOError:
+            os.rename(before, path)
+            raise
+        finally:
+            before.unlink(missing_ok=True)
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def _ended(text: str) -> bool:
+    """Whether the process that a lock file names has ended, as far as can be known here."""
+    pid, began, host = (*text.split("\n"), "", "", "")[:3]
+    if not pid.isdecimal() or (host and host != HOST):
+        return not pid.isdecimal()
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return bool(began) and began != began_at(int(pid))
 
 
 def _unwritable(run: Path, error: Exception) -> BirlError:

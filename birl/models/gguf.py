@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from birl.cache import cache_folder, sweep
 from birl.errors import BirlError
 from birl.models.manifest import damage, digest
+from birl.regular import open_regular
 
 MANIFEST = "birl-manifest.json"
 EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
@@ -122,7 +123,7 @@ def split_digits(tokenizer) -> None:
 def identity(file: Path) -> str:
     """Ten hex digits from the size and both ends: enough to tell files apart, without reading gigabytes."""
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         head = stream.read(EDGE)
         stream.seek(max(size - EDGE, 0))
         return hashlib.sha256(b"%d" % size + head + stream.read()).hexdigest()[:10]

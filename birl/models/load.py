@@ -25,7 +25,7 @@ from birl.models import attention
 from birl.models.gguf import bundled, converted
 from birl.models.heads import add_score_head
 from birl.named import template_file
-from birl.regular import check_all, inside, read_json
+from birl.regular import check_all, inside, read_json, read_text
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -224,7 +224,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
         raise BirlError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
     if chat_template:
         try:
-            tokenizer.chat_template = template_file(chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = read_text(template_file(chat_template))
         except OSError as error:
             raise BirlError(f"model.chat_template={chat_template}: {error.strerror}.") from error
         except UnicodeDecodeError as error:

@@ -1,12 +1,12 @@
 """The numbers of an architecture that cost anything: parameters, and multiplications for a token."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean
+from birl.regular import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ def shape_of(model: str) -> Shape:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         if not isinstance(config, dict):
             raise ValueError("no object")
     except (OSError, ValueError) as error:

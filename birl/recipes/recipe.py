@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean
+from birl.regular import read_text
 
 COMMANDS = ("sft", "rm", "dpo", "rl", "eval")
 ENDING = ".expected.yaml"
@@ -86,7 +87,7 @@ def _content(source: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(source.read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_text(source))
     except OSError as error:
         raise BirlError(f"{source}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

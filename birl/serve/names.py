@@ -16,6 +16,7 @@ from pathlib import Path
 
 from birl.cache import cache_folder
 from birl.errors import BirlError
+from birl.regular import read_json
 
 LIFE = 30.0  # seconds
 BEAT = 5.0
@@ -78,18 +79,32 @@ def find(name: str) -> list[str]:
 def entries(name: str) -> list[Entry]:
     """The servers that live, the oldest first; what is left of others is removed."""
     found: list[Entry] = []
+    now = _now(folder(name))
     for file in folder(name).glob("*"):
         try:
-            stat = file.stat()
-            if time.time() - stat.st_mtime > LIFE:
+            if now - file.stat().st_mtime > LIFE:
                 file.unlink()
             elif file.suffix == ".json":
-                data = json.loads(file.read_text())
+                data = read_json(file)
                 known = {key: data[key] for key in ("address", "pid", "model", "since")}
                 found.append(Entry(name=name, file=file, **known))
         except (OSError, ValueError, KeyError, TypeError):  # swept by another, or not ours
             continue
     return sorted(found, key=lambda entry: (entry.since, entry.file.name))
+
+
+def _now(place: Path) -> float:
+    """The time by the clock that gives the files in `place` theirs: this machine's may be ahead of it, and every server
+    would seem dead. Where nothing can be written there, this machine's."""
+    probe = place / f".now-{secrets.token_hex(4)}"
+    try:
+        probe.touch(exist_ok=False)
+        return probe.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def touch(entry: Entry) -> None:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from birl.errors import BirlError, did_you_mean, first_line
+from birl.regular import read_text
 from birl.simulation.presets import PRESETS
 from birl.simulation.run_figures import from_run
 from birl.simulation.scenario import SECTIONS, Lengths, Scenario, checked
@@ -150,7 +151,7 @@ def _flat(value: Any) -> Iterator[float]:
 
 def _file(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(PRESETS)
         raise BirlError(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from birl.errors import BirlError
+from birl.regular import read_json
 from birl.simulation.draws import Floats
 from birl.simulation.scenario import Engine, step_seconds
 from birl.track.growing import Growing
@@ -246,7 +247,7 @@ def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
         raise BirlError(f"{path.parent}: is no run of birl; there is no {path.name} in it.") from None
     except json.JSONDecodeError as error:

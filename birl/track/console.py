@@ -14,7 +14,7 @@ from rich.text import Text
 from birl.track.panel import ProgressPanel
 from birl.track.progress import Progress, failures, nothing_trained, source, validation_score
 from birl.track.units import count, duration
-from birl.track.visible import visible
+from birl.visible import visible
 
 
 class View(Protocol):
@@ -47,7 +47,7 @@ class Terminal(Console):
         if self.quiet:
             return
         try:
-            self.print(text, soft_wrap=True)
+            self.print(visible(text) if isinstance(text, str) else text, soft_wrap=True)
         except OSError:
             self.quiet = True
 
@@ -74,10 +74,8 @@ def only_shown(what: str) -> Iterator[None]:
         pass
     except Exception as error:
         with suppress(OSError, ValueError):  # ValueError: a closed stream
-            print(
-                f"birl: warning: {what} failed ({type(error).__name__}: {error}); the run is not affected.",
-                file=sys.stderr,
-            )
+            text = f"birl: warning: {what} failed ({type(error).__name__}: {error}); the run is not affected."
+            print(visible(text), file=sys.stderr)
 
 
 class NoView:

@@ -16,7 +16,7 @@ from birl.track import runs
 from birl.track.progress import headline, stored
 from birl.track.summary import facts
 from birl.track.units import count, duration, figure
-from birl.track.visible import visible
+from birl.visible import visible
 
 LAST = 10  # steps that a figure is the mean of
 FIGURES = (

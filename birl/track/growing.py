@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from birl.regular import NotRegular, open_regular
+
 BLOCK = 1 << 23  # bytes read at a time
 REMEMBERED = 256  # bytes before the place where reading stopped, to notice another file in its place
 
@@ -31,7 +33,7 @@ class Growing:
         if not self.taken:
             return True
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.taken - len(self._before))
                 return file.read(len(self._before)) == self._before
         except OSError:
@@ -40,8 +42,8 @@ class Growing:
     def new(self) -> Iterator[list[bytes]]:
         """The lines that were added, without their ends, in blocks. A file that is not there has none."""
         try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
+            file = open_regular(self.path)
+        except (FileNotFoundError, NotRegular):
             return
         with file:
             file.seek(self.taken)

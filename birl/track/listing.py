@@ -13,7 +13,7 @@ from birl.errors import BirlError
 from birl.flags import JSON, taken
 from birl.track.runs import About, about, find
 from birl.track.units import count, duration, figure
-from birl.track.visible import visible
+from birl.visible import visible
 
 HEADS = ("run", "state", "step", "reward", "best val", "time", "changed", "model", "algorithm")
 RIGHT = ("step", "reward", "best val", "time")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.regular import check, parse_json, read_bytes
 
 
 @contextmanager
@@ -65,21 +66,28 @@ def _finite(value: Any) -> Any:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All records of a file. A torn last line, left by a crash, is passed over; any other bad line is an error."""
+    return [record for _, record in numbered(path)]
+
+
+def numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """`read_jsonl`, each record with the number of its line."""
     # Not str.splitlines: it also splits at U+2028 and others, which JSON strings may hold as they are.
-    *lines, torn = Path(path).read_bytes().split(b"\n")
-    records = [parsed(path, number, line) for number, line in enumerate(lines, start=1)]
-    if torn:
-        with suppress(ValueError):
-            records.append(json.loads(torn))
+    *lines, torn = read_bytes(Path(path)).split(b"\n")
+    records = [(number, parsed(path, number, line)) for number, line in enumerate(lines, start=1)]
+    if _is_record(torn):
+        records.append((len(records) + 1, json.loads(torn)))
     return records
 
 
 def parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """The record of line `number` of a file. Raises `BirlError` that names the line."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         raise BirlError(f"{path}, line {number}: not JSON ({error}). Delete the line to read the rest.") from error
+    if not isinstance(record, dict):
+        raise BirlError(f"{path}, line {number}: it is no JSON object. Delete the line to read the rest.")
+    return record
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -88,6 +96,13 @@ def replace(path: Path, data: bytes) -> None:
     with writing(path):
         new.write_bytes(data)
         os.replace(new, path)
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class JsonLog:
@@ -99,6 +114,8 @@ class JsonLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         with writing(path):
+            with suppress(FileNotFoundError):
+                check(path)
             # Unbuffered: a failed write leaves nothing behind that a later close would try to write again.
             self._file = path.open("ab", buffering=0)
 
@@ -111,8 +128,11 @@ class JsonLog:
         return have >= size
 
     def _whole(self, size: int) -> int:
-        """Length of the file up to its last line end."""
-        return self.path.read_bytes()[:size].rfind(b"\n") + 1
+        """Length of the file up to the end of its last whole record: a crash may leave any bytes behind it."""
+        *lines, _ = read_bytes(self.path)[:size].split(b"\n")
+        while lines and not _is_record(lines[-1]):
+            lines.pop()
+        return sum(len(line) + 1 for line in lines)
 
     def append(self, records: Iterable[object], exact: bool = False) -> None:
         """Write the records as whole lines, or none of them."""

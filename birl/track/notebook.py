@@ -11,7 +11,7 @@ from rich.console import Console
 from birl.track.console import step_line, validation_line
 from birl.track.panel import ProgressPanel
 from birl.track.progress import Progress
-from birl.track.visible import visible
+from birl.visible import visible
 
 WIDTH = 96  # columns of the panel; notebooks do not say how wide they are
 SECONDS = 1.0  # between two looks at the progress

@@ -16,7 +16,7 @@ from rich.text import Text
 from birl.track import chart
 from birl.track.progress import Progress, failures
 from birl.track.units import count, duration, figure, share
-from birl.track.visible import visible
+from birl.visible import visible
 
 PHASES = {  # time/<name>: colour, mark without colours, mark without UTF-8
     "generate": ("cyan", "█", "G"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from birl.errors import BirlError, did_you_mean
+from birl.regular import open_regular
 from birl.track.log import parsed
 
 
@@ -24,7 +25,7 @@ class Records(Sequence[dict[str, Any]]):
         no file yet, or a line is damaged."""
         if not self.path.is_file():
             raise BirlError(f"{self.path} does not exist (yet): call train() first.")
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from birl.regular import read_bytes
 from birl.track.log import replace
 from birl.track.panel import PHASES
 from birl.track.progress import headline, idle_words, numbers, rises, source, stored
@@ -201,7 +202,7 @@ def _next(commands: Any, finished: bool) -> str:
 def _config(path: Path) -> str:
     if not path.exists():
         return ""
-    text = path.read_text("utf-8", "replace")
+    text = read_bytes(path).decode("utf-8", "replace")
     return f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"
 
 

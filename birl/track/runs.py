@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from birl.regular import open_regular, read_bytes
 from birl.track.algorithm import algorithm
 from birl.track.progress import headline, rises, validation_name
 
@@ -105,7 +106,7 @@ def mapping(path: Path) -> dict[str, Any]:
 def _mapping(path: Path) -> tuple[dict[str, Any], str]:
     """A JSON object, and why there is none."""
     try:
-        found = json.loads(path.read_text("utf-8", "replace"))
+        found = json.loads(read_bytes(path).decode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError) as error:
         return {}, getattr(error, "strerror", None) or str(error)
     return (found, "") if isinstance(found, dict) else ({}, "it is no JSON object")
@@ -123,17 +124,29 @@ def running(run: Path) -> bool:
     """Whether a process of this machine holds the folder's lock. Looks without touching: trying the lock could get into
     the way of a run that starts."""
     try:
-        pid, inode = int((run / ".lock").read_text("ascii")), (run / ".lock").stat().st_ino
+        pid, *began = read_bytes(run / ".lock").decode("ascii").split()[:2]
+        pid, inode = int(pid), (run / ".lock").stat().st_ino
         if pid <= 0:
             return False
         os.kill(pid, 0)
+        if began and began[0] == began_at(pid):  # written where the disk has no locks
+            return True
     except PermissionError:
-        return True  # somebody else's process
+        return True  # another user's process
     except (OSError, ValueError, OverflowError):
         return False
     with suppress(OSError, IndexError):  # the number may belong to another process by now
         return any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines())
     return True
+
+
+def began_at(pid: int) -> str:
+    """When a process of this machine began, as a text that no later process of that number has; "" where that is not
+    known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def state(run: Path) -> str:
@@ -153,7 +166,7 @@ def _state(run: Path, last: Mapping[str, Any], told: Mapping[str, Any]) -> str:
 
 def last_record(path: Path) -> dict[str, Any]:
     """The last whole line of a file of JSON lines; empty where there is none. Reads only the end of the file."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_regular(path) as file:
         size, wanted = file.seek(0, os.SEEK_END), TAIL
         while True:
             file.seek(max(0, size - wanted))
@@ -208,7 +221,7 @@ def best_validation(run: Path) -> tuple[str, float | None, int]:
 def _best(path: Path, size: int, changed: int) -> tuple[str, float | None, int]:
     """A validation has answers and is long; the page asks after every step, and a validation comes seldom."""
     records: list[dict[str, Any]] = []
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_regular(path) as file:
         for line in file:
             with suppress(ValueError, RecursionError):
                 if isinstance(record := json.loads(line), dict):
@@ -231,7 +244,10 @@ def _short(model: str) -> str:
 
 def _between(run: Path, last: Mapping[str, Any]) -> float | None:
     """Seconds from the first step's record to the last."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), (run / "metrics.jsonl").open("rb") as file:
+    with (
+        suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
+        open_regular(run / "metrics.jsonl") as file,
+    ):
         first = json.loads(file.readline())
         spent = datetime.fromisoformat(last["time"]) - datetime.fromisoformat(first["time"])
         return spent.total_seconds() + (_number(first.get("time/step")) or 0.0)

@@ -22,7 +22,7 @@ from birl.track.progress import (
     validation_score,
 )
 from birl.track.units import count, counted, decimal, duration
-from birl.track.visible import visible
+from birl.visible import visible
 
 STYLES = {"right": "green", "wrong": "red", "unscored": "default", "": "default"}
 SUMS = {

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from birl.track.chart import mean
 from birl.track.units import figure
-from birl.track.visible import visible
+from birl.visible import visible
 
 WIDTH, HEIGHT = 420, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 24

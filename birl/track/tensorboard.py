@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.track.log import writing
 from birl.track.sink import Figures, Start
-from birl.track.visible import visible
+from birl.visible import visible
 
 
 class TensorBoard:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.regular import open_regular
 from birl.spans import LISTENERS, Span
 from birl.track.log import JsonLog
 
@@ -156,7 +157,7 @@ def last_moment(path: Path) -> float:
     """When the last span of a trace was over [s since 1970]; 0 where there is none. Joined slices are written later
     than what came after them: hence not the last line's."""
     found = 0.0
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_regular(path) as file:
         size = path.stat().st_size
         file.seek(max(size - END, 0))
         for line in file.read().split(b"\n")[size > END : -1]:
@@ -169,7 +170,7 @@ def last_moment(path: Path) -> float:
 def size_before(path: Path, until: float) -> int:
     """Bytes of the lines before the first span that began at `until` or later."""
     size = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             try:
                 if json.loads(line)["start"] >= until:

@@ -12,7 +12,7 @@ from birl.track.runs import config
 from birl.track.shares import Shares, shares_of
 from birl.track.timeline import Timeline, steps_of
 from birl.track.units import count, duration
-from birl.track.visible import visible
+from birl.visible import visible
 
 USAGE = (
     "Usage: birl trace RUN [--output FILE.json]\n\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from birl.regular import open_regular
 from birl.track.growing import Growing
 
 BATCH = 500  # lines that are parsed at a time; other threads wait for as long as that takes
@@ -46,7 +47,7 @@ class Columns:
         """Another table with so many rows from all over the file and its last one, read in a moment. Nothing is
         remembered here."""
         found, chosen, last = Columns(self.path, self.keep), [], -1
-        with suppress(OSError), self.path.open("rb") as file:
+        with suppress(OSError), open_regular(self.path) as file:
             end = max(0, file.seek(0, 2) - END)
             for place in range(0, end, max(1, end // lines)):
                 file.seek(place)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from birl.errors import BirlError
+from birl.regular import open_regular
 from birl.types import Outcome
 from birl.view import flags, kept
 
@@ -119,7 +120,7 @@ class Episodes:
 
     def _open(self) -> BinaryIO:
         try:
-            return self.path.open("rb")
+            return open_regular(self.path)
         except OSError as error:
             raise BirlError(
                 f"{self.path}: {error.strerror or error}. `birl rl` writes it unless track.rollouts=false; the other "

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from math import isnan
 
 from birl.errors import BirlError
-from birl.track.visible import visible
 from birl.view.episodes import OUTCOMES, Episodes
+from birl.visible import visible
 
 FORMATS = ("jsonl", "csv")
 COLUMNS = (

@@ -16,7 +16,6 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from birl.errors import BirlError
-from birl.track.visible import visible
 from birl.view import flags
 from birl.view.answer import Answer
 from birl.view.episodes import BITS, Episodes
@@ -26,6 +25,7 @@ from birl.view.query import Query
 from birl.view.search import Search
 from birl.view.tokens import Vocabulary
 from birl.view.trajectory import group, picture, summary, trajectory
+from birl.visible import visible
 
 PATIENCE = 0.4  # seconds that one question works on the index, and on the search
 PAGE = 200  # most rows of one answer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from birl.errors import BirlError
 from birl.flags import Flag, taken, whole
 from birl.track.log import writing
-from birl.track.visible import visible
+from birl.visible import visible
 
 if TYPE_CHECKING:
     from birl.view.search import Search

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
-from birl.track.visible import visible
+from birl.regular import read_text
+from birl.visible import visible
 
 #: text of a token; or, where it holds parts of characters, its pieces: text, or (bytes in hex, the whole character)
 Shown = str | list[Any]
@@ -46,7 +47,7 @@ class Vocabulary:
         if not self.path.is_file():
             return None, {}, set()
         try:
-            text = self.path.read_text("utf-8")
+            text = read_text(self.path)
             written = json.loads(text)
             added = {int(token["id"]): str(token["content"]) for token in written.get("added_tokens") or ()}
             return Tokenizer.from_str(text), added, set(_kinds(written.get("decoder")))

@@ -9,11 +9,11 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.text import calls
-from birl.track.visible import visible
 from birl.types import ToolCall
 from birl.view import flags
 from birl.view.episodes import Episodes, number
 from birl.view.tokens import Vocabulary
+from birl.visible import visible
 
 # How chat templates begin a message; the first group is who speaks.
 HEADERS = re.compile(

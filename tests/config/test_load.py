@@ -269,3 +269,25 @@ def test_no_preset_sets_an_unknown_key():
         for path in files.values():
             content = OmegaConf.load(path)
             assert isinstance(content, dict) or all(f"{group}.{key}" in documentation(RL) for key in content)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("optimizer: " + "[" * 100_000, "nested too deep"),
+        ("optimizer: " + "[" * 50 + "]" * 50, "nested deeper than 32"),
+        ("a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n}, ' * 9}]\n" for n in range(9)), "entries"),
+        ("optimizer: &a [*a]", "an alias is in what it names"),
+        ("optimizer: &a {lr: *a}", "an alias is in what it names"),
+    ],
+)
+def test_a_yaml_file_that_would_not_end_is_refused(tmp_path: Path, text: str, reason: str):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(BirlError, match=reason):
+        load(RL, [str(tmp_path / "bad.yaml")])
+
+
+def test_aliases_in_a_yaml_file_are_what_they_name(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("seed: &n 7\nsteps: *n\n")
+    config = load(RL, [str(tmp_path / "a.yaml"), "data.train=x.jsonl"])
+    assert (config.seed, config.steps) == (7, 7)

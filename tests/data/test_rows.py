@@ -377,3 +377,43 @@ def test_text_beside_lists_stays_text(tmp_path: Path) -> None:
     rows = [{"chosen": "7."}, {"chosen": [{"role": "user", "content": "Hi"}]}, {"chosen": "0.50"}]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["chosen"] for row in read(str(tmp_path / "mixed.jsonl"))] == [row["chosen"] for row in rows]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"prompt": "a", "x": ' + '{"a":' * 100_000 + "1" + "}" * 100_000 + "}",
+        "[" * 100_000,
+        "[\n" * 100_000,
+        '{"prompt": "a", "x":\n' + '{"}":\n' * 100_000,
+        '{"prompt": "a", "x": [\n' + '"]", [\n' * 100_000,
+    ],
+)
+def test_data_nested_too_deep_is_refused_by_its_line(tmp_path: Path, kind: str, content: str) -> None:
+    path = tmp_path / f"a{kind}"
+    path.write_text('{"prompt": "fine"}\n' + content + "\n" if kind == ".jsonl" else content)
+    with pytest.raises(BirlError, match=r"a\.jsonl?, line \d+: nested deeper than 64"):
+        read(str(path))
+
+
+def test_brackets_in_texts_nest_nothing(tmp_path: Path) -> None:
+    rows = [{"prompt": "[" * 1000 + '"\\' + "{" * 1000, "answer": "]" * 70}] * 3
+    for name in ("a.jsonl", "a.json"):
+        assert len(read(str(write(tmp_path / name, rows)))) == 3
+
+
+def test_a_program_beside_the_data_is_named_and_not_run(tmp_path: Path) -> None:
+    write(tmp_path / "rows/train.jsonl")
+    (tmp_path / "rows/rows.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')")
+    with pytest.raises(BirlError, match=r"rows\.py.*move the \.py file away"):
+        read(str(tmp_path / "rows"))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_pipe_in_a_data_folder_is_refused_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl")
+    os.mkfifo(tmp_path / "README.md")
+    with pytest.raises(BirlError, match=r"README\.md cannot be read: it is a named pipe"):
+        read(str(tmp_path))

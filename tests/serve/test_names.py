@@ -79,3 +79,17 @@ def test_bad_names_are_refused(name: str, cache: Path) -> None:
         with pytest.raises(BirlError, match="must be experiment/trial"):
             use(name)
     assert not cache.exists()
+
+
+def test_a_reader_whose_clock_is_wrong_removes_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = names.register("exp/0", "http://127.0.0.1:1", 7, "m")
+    for ahead in (60.0, 1e6, -1e6):
+        monkeypatch.setattr(names.time, "time", lambda ahead=ahead: 1.7e9 + ahead)
+        assert names.find("exp/0") == [entry.address] and entry.file.exists()
+    assert [f.name for f in entry.file.parent.iterdir()] == [entry.file.name]
+
+
+def test_a_pipe_is_no_server() -> None:
+    entry = names.register("exp/0", "http://127.0.0.1:1", 7, "m")
+    os.mkfifo(entry.file.with_name("1-0.json"))
+    assert names.find("exp/0") == [entry.address]

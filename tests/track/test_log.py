@@ -99,3 +99,20 @@ def test_replace_leaves_no_half_file(tmp_path: Path) -> None:
     replace(tmp_path / "a.json", b"2")
     assert (tmp_path / "a.json").read_bytes() == b"2"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("tail", [os.urandom(3000), b"\n\n\0\n", b'{"a":', b"7\n", b"[" * 100_000 + b"\n", b""])
+def test_whatever_is_behind_the_last_record_is_cut(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a":1}\n{"a":2}\n' + tail)
+    with closing(JsonLog(path)) as log:
+        log.cut(10**9)
+        log.append([{"a": 3}])
+    assert [row["a"] for row in read_jsonl(path)] == [1, 2, 3]
+
+
+def test_a_pipe_in_the_place_of_a_log_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    for opened in (JsonLog, read_jsonl):
+        with pytest.raises((BirlError, OSError), match="a named pipe, not a regular file"):
+            opened(tmp_path / "a.jsonl")

@@ -12,7 +12,7 @@ from birl.track.chart import sparkline
 from birl.track.report import write_report
 from birl.track.runs import best_validation
 from birl.track.summary import Pair, facts, pairs, shown, tally
-from birl.track.visible import visible
+from birl.visible import visible
 from tests.track import runs
 
 TAGS = re.findall(

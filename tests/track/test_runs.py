@@ -13,6 +13,7 @@ from birl.config import schema
 from birl.config.load import flatten
 from birl.errors import BirlError
 from birl.track import listing
+from birl.track.growing import Growing
 from birl.track.runs import about, config, find, last_record, problem, running, state
 from tests.track import runs
 
@@ -192,3 +193,14 @@ def test_neither_loads_torch() -> None:
     code = "import sys; from birl.cli import main; main(['runs', '/']); main(['diff', '/', '/']); "
     code += "assert not {'torch', 'transformers', 'datasets', 'rich.live', 'hydra'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code.replace("'/'", "'birl/rewards'")], check=True, capture_output=True)
+
+
+def test_pipes_in_a_run_folder_hang_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("")
+    for name in ("metrics.jsonl", "validation.jsonl", "config.json", "summary.json", ".lock", "rollouts.jsonl"):
+        os.mkfifo(run / name)
+    found = about(run)
+    assert found.step == 0 and "a named pipe" in found.problem
+    assert not list(Growing(run / "metrics.jsonl").new())

@@ -38,7 +38,7 @@ export function fill(node, ...children) {
 // Newline, tab and the two joiners (emoji and Persian are wrong without them) stay.
 const OBEYED = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Cs}]/gu;
 
-/** The text with those spelled out, as birl/track/visible.py does: visible("a\u202eb") is "a⟪U+202E⟫b". */
+/** The text with those spelled out, as birl/visible.py does: visible("a\u202eb") is "a⟪U+202E⟫b". */
 export function visible(text) {
   return String(text).replace(OBEYED, (c) => ("\n\t\u200c\u200d".includes(c) ? c
     : `⟪U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟫`));
