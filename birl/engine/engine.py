@@ -28,13 +28,14 @@ from birl.engine.graphs import AHEAD
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.engine.runner import Runner
-from birl.engine.sampler import given, sample
+from birl.engine.sampler import given, likeliest, sample
 from birl.engine.scheduler import Scheduler, Work
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.slots import page_bytes
 from birl.spans import answered, done
 from birl.text.chat import StopChecker
+from birl.text.grammar import Guide
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 from birl.waits import alive
 
@@ -103,11 +104,16 @@ class EmbeddedEngine:
         params: SamplingParams,
         session: str = "",
         watch: Callable[[Request], None] | None = None,
+        *,
+        guide: Guide | None = None,
+        best: list[tuple[int, float]] | None = None,
     ) -> Completion:
         """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
 
         `watch` is told of the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
-        ends it with what it has. While the engine is paused it waits. Raises `BirlError` when the KV cache could not
+        ends it with what it has. With a `guide` only tokens that it allows are drawn, and log-probs are those of the
+        distribution over these. `best` is filled: for each given token, the likeliest one in its place and its
+        log-prob at temperature 1. While the engine is paused it waits. Raises `BirlError` when the KV cache could not
         hold it, and `EngineDown` when the engine was closed.
         """
         room = min(params.max_tokens, self.context - len(prompt_ids))
@@ -126,6 +132,8 @@ class EmbeddedEngine:
             future=asyncio.get_running_loop().create_future(),
             session=session,
             watch=watch,
+            guide=guide,
+            best=best,
         )
         self._arrivals.append(request)
         self._open.add(request)
@@ -348,9 +356,10 @@ class EmbeddedEngine:
         if not params:
             return
         scored: dict[Request, list[tuple[int, float]]] = {}
-        if any(work.complete and work.request.forced for work in plan):
+        if any(r.forced or r.guide for work in plan for r in work.samplers):
             logits = self.runner.logits(hidden)
             scored = self.score(plan, logits)
+            self.restrict(plan, logits)
             tokens, logprobs = sample(logits, params, uniforms, self.runner.kernels)
         else:
             tokens, logprobs = self.runner.sample(hidden, params, uniforms)
@@ -370,7 +379,21 @@ class EmbeddedEngine:
                 tokens = work.request.forced[: len(work.drafts) + 1]
                 logprobs = given(logits[start:end], tokens, work.request.params, self.runner.kernels)
                 found[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
+                if work.request.best is not None:
+                    work.request.best += likeliest(logits[start:end], found[work.request])
         return found
+
+    def restrict(self, plan: list[Work], logits: Tensor) -> None:
+        """Only what guides allow keeps its probability."""
+        row = 0
+        for work in plan:
+            for request in work.samplers:
+                if request.guide is not None:
+                    allowed = torch.from_numpy(request.guide.allowed(logits.shape[1]))
+                    request.aborted = request.aborted or not bool(allowed.any())
+                    if not request.aborted:
+                        logits[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
+                row += len(work.drafts) + 1
 
     def append(self, request: Request, drawn: list[tuple[int, float]], drafts: list[int]) -> None:
         """What was drawn for a request: its next token, and the ones behind as far as the guesses were right."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from birl.text.chat import StopChecker
+from birl.text.grammar import Guide
 from birl.types import Completion, SamplingParams, Stop
 
 
@@ -26,6 +27,8 @@ class Request:
     checker: StopChecker | None
     future: "asyncio.Future[Completion]"
     session: str = ""
+    guide: Guide | None = None  # what the answer may be
+    best: list[tuple[int, float]] | None = None  # of each given token: the likeliest one in its place, its log-prob
     watch: "Callable[[Request], None] | None" = None  # told after every step that gave it tokens
     told: int = 0  # tokens that `watch` has heard of
     tokens: list[int] = field(default_factory=list)
@@ -80,7 +83,8 @@ class Request:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token in self.end_ids or (self.checker is not None and self.checker.feed(token)):
+        complete = self.guide is not None and self.guide.take(token)
+        if token in self.end_ids or complete or (self.checker is not None and self.checker.feed(token)):
             self.stop = Stop.STOP
         elif len(self.tokens) >= self.max_tokens:
             self.stop = Stop.LENGTH

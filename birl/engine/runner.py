@@ -82,7 +82,7 @@ class Runner:
 
     def bursts(self, plan: Sequence[Work]) -> bool:
         """Is this plan for captured graphs: single next tokens, drawn from the whole distribution or greedy?"""
-        if self.graphs is None or not plan or any(w.request.forced for w in plan):
+        if self.graphs is None or not plan or any(w.request.forced or w.request.guide for w in plan):
             return False
         return all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
 

@@ -53,6 +53,15 @@ def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
+def likeliest(logits: Tensor, drawn: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """logits [B, V], B tokens with their log-probs -> the likeliest token of each row, with its log-prob at temperature
+    1; that of the token itself where it is the one."""
+    logits = logits.float()
+    top, ids = logits.max(-1)
+    found = zip(ids.tolist(), (top - logits.logsumexp(-1)).tolist(), drawn, strict=True)
+    return [own if own[0] == token else (token, logprob) for token, logprob, own in found]
+
+
 def plain(params: SamplingParams) -> bool:
     """From the whole distribution, or greedy?"""
     return not params.temperature or not (params.top_k or params.top_p < 1 or params.min_p)

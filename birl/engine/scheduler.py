@@ -120,7 +120,7 @@ class Scheduler:
             if spare <= 0:
                 return
             request = work.request
-            if request.forced or work.followers:
+            if request.forced or request.guide or work.followers:
                 continue
             guesses = self.drafts.guess(request, -(-spare // (len(plan) - place)))
             while len(request.pages) < pages_for(len(request) + len(guesses)) and self.pages.free:

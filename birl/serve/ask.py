@@ -8,35 +8,22 @@ from typing import Any
 from birl.errors import BirlError
 from birl.serve.bulk import check_bulk, check_text, too_large
 from birl.serve.limits import Refused, outside, problem
-from birl.serve.messages import check_tool, invalid, message, typed
+from birl.serve.messages import invalid, message, typed
+from birl.serve.parameters import FORMS
 from birl.serve.service import Service
+from birl.serve.terms import Terms, speaker, stop_ids
+from birl.serve.terms import known as known_tools
+from birl.text.grammar import whole
 from birl.types import SamplingParams
 
 CHOICES = 128  # most answers to one prompt
 
-# Without an effect on the answer.
-HARMLESS = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "priority",
-    "request_id",
-)
-# Parameters that birl does not have, at the values that say so.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{"frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,)},
-    **{"logit_bias": ({},), "suffix": ("",), "response_format": ({"type": "text"},), "best_of": (1,)},
-    **{"echo": (False,), "use_beam_search": (False,), "min_tokens": (0,), "parallel_tool_calls": (True,)},
-    **{"modalities": (["text"],), "functions": ([],), "function_call": ("none",), "top_logprobs": (0,)},
-    **{"add_generation_prompt": (True,), "continue_final_message": (False,), "include_stop_str_in_output": (False,)},
-}
 SHARED = (
     *("model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p", "max_tokens", "logprobs"),
-    *("min_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids"),
+    *("min_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids", *FORMS),
 )
+CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens")
+ANY = ("", "any", "default", "birl")  # names of a model that mean the one there is; and birl/NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +39,19 @@ class Ask:
     logprobs: bool
     token_ids: bool
     tools: tuple[Mapping[str, Any], ...] = ()
+    echo: bool = False
+    best: bool = False  # tell the likeliest token of each place of the prompt, too
+    mute: bool = False  # nothing is sampled
+    grammar: str = ""
 
 
 def chat(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/chat/completions. Raises `Refused`."""
     check_bulk(data, service.engine.context)
-    known(data, (*SHARED, "messages", "tools", "tool_choice", "max_completion_tokens"), service)
-    tools, choice = typed(data, "tools", list, []), data.get("tool_choice")
-    for place, tool in enumerate(tools):
-        check_tool(tool, place)
-    if choice not in (None, "auto", "none"):
-        raise invalid("tool_choice", f"{json.dumps(choice)[:80]} cannot be kept: the model decides (auto | none)")
-    if choice == "auto" and not tools:
-        raise invalid("tool_choice", "is auto, and there are no tools")
-    tools = [] if choice == "none" else tools
+    known(data, (*SHARED, *CHAT), service)
+    given, choice = typed(data, "tools", list, []), data.get("tool_choice")
+    tools = service.terms.tools(given, choice)
+    form = service.terms.form(data, [t for t in given if t["function"]["name"] in known_tools(tools)], choice)
     messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
     if not messages:
         raise invalid("messages", "is empty")
@@ -79,17 +65,19 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     key = "max_tokens" if limit is None else "max_completion_tokens"
     return common(
         data, service, chat=True, prompts=(ids,), key=key, default=None, logprobs=typed(data, "logprobs", bool, False),
-        tools=tuple(tools),
+        tools=tuple(tools), grammar=form and whole(service.chat, form, service.chat.thinks(ids)),
     )  # fmt: skip
 
 
 def completion(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/completions. Raises `Refused`."""
     check_bulk(data, service.engine.context, ("prompt",))
-    known(data, (*SHARED, "prompt"), service)
+    known(data, (*SHARED, "prompt", "echo"), service)
+    echo, form = typed(data, "echo", bool, False), service.terms.form(data, [], None)
     given = prompts(data.get("prompt"), choices(data), service)
     return common(
-        data, service, chat=False, prompts=given, key="max_tokens", default=16, logprobs=sampled_logprobs(data)
+        data, service, chat=False, prompts=given, key="max_tokens", default=16,
+        logprobs=sampled_logprobs(data, service.terms), echo=echo, grammar=form and f"start: body\nbody: {form}\n",
     )  # fmt: skip
 
 
@@ -103,6 +91,8 @@ def common(
     default: int | None,
     logprobs: bool,
     tools: tuple[Mapping[str, Any], ...] = (),
+    echo: bool = False,
+    grammar: str = "",
 ) -> Ask:
     """`key` names the limit of an answer; without it and a `default`, what the context leaves."""
     for ids in prompts:
@@ -112,13 +102,15 @@ def common(
             code = "context_length_exceeded" if ids else None
             raise Refused(400, str(error), param="messages" if chat else "prompt", code=code) from error
     n, stream = choices(data), typed(data, "stream", bool, False)
+    mute = echo and data.get(key) == 0 and type(data[key]) is int
+    data = {**data, key: 1} if mute else data
     options = typed(data, "stream_options", dict, {})
     if options and not stream:
         raise invalid("stream_options", "goes with stream=true only")
-    if unknown := sorted(set(options) - {"include_usage", "include_obfuscation", "continuous_usage_stats"}):
-        raise invalid(f"stream_options.{unknown[0]}", "there is no such option")
-    if options.get("continuous_usage_stats"):
-        raise invalid("stream_options.continuous_usage_stats", "cannot be had; include_usage counts at the end")
+    for option in sorted(set(options) - {"include_usage", "include_obfuscation"}):
+        service.terms.vain(f"stream_options.{option}", options[option])
+    if echo and stream:
+        raise invalid("echo", "goes without stream only")
     return Ask(
         chat=chat,
         prompts=prompts,
@@ -129,13 +121,14 @@ def common(
         logprobs=logprobs,
         token_ids=typed(data, "return_token_ids", bool, False),
         tools=tools,
+        echo=echo,
+        best=echo and logprobs and typed(data, "logprobs", int, 0) > 0,
+        grammar=grammar,
+        mute=mute,
     )
 
 
 def params(data: Mapping[str, Any], service: Service, key: str, default: int | None) -> SamplingParams:
-    stop_ids = typed(data, "stop_token_ids", list, [])
-    if not all(type(i) is int for i in stop_ids):
-        raise invalid("stop_token_ids", "must be a list of token ids")
     seed, top_k = typed(data, "seed", int, None), typed(data, "top_k", int, 0)
     found = SamplingParams(
         max_tokens=typed(data, key, int, service.engine.context if default is None else default),
@@ -144,7 +137,7 @@ def params(data: Mapping[str, Any], service: Service, key: str, default: int | N
         top_k=max(top_k, 0) if top_k == -1 else top_k,  # vLLM's -1: off
         min_p=typed(data, "min_p", float, 0.0),
         stop=stops(data),
-        stop_ids=tuple(stop_ids),
+        stop_ids=stop_ids(data),
         ignore_eos=typed(data, "ignore_eos", bool, False),
         seed=None if seed is None else seed % 2**64,  # OpenAI's may be negative
     )
@@ -169,12 +162,16 @@ def stops(data: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def sampled_logprobs(data: Mapping[str, Any]) -> bool:
-    """Of /v1/completions, where 0 asks for those of the sampled tokens alone."""
+def sampled_logprobs(data: Mapping[str, Any], terms: Terms) -> bool:
+    """Of /v1/completions, where 0 asks for those of the sampled tokens alone, and 1 for the likeliest ones, too: only
+    those of a prompt that is echoed are known."""
+    logprobs = data.get("logprobs")
+    if isinstance(logprobs, bool):  # as a chat has it
+        return logprobs
     logprobs = typed(data, "logprobs", int, -1)
-    if logprobs > 0:
-        raise invalid("logprobs", f"is {logprobs}: only the sampled tokens have log-probs here; set logprobs=0")
-    return logprobs == 0
+    if logprobs > 1:
+        terms.note("logprobs", f"{logprobs}; only the sampled tokens have log-probs.")
+    return logprobs >= 0
 
 
 def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]:
@@ -202,22 +199,12 @@ def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]
 
 
 def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> None:
-    """Refuse another model than ours, and every parameter that would change the answer and is not among `keys`."""
+    """Refuse another model than ours, and what would be another answer altogether; `keys` are honoured."""
     model = data.get("model")
-    if model not in (None, "", service.name):
+    if model not in (None, *ANY, service.name) and not speaker(model):
         raise Refused(
-            404, f"There is no model {model!r}; this server has {service.name!r}."[:300], "not_found_error",
+            404, f"There is no model {str(model)[:100]!r}; this server has {service.name!r} (served_name=NAME)."[:300],
+            "not_found_error",
             param="model", code="model_not_found",
         )  # fmt: skip
-    check_keys(data, keys)
-
-
-def check_keys(data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
-    for key, value in data.items():
-        if key in keys or key in HARMLESS or value is None:
-            continue
-        if key not in NEUTRAL:
-            raise invalid(key, "there is no such parameter")
-        if value not in NEUTRAL[key]:
-            only = " | ".join(json.dumps(v) for v in NEUTRAL[key])
-            raise invalid(key, f"is not supported, except as {only}")
+    service.terms.check(data, keys)

@@ -29,7 +29,7 @@ from birl.errors import Aborted, BirlError, EngineFailed, TooLong
 from birl.serve import gateway_anthropic, gateway_openai
 from birl.serve.bulk import check_bulk
 from birl.serve.connections import Patient
-from birl.serve.limits import Gone, Refused, ambiguous, disconnected, json_object
+from birl.serve.limits import TIMEOUT, Gone, Refused, ambiguous, disconnected, json_object
 from birl.serve.messages import typed
 from birl.serve.terms import Terms
 from birl.serve.visit import Reply, Session, Visit
@@ -148,16 +148,19 @@ async def asked(request: Request, visit: Visit) -> Body:
     return data
 
 
-async def answered(visit: Visit, reply: Reply, request: Request) -> Any:
-    """The answer in one piece; as a stream once it is there. Raises `Gone` when nobody waits for it any more."""
+async def answered(visit: Visit, reply: Reply, request: Request, timeout: float = math.inf) -> Any:
+    """The answer in one piece; as a stream once it is there. Raises `Gone` when nobody waits for it any more, and
+    `Refused` after `timeout` [s]."""
     asking = visit.ask(reply)
     gone = asyncio.ensure_future(disconnected(request.receive))
     finished = False
     try:
-        first = PING if reply.stream else None
+        first = PING if reply.stream else None if math.isinf(timeout) else timeout
         await asyncio.wait({asking, gone}, timeout=first, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             raise Gone
+        if not asking.done() and not reply.stream:
+            raise Refused(504, f"The answer took longer than {timeout:g} s (request_timeout).", TIMEOUT)
         if not asking.done():
             stream = Stream(visit, reply, asking, gone)
             finished = True

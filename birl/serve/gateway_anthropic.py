@@ -9,14 +9,14 @@ from typing import Any
 from birl.serve.limits import OVERLOADED, Refused
 from birl.serve.messages import invalid, text, typed
 from birl.serve.pieces import call_id
-from birl.serve.terms import SAMPLING, WISHES, Terms, speaker
+from birl.serve.terms import SAMPLING, Terms, speaker
 from birl.serve.visit import Answers, Reply, Visit
 from birl.types import Message, Stop, ToolCall, Turn
 
 KNOWN = (
-    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice", "metadata"),
-    *("service_tier", "container", "context_management", "betas"), *SAMPLING, *WISHES,
-)  # fmt: skip
+    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice"),
+    *("stop_token_ids", *SAMPLING),
+)
 KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 503: "api_error"}
 
 Block = dict[str, Any]
@@ -75,19 +75,20 @@ class AnthropicReply(Reply):
 
 def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicReply:
     """POST /messages. Raises `Refused`."""
-    if unknown := sorted(set(data) - set(KNOWN)):
-        raise invalid(unknown[0], "there is no such parameter")
+    terms.check(data, (*KNOWN, *(("seed", "output_format", "output_config") if terms.served else ())))
     said, tools = conversation(data)
     stop = typed(data, "stop_sequences", list, [])
     if not all(isinstance(s, str) for s in stop):
         raise invalid("stop_sequences", "must be a list of texts")
-    choice = typed(data, "tool_choice", dict, {}).get("type")
+    choice = typed(data, "tool_choice", dict, {})
     words = {None: None, "auto": "auto", "none": "none", "any": "required"}
+    wanted = words.get(choice.get("type"), choice)
     params = terms.params(data, visit.session.params, stop, "max_tokens")
     return AnthropicReply(
         said=said,
         params=params,
-        tools=terms.tools(tools, words.get(choice, data.get("tool_choice"))),
+        tools=terms.tools(tools, wanted),
+        form=terms.form(openai_form(data, choice), tools, wanted) if terms.served else "",
         agent=speaker(data.get("model")),
         stream=typed(data, "stream", bool, False),
         ping=event("ping"),
@@ -95,6 +96,15 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
         model=str(data.get("model") or "birl"),
         own_stop=tuple(s for s in params.stop if s not in visit.session.params.stop),
     )
+
+
+def openai_form(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Block:
+    """What of a request forces the form of its answer, in OpenAI's words."""
+    form = data.get("output_format") or typed(data, "output_config", dict, {}).get("format")
+    found: Block = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        found["response_format"] = {**form, "json_schema": {"schema": form.get("schema"), "strict": True}}
+    return found
 
 
 def conversation(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], list[Block]]:

@@ -1,21 +1,21 @@
 """OpenAI's dialect for agents: the same words as `birl serve`'s, for an episode."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from birl.serve.ask import HARMLESS, Ask, check_keys, choices, sampled_logprobs, stops
+from birl.serve.ask import Ask, choices, sampled_logprobs, stops
 from birl.serve.limits import Refused
 from birl.serve.messages import invalid, message, typed
 from birl.serve.pieces import Pieces, event
-from birl.serve.terms import SAMPLING, WISHES, Terms, speaker
+from birl.serve.terms import SAMPLING, Terms, speaker
 from birl.serve.visit import Answers, Reply, Visit
 from birl.text.chat import Chat
 
 KNOWN = (
-    *("model", "n", "stream", "stream_options", "stop", "max_tokens", "logprobs", "return_token_ids"),
-    *HARMLESS, *SAMPLING, *WISHES,
-)  # fmt: skip
+    *("model", "n", "stream", "stream_options", "stop", "stop_token_ids", "max_tokens", "logprobs"),
+    *("return_token_ids", *SAMPLING),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,10 @@ class OpenAIReply(Reply):
 
 def chat(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
     """POST /chat/completions. Raises `Refused`."""
-    check_keys(data, (*KNOWN, "messages", "tools", "tool_choice", "max_completion_tokens"))
+    terms.check(data, (*KNOWN, "messages", "tools", "tool_choice", "max_completion_tokens"))
     said = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
     if not said:
         raise invalid("messages", "is empty")
-    said = tuple(replace(m, role="system") if m.role == "developer" else m for m in said)  # its newer name
     limit = "max_tokens" if data.get("max_completion_tokens") is None else "max_completion_tokens"
     logprobs = typed(data, "logprobs", bool, False)
     return _reply(data, terms, visit, said=said, limit=limit, logprobs=logprobs, talk=True)
@@ -90,13 +89,15 @@ def chat(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
 
 def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
     """POST /completions. Raises `Refused`."""
-    check_keys(data, (*KNOWN, "prompt"))
+    terms.check(data, (*KNOWN, "prompt"))
     prompt = data.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str):
         raise invalid("prompt", "must be text: an episode keeps the token ids itself")
-    return _reply(data, terms, visit, said=prompt, limit="max_tokens", logprobs=sampled_logprobs(data), talk=False)
+    return _reply(
+        data, terms, visit, said=prompt, limit="max_tokens", logprobs=sampled_logprobs(data, terms), talk=False
+    )
 
 
 def _reply(data: Mapping[str, Any], terms: Terms, visit: Visit, *, limit: str, **own: Any) -> OpenAIReply:

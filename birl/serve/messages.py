@@ -8,6 +8,8 @@ from typing import Any
 from birl.serve.limits import Refused
 from birl.types import Message, ToolCall
 
+TEXTS = ("text", "input_text", "output_text")  # types of a part
+
 
 def message(given: Any, place: int) -> Message:
     """One message of a request. Raises `Refused`."""
@@ -19,12 +21,12 @@ def message(given: Any, place: int) -> Message:
     calls = given.get("tool_calls") or []
     if not isinstance(calls, list):
         raise invalid(f"{where}.tool_calls", "must be a list")
-    if not calls and given.get("content") is None:
+    if not calls and given.get("content") is None and given["role"] != "assistant":
         raise invalid(f"{where}.content", "is missing")
     told = {key: v for key in ("name", "tool_call_id") if isinstance(v := given.get(key), str)}
-    thinking = given.get("reasoning_content")
+    thinking = given.get("reasoning_content") or given.get("reasoning")
     return Message(
-        role=given["role"],
+        role="system" if given["role"] == "developer" else given["role"],  # its newer name
         content="" if given.get("content") is None else text(given["content"], f"{where}.content"),
         thinking=thinking if isinstance(thinking, str) else "",
         tool_calls=tuple(call(one, f"{where}.tool_calls.{i}") for i, one in enumerate(calls)),
@@ -39,7 +41,7 @@ def text(given: Any, where: str) -> str:
     if not isinstance(given, list):
         raise invalid(where, "must be text or a list of parts")
     for part in given:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise invalid(where, f"has a part of type {kind!r}; the model reads text only"[:200])
     return "".join(part["text"] for part in given)
@@ -66,8 +68,6 @@ def check_tool(tool: Any, place: int) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"tools.{place}", 'must be {"type": "function", "function": {"name": ...}}')
-    if function.get("strict"):
-        raise invalid(f"tools.{place}.function.strict", "cannot be kept: answers are not forced into a schema")
 
 
 def typed(data: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

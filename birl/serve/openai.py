@@ -14,10 +14,12 @@ from birl.serve import ask
 from birl.serve.ask import Ask
 from birl.serve.limits import answered, json_object
 from birl.serve.pieces import Pieces
-from birl.serve.service import Service
+from birl.serve.service import Scored, Service
 from birl.serve.stream import streamed
+from birl.types import Completion, Stop
 
 Body = dict[str, Any]
+EMPTY = Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
 
 
 async def models(service: Service, request: Request) -> Response:
@@ -46,7 +48,19 @@ async def completed(service: Service, request: Request, read: Callable[[Body, Se
     if asked.stream:
         return streamed(service, asked, jobs)  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
     with service.gate.enter(len(jobs)):
-        found = await answered(request, service.all(jobs), service.timeout)
+        found = [EMPTY] * len(jobs)
+        if not asked.mute:
+            found = await answered(request, service.all(jobs, asked.grammar), service.timeout)
+        scored = await answered(request, scores(service, asked), service.timeout)
     pieces = Pieces(service, asked)
     choices = [pieces.choice(i, c) for i, c in enumerate(found)]
+    for i, choice in enumerate(choices if asked.echo else []):
+        pieces.echo(choice, i, scored)
     return JSONResponse(pieces.head(chunk=False) | {"choices": choices, "usage": pieces.usage(found)})
+
+
+async def scores(service: Service, asked: Ask) -> list[Scored]:
+    """Of each prompt, where it is said again with log-probs."""
+    return await service.together(
+        [service.score(ids) for ids in asked.prompts] if asked.echo and asked.logprobs else []
+    )

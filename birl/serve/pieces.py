@@ -13,6 +13,8 @@ from birl.text.thinking import Growing, Parts
 from birl.text.visible import INCOMPLETE, Visible
 from birl.types import Completion, Stop, ToolCall
 
+Scored = tuple[Sequence[float], Sequence[tuple[int, float]]]  # of a prompt, as `Service.score` has it
+
 
 class Speaker(Protocol):
     """Whose answers they are. `end_ids`: tokens that end an answer, and are no text."""
@@ -77,6 +79,28 @@ class Pieces:
             found["text"] = content
             found |= {"prompt_token_ids": self.prompt(index)} if self.asked.token_ids else {}
         return found | (self.ids(completion.tokens, completion.versions) if self.asked.token_ids else {})
+
+    def echo(self, choice: dict[str, Any], index: int, scored: Sequence[Scored]) -> None:
+        """Puts the prompt before a finished answer, with the log-probs of its tokens: the first has none."""
+        ids = self.prompt(index)
+        before = self.speaker.chat.decode(ids)
+        choice["text"] = before + choice["text"]
+        if not self.asked.logprobs:
+            return
+        logprobs, best = scored[index // self.asked.n]
+        own, found = self.logprobs(ids, (), 0), choice["logprobs"]
+        own["token_logprobs"] = [None, *logprobs]
+        own["top_logprobs"] = [None, *map(self.top, ids[1:], logprobs, best)]
+        found["text_offset"] = [at + len(before) for at in found["text_offset"]]
+        found["top_logprobs"] = [{t: p} for t, p in zip(found["tokens"], found["token_logprobs"], strict=True)]
+        choice["logprobs"] = {key: own[key] + found[key] for key in own}
+
+    def top(self, token: int, logprob: float, best: tuple[int, float]) -> dict[str, float]:
+        """Of one place: the likeliest token, and the one that is there."""
+        own, other = (self.speaker.chat.decode([t]) for t in (token, best[0]))
+        if best[0] == token:
+            return {own: logprob}
+        return {own: logprob, other if other != own else f"token_id:{best[0]}": best[1]}
 
     def delta(
         self,

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
-from birl.serve import native, openai
+from birl.serve import anthropic, gateway_anthropic, native, openai, words
 from birl.serve.limits import Gone, Refused, ambiguous, intruder
 from birl.serve.service import Service
 from birl.serve.stream import refusal
@@ -45,6 +45,14 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("GET", "/v1/models/{name:path}"): openai.model,
     ("POST", "/v1/chat/completions"): openai.chat,
     ("POST", "/v1/completions"): openai.completion,
+    ("POST", "/v1/messages"): anthropic.messages,
+    ("POST", "/v1/v1/messages"): anthropic.messages,  # its client adds a v1 to the base_url that OpenAI's takes
+    ("POST", "/v1/messages/count_tokens"): anthropic.count_tokens,
+    ("POST", "/v1/v1/messages/count_tokens"): anthropic.count_tokens,
+    ("POST", "/tokenize"): words.tokenize,
+    ("POST", "/detokenize"): words.detokenize,
+    ("GET", "/tokenizer_info"): words.tokenizer_info,
+    ("GET", "/version"): words.version,
 }
 
 
@@ -92,7 +100,8 @@ async def answer(
         error = refusal(failure)
     if error is not None:
         if not status:
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            body = gateway_anthropic.error(error) if "/messages" in path else error.body()
+            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
         status = error.status
     service.metrics.requests.labels(path, str(status)).inc()
     service.metrics.seconds.labels(path).observe(time.perf_counter() - began)

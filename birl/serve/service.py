@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.request import Request
@@ -18,11 +18,15 @@ from birl.serve.membership import Membership
 from birl.serve.metrics import Metrics
 from birl.serve.owner import Owner
 from birl.serve.staging import Staging
+from birl.serve.terms import Terms
 from birl.text.chat import Chat
+from birl.text.grammar import Guide
 from birl.types import Completion, Held, SamplingParams, Update
 
 T = TypeVar("T")
 CONFLICT = "conflict"
+#: log-probs, and the likeliest token of each place with its own
+Scored = tuple[tuple[float, ...], list[tuple[int, float]]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,10 +57,14 @@ class Service:
     hollow: bool = False  # awake, and without weights
     asked: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    terms: Terms = field(init=False)
     _reader: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "requests"))
     _control: asyncio.Lock = field(default_factory=asyncio.Lock)
     _progress: tuple[float, ...] = ()
     _moved: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.terms = Terms(chat=self.chat, sampling="client")
 
     @property
     def version(self) -> int:
@@ -89,9 +97,38 @@ class Service:
     ) -> Completion:
         return await self.engine.generate(prompt, params, session, watch)
 
-    async def all(self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[Completion]:
+    def answering(self, grammar: str) -> Callable[..., Coroutine[Any, Any, Completion]]:
+        """`generate`, of answers that this grammar allows; an empty one allows all."""
+        if not grammar:
+            return self.generate
+
+        async def generate(
+            prompt: tuple[int, ...],
+            params: SamplingParams,
+            session: str = "",
+            watch: Callable[[Request], None] | None = None,
+        ) -> Completion:
+            guide = await self.read(lambda: Guide(self.chat, grammar))
+            return await self.engine.generate(prompt, params, session, watch, guide=guide)
+
+        return generate
+
+    async def score(self, ids: tuple[int, ...]) -> Scored:
+        """The log-prob of each token but the first, given those before it, and the likeliest token in its place."""
+        best: list[tuple[int, float]] = []
+        params = SamplingParams(max_tokens=max(len(ids) - 1, 1), ignore_eos=True, forced=ids[1:])
+        logprobs: tuple[float, ...] = ()
+        if len(ids) > 1:
+            logprobs = (await self.engine.generate(ids[:1], params, best=best)).logprobs
+        return logprobs, best
+
+    async def all(self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], grammar: str = "") -> list[Completion]:
         """Answers to all; when one fails, or the caller goes, the others are aborted."""
-        tasks = [asyncio.ensure_future(self.generate(prompt, params)) for prompt, params in asked]
+        generate = self.answering(grammar)
+        return await self.together([generate(prompt, params) for prompt, params in asked])
+
+    async def together(self, asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        tasks = [asyncio.ensure_future(one) for one in asked]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -82,7 +82,7 @@ async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIter
     pieces = Pieces(service, asked)
     queue: asyncio.Queue[Told | tuple[int, Completion] | BaseException] = asyncio.Queue()
     answers = [Growing(pieces, i) for i in range(len(jobs))]
-    tasks = [asyncio.ensure_future(_one(service, i, job, queue)) for i, job in enumerate(jobs)]
+    tasks = [asyncio.ensure_future(_one(service, i, job, queue, asked.grammar)) for i, job in enumerate(jobs)]
     finished: dict[int, Completion] = {}
     try:
         for answer in answers if asked.chat else []:
@@ -105,9 +105,9 @@ async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIter
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue) -> None:
+async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue, grammar: str) -> None:
     try:
-        queue.put_nowait((index, await service.generate(*job, watch=_watcher(index, queue))))
+        queue.put_nowait((index, await service.answering(grammar)(*job, watch=_watcher(index, queue))))
     except Exception as error:
         queue.put_nowait(error)
 

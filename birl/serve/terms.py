@@ -1,45 +1,54 @@
-"""What of a request counts where the run decides: training needs answers that were drawn from the policy itself."""
+"""What of a request counts: all that can be done on a server; where a run trains, its own sampling."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from birl.serve.limits import problem
 from birl.serve.messages import check_tool, invalid, typed
+from birl.serve.parameters import check
+from birl.text import grammar
 from birl.text.chat import Chat
 from birl.types import SamplingParams
 
 #: of `SamplingParams`; a client may ask for another value
 SAMPLING: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
-#: would bend the distribution, or force the answer
-WISHES = (
-    *("seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "response_format"),
-    *("parallel_tool_calls", "reasoning_effort", "verbosity", "thinking", "output_config"),
-)
-VAIN: tuple[Any, ...] = (None, {}, 0, {"type": "text"}, {"type": "disabled"})  # wishes for nothing
 
 
 @dataclass(slots=True, kw_only=True)
 class Terms:
-    """`sampling` "run": the run's values alone; "agent": a client's own temperature, top_p, top_k and min_p count.
-    What is not done as it was asked is said once in a run."""
+    """`sampling` "run": the run's values alone; "agent": a client's own temperature, top_p, top_k and min_p count;
+    "client", on a server: everything that can be done. What is not done as it was asked is said once."""
 
     chat: Chat
     sampling: str = "run"
     said: set[str] = field(default_factory=set)
 
+    @property
+    def served(self) -> bool:
+        return self.sampling == "client"
+
     def note(self, key: str, what: str) -> None:
         if key not in self.said:
             self.said.add(key)
-            print(f"An agent asks for {key}={what}", flush=True)
+            print(f"{'A client' if self.served else 'An agent'} asks for {key}={what}", flush=True)
+
+    def vain(self, key: str, value: Any) -> None:
+        why = "" if self.served else ": the model's own tokens are trained"
+        self.note(key, f"{json.dumps(value)[:60]}; that has no effect{why}.")
+
+    def check(self, data: Mapping[str, Any], honoured: Collection[str]) -> None:
+        """Raises `Refused` for what would be another answer altogether."""
+        check(data, honoured, self.vain)
 
     def params(self, data: Mapping[str, Any], own: SamplingParams, stop: Sequence[str], limit: str) -> SamplingParams:
-        """The run's, with the client's stop strings, and its limit if that is lower. Raises `Refused`."""
+        """The run's, with the client's ends, and its limit if that is lower. Raises `Refused`."""
         most = typed(data, limit, int, None)
         found = replace(
             own,
             stop=tuple(dict.fromkeys((*own.stop, *stop))),
+            stop_ids=tuple(dict.fromkeys((*own.stop_ids, *stop_ids(data)))),
             max_tokens=own.max_tokens if most is None else min(most, own.max_tokens),
         )
         for key, kind in SAMPLING.items():
@@ -47,31 +56,122 @@ class Terms:
             value = 0 if key == "top_k" and value == -1 else value  # vLLM's: off
             if value is None or value == getattr(own, key):
                 continue
-            if self.sampling == "agent":
+            if self.sampling != "run":
                 found = replace(found, **{key: value})
             else:
                 self.note(key, f"{value:g}; the run's {key} is {getattr(own, key):g} and counts (env.sampling=run).")
-        for key in WISHES:
-            if data.get(key) not in VAIN:
-                self.note(key, f"{json.dumps(data[key])[:60]}; that has no effect: the model's own tokens are trained.")
         if wrong := problem(found, len(self.chat.tokenizer)):
-            raise invalid(limit if wrong[0] == "max_tokens" else wrong[0], wrong[1])
+            names = {"max_tokens": limit, "stop_ids": "stop_token_ids"}
+            raise invalid(names.get(wrong[0], wrong[0]), wrong[1])
         return found
 
     def tools(self, given: Sequence[Any], choice: Any) -> list[Any]:
         """Those that the model sees. `choice`: a client's tool_choice in OpenAI's words."""
-        found = []
         for place, tool in enumerate(given):
-            function = tool.get("function") if isinstance(tool, dict) else None
-            if isinstance(function, dict) and "strict" in function:
-                if function["strict"]:
-                    self.note("strict", "true; arguments are not forced into a schema.")
-                tool = {**tool, "function": {k: v for k, v in function.items() if k != "strict"}}
             check_tool(tool, place)
-            found.append(tool)
-        if choice not in (None, "auto", "none"):
+        found = list(given)
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            listed = choice.get("allowed_tools", choice)
+            names = [chosen(one) for one in listed.get("tools") or [] if isinstance(one, dict)]
+            found = [tool for tool in found if tool["function"]["name"] in names]
+            choice = listed.get("mode")
+        if self.served and choice not in (None, "auto", "none", "required") and chosen(choice) not in known(found):
+            raise invalid("tool_choice", f"{json.dumps(choice)[:80]} is none of auto, none, required and the tools")
+        if self.served and choice == "required" and not found:
+            raise invalid("tool_choice", "is required, and there are no tools")
+        if choice not in (None, "auto", "none") and not self.served:
             self.note("tool_choice", f"{json.dumps(choice)[:60]}; the model decides.")
-        return [] if choice == "none" else found
+        if any(tool["function"].get("strict") for tool in found) and not self.served:
+            self.note("strict", "true; arguments are not forced into a schema.")
+        return [] if choice == "none" else [plain(tool) for tool in found]
+
+    def form(self, data: Mapping[str, Any], tools: Sequence[Any], choice: Any) -> str:
+        """The body of the grammar of an answer (`birl.text.grammar`), empty where it is free; `tools` and `choice` in
+        OpenAI's words, before `tools`. Only of a server. Raises `Refused`."""
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            choice = choice.get("allowed_tools", choice).get("mode")
+        key, body = answer_form(data)
+        if tools and choice != "none" and (body or choice not in (None, "auto") or strict(tools)):
+            forced = choice not in (None, "auto")
+            own = [t for t in tools if chosen(choice) in ("", t["function"]["name"])]
+            many = data.get("parallel_tool_calls") is not False and not chosen(choice)
+            calls = grammar.calls_of(self.chat, own, many=many, text="" if forced else body or "any")
+            if calls is None:
+                self.note("tool_choice", f"{json.dumps(choice)[:60]}; calls in this model's format cannot be forced.")
+                return ""
+            key, body = "tool_choice" if forced else key or "tools", calls
+        return self.sound(key, body) if body else ""
+
+    def sound(self, key: str, body: str) -> str:
+        if wrong := grammar.problem(self.chat, f"start: body\nbody: {body}\n"):
+            raise invalid(key, f"cannot be made into a grammar: {wrong[:300]}")
+        return body
+
+
+def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:
+    """The key that asks for a form of the answer, and the body of its grammar. Raises `Refused`."""
+    form = typed(data, "response_format", dict, {})
+    outputs = typed(data, "structured_outputs", dict, {})
+    wanted = {f"guided_{k}": outputs.get(k) for k in ("json", "choice", "regex", "grammar")}
+    wanted |= {key: data[key] for key in wanted if data.get(key) not in (None, "", {}, [])}
+    match form.get("type", "text"):
+        case "text":
+            pass
+        case "json_object":
+            return "response_format", grammar.json_of({"type": "object"})
+        case "json_schema":
+            inner = form.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if not isinstance(inner, dict) or not isinstance(schema, dict):
+                raise invalid("response_format.json_schema", "must be an object with a name and a schema")
+            return "response_format", grammar.json_of(schema, strict=bool(inner.get("strict")))
+        case kind:
+            raise invalid("response_format.type", f"is {str(kind)[:40]!r}; text | json_object | json_schema")
+    match wanted:
+        case {"guided_json": str() | dict() as schema}:
+            try:
+                found = json.loads(schema) if isinstance(schema, str) else schema
+            except (ValueError, RecursionError):
+                found = None
+            if not isinstance(found, dict):
+                raise invalid("guided_json", "must be a JSON schema: an object, or its JSON text")
+            return "guided_json", grammar.json_of(found, strict=False)
+        case {"guided_choice": [*texts]} if texts and all(isinstance(t, str) and t for t in texts):
+            return "guided_choice", grammar.choice_of(texts)
+        case {"guided_regex": str(pattern)}:
+            return "guided_regex", grammar.regex_of(pattern)
+        case _:
+            wrong = next((key for key, value in wanted.items() if value is not None), "")
+            if wrong:
+                raise invalid(wrong, "cannot be kept; there are guided_json, guided_choice (texts) and guided_regex")
+            return "", ""
+
+
+def stop_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
+    found = typed(data, "stop_token_ids", list, [])
+    if not all(type(i) is int for i in found):
+        raise invalid("stop_token_ids", "must be a list of token ids")
+    return tuple(found)
+
+
+def strict(tools: Sequence[Any]) -> bool:
+    return any(tool["function"].get("strict") for tool in tools)
+
+
+def chosen(choice: Any) -> str:
+    """The name of the tool that a client forces; empty where it forces none."""
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else ""
+    return name if isinstance(name, str) else ""
+
+
+def known(tools: Sequence[Any]) -> set[str]:
+    return {tool["function"]["name"] for tool in tools}
+
+
+def plain(tool: Any) -> Any:
+    """Without `strict`, which is no business of the model's."""
+    return {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
 
 
 def speaker(model: Any) -> str:

@@ -47,6 +47,7 @@ class Reply:
     agent: str = ""
     n: int = 1
     stream: bool = False
+    form: str = ""  # of the answer: the body of a grammar (`birl.text.grammar`)
     ping: bytes = b": ping\n\n"
 
     def whole(self, answers: Answers) -> dict[str, Any]:
@@ -86,11 +87,11 @@ class Visit:
         for task in self.open:
             task.cancel()
 
+    async def one(self, reply: Reply) -> tuple[Message, Turn]:
+        return await self.session.answer(reply.said, reply.params, tools=reply.tools, agent=reply.agent)
+
     async def _answers(self, reply: Reply) -> Answers:
-        asked = [
-            asyncio.ensure_future(self.session.answer(reply.said, reply.params, tools=reply.tools, agent=reply.agent))
-            for _ in range(reply.n)
-        ]
+        asked = [asyncio.ensure_future(self.one(reply)) for _ in range(reply.n)]
         try:
             return list(await asyncio.gather(*asked))
         except BaseException:

@@ -22,6 +22,7 @@ from birl.errors import BirlError, HistoryRewritten
 from birl.text import formats
 from birl.text import tools as templates
 from birl.text.formats import FORMATS, MARK, Dict, Format
+from birl.text.grammar import words_of
 from birl.text.thinking import Parts, tags_of
 from birl.types import Conversation, Message
 
@@ -58,6 +59,11 @@ class Chat:
         if self.without_tools:
             return FORMATS["hermes"]
         return templates.detect(self) if self.tool_format == "auto" else FORMATS[self.tool_format]
+
+    @cached_property
+    def words_of_grammars(self) -> Any:
+        """The tokenizer for `birl.text.grammar.Guide`."""
+        return words_of(self)
 
     @cached_property
     def tags(self) -> tuple[str, str] | None:
