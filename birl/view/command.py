@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from birl.errors import BirlError
+from birl.exits import INTERRUPTED
 from birl.flags import Flag, taken, whole
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def run(words: list[str]) -> int:
     print(f"birl view: {url}\n{_counted(len(runs))}. Ctrl-C ends it.", flush=True)
     if QUIET.name not in flags and _has_screen():
         threading.Timer(0.3, webbrowser.open, (url,)).start()
-    server(runs, listener).run([listener])  # ends by the signal
-    return 0
+    server(runs, listener).run([listener])  # ends by a signal, whose exception asyncio may lose
+    return INTERRUPTED
 
 
 def server(runs: "Runs", listener: socket.socket) -> "uvicorn.Server":
