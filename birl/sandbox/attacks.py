@@ -94,7 +94,7 @@ for step in range(20):
         break
 """
 DISK = """
-for place in (".", "/tmp", "/dev/shm", "/var/tmp", "/run", "/mnt", facts["folder"], "/"):
+for place in (".", "/tmp", "/dev/shm", "/dev", "/dev/pts", "/var/tmp", "/run", "/mnt", facts["folder"], "/"):
     total = 0
     for name in range(40):
         try:
@@ -105,6 +105,17 @@ for place in (".", "/tmp", "/dev/shm", "/var/tmp", "/run", "/mnt", facts["folder
             pass
     if total > (64 if place in (".", "/tmp", "/dev/shm") else 0):
         broken(f"{total} MiB in {place}")
+"""
+FILES = """
+for place in ("/dev", "/dev/pts", "/run", "/dev/shm", "/tmp", "."):
+    count = 0
+    try:
+        for count in range(100000):
+            os.close(os.open(f"{place}/{count}", os.O_CREAT | os.O_WRONLY))
+    except OSError:
+        pass
+    if count > (50000 if place in ("/dev/shm", "/tmp", ".") else 0):
+        broken(f"{count} files in {place}")
 """
 NETWORK = """
 def connect(family, kind, place, data=b"x"):
@@ -250,19 +261,35 @@ with open("sparse", "wb") as file:
 os.remove("main.py")
 os.symlink(facts["secret"], "main.py")
 """
+PLACES = """
+PLACES = [".", "/tmp", "/dev/shm", "/run", "/var/tmp", facts["folder"]]
+for root, folders, _ in os.walk("/"):
+    folders[:] = [name for name in folders if f"{root}/{name}" not in ("//proc", "//usr", "//sys")]
+    PLACES.append(root)
+"""
 LEAVE = """
-for place in (".", "/tmp", "/dev/shm", "/run", "/var/tmp", facts["folder"]):
+for place in PLACES:
     try:
         with open(f"{place}/left", "w") as file:
             file.write("x")
     except OSError:
         pass
+for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx"):
+    for change in (lambda: os.utime(f"/dev/{name}", (1234, 1234)), lambda: os.chmod(f"/dev/{name}", 0o604)):
+        try:
+            change()
+        except OSError:
+            pass
 libc.shmget(4711, 4096, 0o1666)
 """
 FIND = """
-for place in (".", "/tmp", "/dev/shm", "/run", "/var/tmp", facts["folder"]):
+for place in PLACES:
     if os.path.exists(f"{place}/left"):
         broken(f"{place}/left")
+for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx"):
+    about = os.stat(f"/dev/{name}") if os.path.exists(f"/dev/{name}") else None
+    if about is not None and (about.st_mtime == 1234 or about.st_mode & 0o777 == 0o604):
+        broken(f"/dev/{name} was changed")
 if libc.shmget(4711, 4096, 0o666) >= 0:
     broken("shared memory")
 """
@@ -299,6 +326,7 @@ ATTACKS = (
     Attack(name="memory over children", program=MEMORY_OF_CHILDREN),
     Attack(name="memory in memory files", program=MEMORY_IN_FILES),
     Attack(name="disk fill", program=DISK),
+    Attack(name="files without end", program=FILES),
     Attack(name="write outside", program=OUTSIDE),
     Attack(name="network: loopback, unix, other", program=NETWORK),
     Attack(name="host secrets and environment", program=SECRETS),
@@ -314,7 +342,7 @@ ATTACKS = (
         program=LINKS,
         collect=("secret", "etc/passwd", "pipe", "environ", "up/x", "hard", "twice", "main.py"),
     ),
-    Attack(name="something left for the next run", program=LEAVE, after=START + FIND),
+    Attack(name="something left for the next run", program=PLACES + LEAVE, after=START + PLACES + FIND),
     Attack(name="sleeping forever", program=SLEEP, endings=("timeout",)),
     Attack(name="closing stdout, then sleeping", program=SILENT, endings=("timeout",)),
     Attack(name="busy, all signals ignored", program=BUSY, endings=("timeout",)),

@@ -87,6 +87,7 @@ def bubblewrap(
     words += ["--proc", "/proc", "--dev", "/dev"]
     size = str(limits.file_mb << 20)
     words += ["--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"]
+    words += ["--remount-ro", "/dev"]
     for fd, name in sources:
         words += ["--ro-bind-data", str(fd), f"{GUEST}/{name}"]
     words += ["--chdir", "/tmp", "--remount-ro", "/"]

@@ -13,7 +13,8 @@ from typing import Any
 libc = ctypes.CDLL(None, use_errno=True)
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
@@ -77,6 +78,9 @@ def own_files(file_mb: int) -> None:
     mount("tmpfs", "/tmp", MS_NOSUID | MS_NODEV, size)
     mount("tmpfs", "/dev/shm", MS_NOSUID | MS_NODEV, size)
     mount("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for place, flags in [*((device, 0) for device in (*DEVICES, "/dev/tty")), ("/dev/pts", MS_NOEXEC)]:
+        flags |= MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID  # their modes and times would be there in the next run
+        check(libc.mount(None, place.encode(), None, ctypes.c_ulong(flags), None), f"mount {place} read-only")
 
 
 def limit(limits: dict[str, Any], processes: int) -> None:

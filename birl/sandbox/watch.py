@@ -13,6 +13,8 @@ from typing import Any
 
 from birl.sandbox.program import NAMESPACES, Request, Settings
 
+MEMORY_FILES = ("/tmp", "/dev/shm")  # in namespaces, all that can be written to
+MOST_FILES = 1 << 14
 TICK = 0.02  # seconds between looks at memory, files and orphans
 DRAIN = 1.0  # seconds that reading what is left in the pipes may take
 
@@ -92,6 +94,8 @@ class Watch:
                 self.stop("memory", f"all processes held more than {self.limits['memory_mb']} MiB")
             if len(members) > self.limits["processes"]:
                 self.stop("killed", f"more than {self.limits['processes']} processes")
+        if self.kind in NAMESPACES and sum(map(_entries, MEMORY_FILES)) > MOST_FILES:
+            self.stop("output", f"more than {MOST_FILES} files and folders")
         if self.kind not in NAMESPACES and _size(".") > self.limits["file_mb"] << 20:
             self.stop("output", f"files of more than {self.limits['file_mb']} MiB")
 
@@ -176,6 +180,11 @@ def _memory(pid: int) -> int:
         except OSError:
             wanted, file = (b"RssAnon:", b"RssShmem:"), f"/proc/{pid}/status"
     return 0
+
+
+def _entries(place: str) -> int:
+    about = os.statvfs(place)
+    return about.f_files - about.f_ffree
 
 
 def _size(folder: str) -> int:
