@@ -19,7 +19,7 @@ from birl.config.schema import Data, Files
 from birl.data.rows import Rows, pick
 from birl.data.rows import given as handed_over
 from birl.data.sources import read
-from birl.errors import BirlError
+from birl.errors import BirlError, did_you_mean
 from birl.types import Message, Task
 
 PROMPTS = ("messages", "prompt", "question")
@@ -282,6 +282,14 @@ def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tupl
     return found
 
 
+# Those of chat templates. Another one would be rendered by some templates and left out by others.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
+ALIASES = {
+    **dict.fromkeys(("bot", "model", "gpt", "ai", "chatbot", "agent", "chatgpt", "answer"), "assistant"),
+    **dict.fromkeys(("human", "prompter", "question"), "user"),
+}
+
+
 def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Message:
     if not isinstance(value, Mapping) or value.get("role") is None or "content" not in value:
         found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
@@ -293,6 +301,10 @@ def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Messa
     if not isinstance(value["role"], str) or not isinstance(value["content"], str):
         name = "role" if not isinstance(value["role"], str) else "content"
         raise BirlError(f"{where}: {field}.{name} is {kind(value[name])}, it needs to be text.")
+    if value["role"] not in ROLES:
+        near = ALIASES.get(value["role"].lower(), "")
+        hint = f" Did you mean {near}?" if near else did_you_mean(value["role"], ROLES)
+        raise BirlError(f"{where}: {field}.role is {value['role'][:80]!r}; roles are {', '.join(ROLES)}.{hint}")
     return Message(role=value["role"], content=value["content"])
 
 

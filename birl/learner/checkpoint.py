@@ -101,10 +101,15 @@ def save(
         agreed(lambda: complete(part, target, whole, entries) if ranks.rank == 0 else None, ranks, group)
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         shutil.rmtree(part, ignore_errors=True)
+        before = [entry.path.name for entry in saved(root)] if root.is_dir() else []
+        rest = (
+            f"{before[-1]}, the newest complete checkpoint, is untouched. Make room, for example with "
+            f"`birl checkpoints {root.parent} prune 1`, and run the same command again to go on from it."
+            if before
+            else "There is no complete checkpoint yet. Make room, and run the same command again to begin anew."
+        )
         raise BirlError(
-            f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). The newest "
-            f"complete checkpoint is untouched. Make room, for example with `birl checkpoints {root.parent} prune 1`, "
-            "and run the same command again to go on from it."
+            f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). {rest}"
         ) from error
     return target
 

@@ -33,7 +33,7 @@ from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.ranks import check_split
 from birl.loops.rewards import Progress, make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
-from birl.loops.tasks import check_lengths, lengths, load_data, report_data, total_steps
+from birl.loops.tasks import check_lengths, lengths, load_data, report_data, tell_plain, total_steps
 from birl.loops.teacher import ServedTeacher, served
 from birl.models.device import device_of
 from birl.models.heads import add_score_head
@@ -83,6 +83,7 @@ async def training(
         train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
         if config.data.train or given.train is not None:
             report_data(train, validation)
+            tell_plain(policy.chat, [tasks[0] for tasks in train])
         check_lengths(config, world, train, policy.chat, context)
         asked = lengths(config, world, policy, train, validation, context)
         servers = None

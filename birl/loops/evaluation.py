@@ -24,7 +24,7 @@ from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan, righ
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
 from birl.loops.rewards import make_rewards, scorer, started
-from birl.loops.tasks import own_rows
+from birl.loops.tasks import own_rows, tell_plain
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.rollout.group import Rollout
@@ -68,6 +68,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         rows = own_rows(config, world, "validation")
         tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows)
         questions = [t[i] for t in tasks for i in range(len(t))]
+        tell_plain(model.chat, questions)
         context = min(config.model.max_length or model.context, model.context)
         answer = config.validation.max_tokens or EVAL_TOKENS
         asked = (context - answer if world.turns else longest_prompt(questions, model.chat, context), answer)

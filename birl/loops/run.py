@@ -318,7 +318,9 @@ class Run:
             "best": self.best,
             "best_step": self.best_step,
             "totals": dict(self.totals),
-            "next": next_commands(self.parts.run, finished, not isinstance(self.config, schema.RM)),
+            "next": next_commands(
+                self.parts.run, finished, not isinstance(self.config, schema.RM), self.config.track.tensorboard
+            ),
         }
         self.parts.tracker.finish(summary)
         return summary

@@ -289,10 +289,11 @@ def _free(key: str) -> bool:
     return key in FREE or key.startswith(FREE_SECTIONS)
 
 
-def next_commands(run: Path, finished: bool, talks: bool = True) -> list[str]:
-    """`talks`: it is a language model, not one that scores."""
+def next_commands(run: Path, finished: bool, talks: bool = True, tensorboard: bool = True) -> list[str]:
+    """`talks`: it is a language model, not one that scores. `tensorboard`: the run has written events for it."""
     if not finished:
         return ["run the same command again to go on"]
     name = shlex.quote(str(run))
     use = f"birl chat {name}" if talks else f"birl checkpoints {name} export last FOLDER  # then reward.model=FOLDER"
-    return [use, f"birl checkpoints {name}", f"tensorboard --logdir {shlex.quote(str(run.parent))}"]
+    events = [f"tensorboard --logdir {shlex.quote(str(run.parent))}"] if tensorboard else []
+    return [use, f"birl view {name}", f"birl checkpoints {name}", *events]

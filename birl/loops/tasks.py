@@ -70,6 +70,16 @@ def own_rows(config: schema.RL | schema.Eval, world: World, which: str, given: A
     return None
 
 
+def tell_plain(chat: Chat, tasks: Sequence[Task]) -> None:
+    """A base model without a template answers text, not questions: nothing else would tell."""
+    if not chat.has_template and any(isinstance(task.prompt, str) for task in tasks):
+        print(
+            "Warning: the model has no chat template, so it gets prompts as they are written, without roles. "
+            "model.chat_template=hermes, or a Jinja file, gives it one.",
+            flush=True,
+        )
+
+
 def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
     shared = overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0
     if shared:

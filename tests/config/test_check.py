@@ -305,6 +305,8 @@ def test_problems_do_not_change_the_configuration():
 
 def test_did_you_mean_says_nothing_when_nothing_is_close():
     assert did_you_mean("zzzz", ["grpo"]) == ""
+    assert did_you_mean("nosuch", ["search", "guess_number", "countdown"]) == ""
+    assert did_you_mean("serch", ["search", "guess_number"]) == " Did you mean search?"
 
 
 def test_the_unbounded_losses_are_those_of_the_algorithms():

@@ -69,21 +69,24 @@ def test_a_crash_while_saving_leaves_the_previous_one(tmp_path: Path, monkeypatc
     assert [s.step for s in checkpoint.saved(tmp_path)] == [1, 2]
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_full_disk_is_said_and_leaves_no_half_checkpoint(tmp_path: Path, step: int) -> None:
+    """Where there is an earlier one, it says so, and only there."""
     resource = pytest.importorskip("resource")
-    first = checkpoint.save(tmp_path, 1, tensors(), {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     import signal
 
+    earlier = [checkpoint.save(tmp_path, 1, tensors(), {}).name] if step > 1 else []
+    said = "step-000001, the newest complete checkpoint, is untouched" if earlier else "no complete checkpoint yet"
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(BirlError, match="Could not save the checkpoint"):
-            checkpoint.save(tmp_path, 2, {"model.a": torch.zeros(10**6)}, {})
+        with pytest.raises(BirlError, match=f"Could not save the checkpoint .*{said}"):
+            checkpoint.save(tmp_path, step, {"model.a": torch.zeros(10**6)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+    assert [p.name for p in tmp_path.iterdir()] == earlier
 
 
 @pytest.mark.parametrize("error", [MemoryError(), TimeoutError(), AssertionError("\n"), ValueError("two\nlines")])

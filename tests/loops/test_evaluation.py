@@ -2,12 +2,16 @@
 
 import io
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from birl.config.schema import Validation
 from birl.loops.evaluate import measure, plan
 from birl.loops.evaluation import ruled, show
+from birl.loops.run_folder import next_commands
+from birl.loops.tasks import tell_plain
 from birl.types import Group, Outcome, Task, Trajectory
 
 NAMES = ("openai/gsm8k", "math[algebra]", "competition_mathematics_of_many_years", "all")
@@ -96,3 +100,20 @@ def test_greedy_answers_to_one_prompt_are_told_to_be_equal() -> None:
     assert "pass@4 is pass@1" in greedy.greedy_repeats
     assert not plan([task], Validation(temperature=1.0), 8).greedy_repeats
     assert not plan([group_of(1.0).task], Validation(), 8).greedy_repeats
+
+
+@pytest.mark.parametrize(("template", "said"), [(True, ""), (False, "no chat template")])
+def test_text_prompts_of_a_model_without_a_chat_template_are_told(
+    template: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_plain(SimpleNamespace(has_template=template), [group_of(1.0).task])  # pyright: ignore[reportArgumentType]
+    out = capsys.readouterr().out
+    assert said in out and bool(out) == bool(said)
+
+
+@pytest.mark.parametrize(("tensorboard", "number"), [(True, 4), (False, 3)])
+def test_the_next_commands_are_those_that_work(tensorboard: bool, number: int) -> None:
+    found = next_commands(Path("runs/a run"), True, True, tensorboard)
+    assert len(found) == number and "birl view 'runs/a run'" in found
+    assert any("tensorboard" in command for command in found) is tensorboard
+    assert next_commands(Path("x"), finished=False) == ["run the same command again to go on"]

@@ -305,6 +305,7 @@ def test_all_hang_and_the_total_stays_bounded() -> None:
     began = time.monotonic()
     scores = score(["mine.py:bad"], ["hang"] * 4 + ["a"], timeout=0.3)
     assert [s.outcome.value for s in scores] == ["timeout"] * 4 + ["ok"]
+    assert all("took longer than 0.3 s" in s.detail for s in scores[:4]), "reward.timeout, also where it had less alone"
     assert time.monotonic() - began < 0.3 * 4 + 5 * 0.6 + 1
 
 
