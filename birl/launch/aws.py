@@ -45,8 +45,6 @@ class Keys(elsewhere.Keys):
     """Who logs in to this AMI."""
     efs: str = ""
     """File system that all machines share, such as fs-01ab; a learner on several machines and vLLM need one."""
-    package: str = elsewhere.PACKAGE
-    """What pip installs as birl: a requirement, or a wheel of this machine."""
     keep: bool = False
     """birl stop leaves the machines running."""
 
@@ -112,7 +110,7 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
 def start(job: Job, keys: Keys, own: Access) -> str:
     """Runs on the head. The job is detached: the connection may break."""
     lines = ["#!/bin/sh", "# On the head, in the folder of the job.", "set -eu", *aws_access.fetch(own)]
-    return elsewhere.block([*lines, *elsewhere.steps(stored(job, keys), keys, keys.nodes + 1)])
+    return elsewhere.block([*lines, *elsewhere.steps(stored(job, keys), keys, keys.nodes + 1, aws_cluster.ENGINE)])
 
 
 def commands(job: Job, keys: Keys, own: Access) -> str:
@@ -165,6 +163,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     own, rendered = access(job, keys), render(job, keys)
     launch = job.run / "launch"
     external.write(launch, rendered)
+    elsewhere.build(job, keys)
     external.need(PROGRAMS, launch, rendered["commands"])
     return elsewhere.begin(handle(job, keys, own), begin(job, keys, own))
 

@@ -5,11 +5,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from birl.launch import elsewhere
+from birl.launch import elsewhere, package
 from birl.launch.aws_access import GROUP, Access
 from birl.launch.job import Job
 
 VENV = "birl-venv"  # in the home of the user
+ENGINE = "$HOME/birl-vllm/bin/python"  # of vLLM or SGLang
 PORT = 6379
 HEAD = f"--head --port={PORT} --dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
 
@@ -23,6 +24,7 @@ def cluster(job: Job, keys: Any, access: Access, launch: Path) -> dict[str, Any]
     """`launch`: the folder of the rendered files here, absolute."""
     home, place = f"/home/{keys.user}", folder(keys.user, access)
     workers = {"head": 0, "worker": keys.nodes}
+    wheel = elsewhere.wheel(job, keys)
     return {
         "cluster_name": access.name,
         "max_workers": keys.nodes,
@@ -34,14 +36,12 @@ def cluster(job: Job, keys: Any, access: Access, launch: Path) -> dict[str, Any]
         "file_mounts": {
             f"{home}/.ray/auth_token": "~/.ray/auth_token",
             f"{place}/collect.sh": str(launch / "collect.sh"),
-            **{
-                f"{place}/{name}": str(Path(name).absolute())
-                for name in [*elsewhere.sent(job, keys), *elsewhere.wheel(keys.package)]
-            },
+            **{f"{place}/{name}": str(Path(name).absolute()) for name in elsewhere.sent(job, keys)},
+            **({f"{place}/{wheel.name}": str(wheel.absolute())} if wheel else {}),
         },
         "rsync_exclude": ["**/.git", "**/.git/**", "**/.env", "**/__pycache__"],
         "initialization_commands": shared(keys, access),
-        "setup_commands": setup(keys, place),
+        "setup_commands": setup(job, keys, place),
         "head_start_ray_commands": start(keys, place, HEAD),
         "worker_start_ray_commands": start(keys, place, f"--address=$RAY_HEAD_IP:{PORT}"),
     }
@@ -68,13 +68,15 @@ def node(kind: str, keys: Any, access: Access, count: int) -> dict[str, Any]:
     }
 
 
-def setup(keys: Any, place: str) -> list[str]:
-    package = f"{place}/{keys.package}" if elsewhere.wheel(keys.package) else keys.package
-    wanted = shlex.join([f"ray[default]=={keys.ray}", "boto3", "s3fs", package])
+def setup(job: Job, keys: Any, place: str) -> list[str]:
+    uv = "python3 -m uv"
+    pip = f"{uv} pip install --python ~/{VENV}/bin/python --reinstall-package birl"  # birl changes under one version
+    engine = package.engine(job, keys.vllm)
     return [
-        f"test -x ~/{VENV}/bin/python || "
-        f"{{ python3 -m pip install --user uv && python3 -m uv venv --python 3.12 ~/{VENV}; }}",
-        f"python3 -m uv pip install --python ~/{VENV}/bin/python {wanted}",
+        "python3 -m uv --version || python3 -m pip install --user uv",
+        f"test -x ~/{VENV}/bin/python || {uv} venv --python 3.12 ~/{VENV}",
+        *elsewhere.install(job, keys, place, pip, f"ray[default]=={keys.ray}", "boto3"),
+        *(elsewhere.environment(engine, "~/birl-vllm", uv) if engine else []),
     ]
 
 

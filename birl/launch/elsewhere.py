@@ -4,28 +4,27 @@ and its head runs `birl launch ray` with the words that were typed here: roles, 
     here                                 there
     birl launch aws rl recipe.yaml x=1   birl launch ray rl recipe.yaml x=1 run=... launch.gpus=... launch.address=auto
 
-Files that the command or its recipe names by a relative path go along, and have the same path there. Absolute paths
-and URLs are left alone: they mean what they mean there.
+Files and folders that the command or its recipe names by a relative path go along, and have the same path there.
+Absolute paths and URLs are left alone: they mean what they mean there. birl goes along as a wheel (`package.py`).
 """
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl import __version__
 from birl.config.rules_engine import weights_method
 from birl.config.schema import RL
 from birl.errors import BirlError
-from birl.launch import external
+from birl.launch import external, package
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
+FOLDER = "package"  # of the run folder: the wheel that goes along
 BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # a name of S3
-PACKAGE = f"birl=={__version__}"
 STATES = ("waiting", "running", "restarting", "done", "failed", "stopped", "unknown")
 LINE = re.compile(rf"^\s+(\S+) (\d+)\s+({'|'.join(STATES)})\b\s*(.*)$")
 
@@ -35,7 +34,16 @@ class Keys(jobs.Keys):
     """Of every place that brings its own machines."""
 
     files: list[str] = field(default_factory=list)
-    """Files and folders that go along, beside the files that the command names. Relative to the current folder."""
+    """Files and folders that go along, beside those that the command or its recipe names. Relative to the current
+    folder."""
+    package: str = ""
+    """What pip installs as birl: a requirement, or a wheel of this machine. Empty: a wheel of this installation, which
+    is made and goes along."""
+    packages: list[str] = field(default_factory=list)
+    """Further packages for pip, such as browsergym. What the configuration needs is found without."""
+    vllm: str = ""
+    """vLLM or SGLang for an environment of its own on each machine, as pip takes it: vllm==0.32.0. Empty: the newest,
+    where engine.kind asks for it and engine.python names none."""
     ray: str = "2.60.0"
     """Version of Ray on the machines. The one in use here must be the same."""
     wait: int = 1800
@@ -48,6 +56,9 @@ def check(job: Job, keys: Keys) -> None:
         raise BirlError(f"launch.nodes={keys.nodes}: at least one machine is needed.")
     if job.run.is_absolute() or ".." in job.run.parts:
         raise BirlError(f"run={job.run}: must be a relative path here, as in run=runs/{job.run.name}.")
+    for name in keys.packages:
+        if name.startswith("-") or not name.isprintable():
+            raise BirlError(f"launch.packages: {name!r} is no package, such as browsergym==0.14.")
     for name in job.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise BirlError(
@@ -61,38 +72,52 @@ def named(text: str) -> str:
 
 
 def sent(job: Job, keys: Keys) -> list[str]:
-    """The relative paths of what goes along, sorted. Raises `BirlError` for a key `files` that names nothing."""
+    """The relative paths of the files and folders that go along, sorted. Raises `BirlError` for a key `files` that
+    names nothing."""
     for name in keys.files:
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or not path.exists():
             raise BirlError(
                 f"launch.files: {name} is not there, or not below the current folder. Go to its folder first."
             )
-    named = [*job.words, *_texts(asdict(job.config))]
-    return sorted({*(str(Path(name)) for name in keys.files), *filter(_goes, _paths(named))})
+    found = {str(Path(name)) for name in (*keys.files, *package.local(job))}
+    return sorted(name for name in found if not Path(name).is_absolute() and ".." not in Path(name).parts)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a configuration."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(one)
+def wheel(job: Job, keys: Keys) -> Path | None:
+    """The wheel of birl that goes along, once `build` was called. None: pip gets birl elsewhere."""
+    if keys.package and not keys.package.endswith(".whl"):
+        return None
+    return job.run / FOLDER / (Path(keys.package).name or package.wheel())
 
 
-def _paths(words: Iterable[str]) -> Iterator[str]:
-    """Whatever may be a path: a YAML file, a value, one of a list, `file.py:name`, `split@file.jsonl`."""
-    for word in words:
-        value = word.partition("=")[2] if "=" in word else word
-        for part in value.strip("[]").split(","):
-            part = part.strip().strip("'\"")
-            yield from (part, part.partition(":")[0], part.partition("@")[2])
+def build(job: Job, keys: Keys) -> None:
+    """Have the wheel that goes along in its place. Raises `BirlError` where one is named that is not there."""
+    (job.run / FOLDER).mkdir(parents=True, exist_ok=True)
+    if not keys.package:
+        package.build(job.run / FOLDER)
+    elif file := wheel(job, keys):
+        try:
+            file.write_bytes(Path(keys.package).read_bytes())
+        except OSError as error:
+            raise BirlError(f"launch.package={keys.package}: {error.strerror}") from None
 
 
-def _goes(name: str) -> bool:
-    path = Path(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and path.is_file()
+def install(job: Job, keys: Keys, place: str, pip: str, *more: str) -> list[str]:
+    """Shell lines that install birl with what the job needs, `launch.packages` and `more`. `place`: the folder there
+    that has the wheel; `pip`: the command that installs."""
+    needs = package.needs(job.config, "s3")
+    file = wheel(job, keys)
+    own = package.requirement(f"file://{place}/{file.name}" if file else keys.package, needs.extras)
+    return package.pip([*more, own, *keys.packages], needs.alone, pip)
+
+
+def environment(package: str, folder: str, uv: str) -> list[str]:
+    """Shell lines that install vLLM or SGLang into an environment of its own."""
+    return [
+        f"test -x {folder}/bin/python || {uv} venv --python 3.12 {folder}",
+        f"{uv} pip install --python {folder}/bin/python {shlex.quote(package)} xxhash",
+    ]
 
 
 def command(job: Job, keys: Keys) -> tuple[str, ...]:
@@ -103,9 +128,11 @@ def command(job: Job, keys: Keys) -> tuple[str, ...]:
     return ("birl", "launch", "ray", job.command, *words)
 
 
-def steps(job: Job, keys: Keys, machines: int) -> list[str]:
-    """Shell lines of the head: wait for the machines, start. `machines` counts the head."""
-    return [f"python -m birl.launch.nodes {machines} {keys.wait}", shlex.join(command(job, keys))]
+def steps(job: Job, keys: Keys, machines: int, python: str) -> list[str]:
+    """Shell lines of the head: wait for the machines, start. `machines` counts the head; `python`: of the environment
+    that has vLLM or SGLang."""
+    own = f' "engine.python={python}"' if package.engine(job, keys.vllm) else ""
+    return [f"python -m birl.launch.nodes {machines} {keys.wait}", shlex.join(command(job, keys)) + own]
 
 
 def begin(handle: Handle, steps: Iterable[Sequence[str]], env: Mapping[str, str] | None = None) -> Handle:
@@ -121,11 +148,6 @@ def begin(handle: Handle, steps: Iterable[Sequence[str]], env: Mapping[str, str]
             f"{error}\nThere may be machines that cost money: `birl stop {shlex.quote(handle.run)}` gives them back."
         ) from None
     return handle
-
-
-def wheel(package: str) -> list[str]:
-    """The package, where it is a file of this machine, which goes along."""
-    return [package] if package.endswith(".whl") else []
 
 
 def follow(job: Job) -> list[str]:

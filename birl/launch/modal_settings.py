@@ -35,7 +35,8 @@ class Machine:
 class Settings:
     """Of one app. `files`: pairs of a place here and a place in the containers. `env`: names of variables whose values
     the deploying process has, `secrets`: names of secrets that Modal has. `package`: what pip installs instead of this
-    package's own source; `packages`: further ones; `vllm`: of an environment of its own, /opt/vllm.
+    package's own source; `requirements` of that source, and packages that are installed `alone`, without theirs;
+    `packages`: further ones; `vllm`: of an environment of its own, /opt/vllm.
 
     Example: Settings(app="birl-demo", learner=Machine(gpu="A100"), engine=Machine(gpu="A10G"), env=("HF_TOKEN",))
     """
@@ -52,6 +53,8 @@ class Settings:
     secrets: tuple[str, ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     package: str = ""
+    requirements: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     vllm: str = ""
 
@@ -65,7 +68,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     for name in ("learner", "engine"):
         if name in found:
             found[name] = Machine(**found[name])
-    for name in ("env", "secrets", "packages"):
+    for name in ("env", "secrets", "packages", "requirements", "alone"):
         found[name] = tuple(found.get(name, ()))
     found["files"] = tuple((here, there) for here, there in found.get("files", ()))
     return Settings(**found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
-from birl.launch import elsewhere, external
+from birl.launch import elsewhere, external, package
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
@@ -48,8 +48,6 @@ class Keys(elsewhere.Keys):
     """Disk of each machine [GB]."""
     bucket: str = ""
     """S3 bucket that is mounted where the run folder is; made where it is not there. Empty: the disk of the machine."""
-    package: str = elsewhere.PACKAGE
-    """What pip installs as birl: a requirement, or a wheel of this machine."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:
@@ -77,8 +75,9 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
         "disk_size": keys.disk_gb,
         "use_spot": keys.spot,
     }
-    along = [*elsewhere.sent(job, keys), *elsewhere.wheel(keys.package)]
-    mounts: dict[str, Any] = {f"{WORK}/{name}": f"./{name}" for name in along}
+    mounts: dict[str, Any] = {f"{WORK}/{name}": f"./{name}" for name in elsewhere.sent(job, keys)}
+    if wheel := elsewhere.wheel(job, keys):
+        mounts[f"{WORK}/{wheel.name}"] = f"./{wheel}"
     if keys.bucket:
         # cached: what is appended to, as metrics are, works only so
         mounts[f"{WORK}/{job.run.parent}"] = {"name": keys.bucket, "store": "s3", "mode": "MOUNT_CACHED"}
@@ -88,17 +87,21 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
         "resources": {name: value for name, value in resources.items() if value != ""},
         "secrets": dict.fromkeys([TOKEN, *job.env]),  # values come with `sky launch --secret NAME`
         **({"file_mounts": mounts} if mounts else {}),
-        "setup": elsewhere.block(setup(keys)),
+        "setup": elsewhere.block(setup(job, keys)),
         "run": elsewhere.block(body(job, keys)),
     }
 
 
-def setup(keys: Keys) -> list[str]:
-    package = f"{WORK}/{keys.package}" if elsewhere.wheel(keys.package) else shlex.quote(keys.package)
+def setup(job: Job, keys: Keys) -> list[str]:
+    uv = "python3 -m uv"
+    pip = f"{uv} pip install --python {VENV}/bin/python --reinstall-package birl"  # birl changes under one version
+    engine = package.engine(job, keys.vllm)
     return [
         "set -e",
-        f"test -x {VENV}/bin/python || {{ python3 -m pip install uv && python3 -m uv venv --python 3.12 {VENV}; }}",
-        f"python3 -m uv pip install --python {VENV}/bin/python 'ray[default]=={keys.ray}' s3fs {package}",
+        "python3 -m uv --version || python3 -m pip install uv",
+        f"test -x {VENV}/bin/python || {uv} venv --python 3.12 {VENV}",
+        *elsewhere.install(job, keys, WORK.replace("~", "$HOME"), pip, f"ray[default]=={keys.ray}"),
+        *(elsewhere.environment(engine, "~/birl-vllm", uv) if engine else []),
     ]
 
 
@@ -119,7 +122,7 @@ def body(job: Job, keys: Keys) -> list[str]:
         "trap 'kill $ray || true' EXIT",
         f"export RAY_ADDRESS=127.0.0.1:{PORT}",
         f"until ray health-check --address 127.0.0.1:{PORT}; do sleep 1; done",
-        *elsewhere.steps(job, keys, keys.nodes),
+        *elsewhere.steps(job, keys, keys.nodes, "$HOME/birl-vllm/bin/python"),
         *elsewhere.follow(job),
     ]
 
@@ -142,6 +145,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     """Costs money from here on, until `birl stop`. Raises `BirlError`."""
     rendered, launch = render(job, keys), job.run / "launch"
     external.write(launch, rendered)
+    elsewhere.build(job, keys)
     external.need(PROGRAMS, launch, rendered["commands"])
     handle = Handle(where="skypilot", id=elsewhere.named(job.name), run=str(job.run), name=job.name)
     return elsewhere.begin(handle, [begin(job)], {TOKEN: secrets.token_hex(32)})

