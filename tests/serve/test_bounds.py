@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -178,3 +179,22 @@ def test_a_template_without_end(monkeypatch) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(BirlError, match="The chat template took longer"):
         chat_of(loop + CHATML).render((Message(role="user", content="Hi"),))
+
+
+def test_loading_what_cannot_be_read_stops_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> None:
+    folder = tmp_path_factory.mktemp("m")
+    os.mkfifo(folder / "model.safetensors")
+    with running(tiny_model_folder(folder / "tiny"), request_timeout=0.5) as server:
+        reply = server.http.post("/load", json={"version": 1, "folder": str(folder)})
+        assert reply.status_code == 409 and "a named pipe" in reply.json()["error"]["message"], reply.text
+        go, weights = threading.Event(), server.service.engine.weights
+        monkeypatch.setattr(weights.__class__, "stage", lambda *_: go.wait(20))
+        late: list[httpx.Response] = []
+        sent = {"version": 2, "folder": "/"}
+        loading = threading.Thread(target=lambda: late.append(server.http.post("/load", json=sent)))
+        loading.start()
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        loading.join(20)
+        assert late[0].status_code == 504
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        go.set()
