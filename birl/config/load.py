@@ -79,7 +79,7 @@ def _read(overrides: Iterable[str], schema: type) -> tuple[list[Setting], list[s
     settings, errors = [], []
     for argument in overrides:
         try:
-            settings += _read_file(argument) if _is_file(argument) else [_read_argument(argument, schema)]
+            settings += _read_file(argument, schema) if _is_file(argument) else [_read_argument(argument, schema)]
         except BirlError as error:
             errors.append(str(error))
     return settings, errors
@@ -89,6 +89,11 @@ def _is_file(argument: str) -> bool:
     return "=" not in argument and argument.endswith((".yaml", ".yml"))
 
 
+def is_run(folder: Path) -> bool:
+    """Is it the folder of a training run?"""
+    return (folder / "config.json").is_file() and (folder / "model").is_dir()
+
+
 def _read_argument(argument: str, schema: type) -> Setting:
     key, equals, value = argument.partition("=")
     key = key.strip()
@@ -96,6 +101,8 @@ def _read_argument(argument: str, schema: type) -> Setting:
         raise BirlError(
             f"{argument}: keys are written without dashes, as key=value: {key.lstrip('-')}={value or '...'}"
         )
+    if not equals and schema in (Eval, Serve) and Path(argument).expanduser().is_dir():  # what they are about
+        return Setting(key="model.path", value=argument, source=argument)
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")
     if not equals:
@@ -151,7 +158,13 @@ def _size(node: yaml.Node, known: dict[int, int], depth: int) -> int:
     return known[id(node)]
 
 
-def _read_file(name: str) -> list[Setting]:
+def _read_file(name: str, schema: type) -> list[Setting]:
+    if schema in (Eval, Serve) and Path(name).name == "config.yaml" and is_run(Path(name).parent):
+        command, run = schema.__name__.lower(), Path(name).parent
+        raise BirlError(
+            f"{name}: says how a training run was configured, and `birl {command}` has other keys. The run itself is a "
+            f"model: birl {command} {run}" + (" data.validation=FILE" if schema is Eval else "")
+        )
     try:
         content = _content(read_text(Path(name)))
     except FileNotFoundError:

@@ -14,12 +14,37 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from birl.config.load import is_run
 from birl.errors import BirlError, first_line
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
 from birl.regular import inside, open_regular, read_json
+
+
+def resolved(path: str, weights: bool = True) -> Path:
+    """`resolve`, and a run folder, or a checkpoint of one, is a model as well: its export in Hugging Face format next
+    to it, which is made once. Raises `BirlError` for a run without a checkpoint."""
+    return resolve(model_of(path), weights=weights)
+
+
+def model_of(path: str) -> str:
+    folder = Path(path).expanduser()
+    if (folder / "manifest.json").is_file() and (folder / "tensors").is_dir():
+        chosen = folder
+    elif is_run(folder):
+        chosen = checkpoint.latest(folder / "checkpoints")
+        if chosen is None:
+            raise BirlError(f"The run {folder} has no checkpoint yet.")
+    else:
+        return path
+    run = chosen.parent.parent
+    goal = run / "export" / chosen.name
+    if not goal.is_dir():
+        print(f"Exporting {chosen} ...", flush=True)
+        export(chosen, run, goal)
+    return str(goal)
 
 
 def export(path: Path, run: Path, target: Path, dtype: torch.dtype | None = None, shard_gb: float = 5.0) -> None:

@@ -4,12 +4,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from birl.config import schema
 from birl.errors import BirlError
-from birl.learner import checkpoint
 from birl.types import Message, SamplingParams
 
 SETTINGS = {
@@ -64,7 +62,7 @@ async def _converse(target: str, settings: dict, compute: Executor) -> None:
     from birl.loops.policy import DTYPES, load_policy
     from birl.models.load import cast
 
-    policy = load_policy(schema.Model(path=model_of(target), device=settings["device"]), compute)
+    policy = load_policy(schema.Model(path=target, device=settings["device"]), compute)
     cast(policy.model, DTYPES[settings["dtype"]]).requires_grad_(False)
     engine = policy.engine(schema.Engine(max_batch=1), policy.context, lambda: 0)
     messages = [Message(role="system", content=settings["system"])] if settings["system"] else []
@@ -102,24 +100,3 @@ def _ask() -> str | None:
         return input("> ").strip()
     except EOFError:
         return None
-
-
-def model_of(target: str) -> str:
-    """A model path: for a run or one of its checkpoints, an export in Hugging Face format next to it, made once."""
-    from birl.learner.export import export
-
-    path = Path(target)
-    if (path / "manifest.json").is_file() and (path / "tensors").is_dir():
-        chosen = path
-    elif (path / "config.json").is_file() and (path / "model").is_dir():
-        chosen = checkpoint.latest(path / "checkpoints")
-        if chosen is None:
-            raise BirlError(f"The run {path} has no checkpoint yet.")
-    else:
-        return target
-    run = chosen.parent.parent
-    goal = run / "export" / chosen.name
-    if not goal.is_dir():
-        print(f"Exporting {chosen} ...")
-        export(chosen, run, goal)
-    return str(goal)

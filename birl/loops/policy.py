@@ -17,6 +17,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.engine.pages import pages_for
 from birl.errors import BirlError
 from birl.kernels import PAGE
+from birl.learner.export import resolved
 from birl.loops.machine import free_memory
 from birl.models.device import choose
 from birl.models.forward import head, verify
@@ -26,7 +27,6 @@ from birl.models.load import (
     end_ids,
     load_model,
     load_tokenizer,
-    resolve,
     skeleton,
 )
 from birl.models.slices import sketched, verify_small
@@ -98,7 +98,7 @@ class Reader:
 
 def load_reader(config: schema.Model) -> Reader:
     """A model's tokenizer and limits, without its weights."""
-    folder = resolve(config.path, weights=False)
+    folder = resolved(config.path, weights=False)
     chat = Chat(load_tokenizer(folder, config.chat_template), config.tool_format)
     model = skeleton(folder)
     with suppress(OSError):
@@ -111,7 +111,7 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     """The model is verified in float32 on the device that it will run on, so with that device's kernels. Where `ranks`
     will have parts of it, it gets no weights yet (`models/slices.py`), and a small one like it is verified instead."""
     device = choose(config.device)
-    folder = resolve(config.path)
+    folder = resolved(config.path)
     if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
         raise BirlError(
             f"model.path={config.path} is the folder of a run. To get its model: `birl checkpoints {config.path} "

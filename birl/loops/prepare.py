@@ -7,17 +7,18 @@ from pathlib import Path
 from birl.config import schema
 from birl.envs.open import World
 from birl.envs.single_turn import SingleTurn
+from birl.learner.export import resolved
 from birl.loops.engines import wanted
 from birl.loops.policy import Policy, load_reader
 from birl.loops.server import Wanted
 from birl.loops.tasks import lengths, load_data
-from birl.models.load import resolve, skeleton
+from birl.models.load import skeleton
 
 
 def prepared(config: schema.RL) -> Wanted:
     """The same as the run's. Raises `BirlError`."""
     reader = load_reader(config.model)
-    folder = resolve(config.model.path)
+    folder = resolved(config.model.path)
     model = skeleton(folder)
     policy = Policy(
         folder=folder, model=model, tokenizer=reader.chat.tokenizer, chat=reader.chat, compute=ThreadPoolExecutor(1)

@@ -22,9 +22,10 @@ from birl.allocator import cores, keep_memory
 from birl.config import schema
 from birl.config.load import load, to_yaml
 from birl.errors import BirlError
+from birl.learner.export import resolved
 from birl.loops.machine import compute_thread
 from birl.models.device import choose
-from birl.models.load import resolve, skeleton
+from birl.models.load import skeleton
 from birl.parallel.crew import Crew, stop_at_once
 from birl.parallel.ranks import STORE, Grid, Ranks, join
 from birl.parallel.tensor import check
@@ -74,8 +75,10 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
     """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in `folder`. When the
     body raises, the others, which may wait for rank 0 anywhere, are not waited for."""
     grid = grid_of(config)
-    if grid.tp > 1:
-        check_split(config, resolve(config.model.path, weights=False))
+    if grid.size > 1 and leads():  # where it is a run, it is exported once, before the others look for it
+        source = resolved(config.model.path, weights=False)
+        if grid.tp > 1:
+            check_split(config, source)
     if grid.size == 1:
         yield Crew(Ranks())
         return

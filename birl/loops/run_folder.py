@@ -113,10 +113,13 @@ def fetched(url: str, root: Path) -> Path:
 
 def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
     """`resume=FOLDER`, unless that is no checkpoint, or would mix its history with another one in `run`."""
-    if not (chosen / "manifest.json").is_file():
+    if not (chosen / "manifest.json").is_file():  # a run: its newest one
         inside = checkpoint.latest(chosen / "checkpoints") or checkpoint.latest(chosen)
-        hint = f"Its newest one is resume={inside}." if inside else "`birl checkpoints RUN` lists those of a run."
-        raise BirlError(f"resume={chosen} is no checkpoint: manifest.json is missing. {hint}")
+        if inside is None:
+            raise BirlError(
+                f"resume={chosen}: holds no complete checkpoint. `birl checkpoints RUN` lists those of a run."
+            )
+        chosen = inside
     if newest is not None and newest.resolve() != chosen.resolve():
         raise BirlError(
             f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
