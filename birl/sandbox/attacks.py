@@ -117,6 +117,22 @@ for place in ("/dev", "/dev/pts", "/run", "/dev/shm", "/tmp", "."):
     if count > (50000 if place in ("/dev/shm", "/tmp", ".") else 0):
         broken(f"{count} files in {place}")
 """
+DEEP = """
+total = 0
+try:
+    for _ in range(2100):
+        os.mkdir("d")
+        os.chdir("d")
+    for name in range(40):
+        with open(str(name), "wb") as file:
+            for _ in range(8):
+                total += file.write(bytes(1 << 20)) >> 20
+        time.sleep(0.02)
+except OSError:
+    pass
+if total > 100:
+    broken(f"{total} MiB below deep folders")
+"""
 NETWORK = """
 def connect(family, kind, place, data=b"x"):
     def action():
@@ -327,6 +343,7 @@ ATTACKS = (
     Attack(name="memory in memory files", program=MEMORY_IN_FILES),
     Attack(name="disk fill", program=DISK),
     Attack(name="files without end", program=FILES),
+    Attack(name="files below deep folders", program=DEEP),
     Attack(name="write outside", program=OUTSIDE),
     Attack(name="network: loopback, unix, other", program=NETWORK),
     Attack(name="host secrets and environment", program=SECRETS),

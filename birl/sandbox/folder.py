@@ -3,7 +3,12 @@ only, because an interpreter without packages runs it.
 """
 
 import base64
+import contextlib
 import os
+import stat
+
+DEEPEST = 64  # folders within folders while a program runs
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def write(files: dict[str, str], owner: int) -> None:
@@ -49,3 +54,60 @@ def _regular(parts: list[str], limit: int) -> bytes | None:
     finally:
         for fd in opened:
             os.close(fd)
+
+
+def size(folder: int, depth: int = 0) -> int:
+    """Bytes of all files below an open folder, links not followed; every entry counts as 4096 at least, as folders take
+    room too. Raises `OSError` for a folder that cannot be read, or lies too deep."""
+    if depth > DEEPEST:
+        raise OSError(f"more than {DEEPEST} folders within each other")
+    total = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                about = entry.stat(follow_symlinks=False)
+                total += max(4096, about.st_blocks * 512)
+                if stat.S_ISDIR(about.st_mode):
+                    inner = os.open(entry.name, FOLDER, dir_fd=folder)
+                    try:
+                        total += size(inner, depth + 1)
+                    finally:
+                        os.close(inner)
+    return total
+
+
+def remove(place: str) -> None:
+    """The folder with everything below it, however deep: no path is longer than a name, and no call is nested. A folder
+    within a folder is moved to the top, and emptied there. What cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        os.chmod(place, 0o700)
+        top = os.open(place, FOLDER)
+        try:
+            while names := os.listdir(top):
+                if not sum(_removed(name, top, top) for name in names):
+                    return
+        finally:
+            os.close(top)
+        os.rmdir(place)
+
+
+def _removed(name: str, folder: int, top: int) -> bool:
+    """Whether an entry of `folder` has been removed or, as a folder, moved to `top`."""
+    try:
+        if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=folder)
+            return True
+        os.chmod(name, 0o700, dir_fd=folder)  # an ordinary user cannot empty or move what it may not write to
+        if folder != top:
+            os.rename(name, os.urandom(8).hex(), src_dir_fd=folder, dst_dir_fd=top)  # rmdir looks at all below first
+            return True
+        inner = os.open(name, FOLDER, dir_fd=top)
+        try:
+            for entry in os.listdir(inner):
+                _removed(entry, inner, top)
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=top)
+        return True
+    except OSError:
+        return False

@@ -177,8 +177,6 @@ def _first(settings: Settings, control: int, ids: tuple[int, int]) -> None:
 
 def folders(settings: Settings, control: int) -> None:
     """Every run in a folder of its own, below one that this process removes at its end."""
-    import shutil
-
     confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)  # orphans come here, and are killed
     try:
         while True:
@@ -190,10 +188,10 @@ def folders(settings: Settings, control: int) -> None:
             os.chdir(place)
             reply = answer(prepared, request, control)
             os.chdir("/")
-            shutil.rmtree(place, ignore_errors=True)  # safe against links that are put there meanwhile
+            folder.remove(place)
             send(control, reply)
     finally:
-        shutil.rmtree(settings["scratch"], ignore_errors=True)
+        folder.remove(settings["scratch"])
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ def become(settings: Settings, ends: tuple[int, ...], status: int, order: int) -
 def _run(order: Order, settings: Settings) -> None:
     os.chdir(order["folder"])
     _confined(order["limits"], settings)
+    confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user has taken it away
     command = order["command"]
     if command[0] == "python" and settings["kind"] == "zygote" and command[1:2] and command[1][0] != "-":
         os.close(3)

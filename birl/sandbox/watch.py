@@ -11,6 +11,7 @@ import signal
 import time
 from typing import Any
 
+from birl.sandbox import folder
 from birl.sandbox.program import NAMESPACES, Request, Settings
 
 MEMORY_FILES = ("/tmp", "/dev/shm")  # in namespaces, all that can be written to
@@ -32,6 +33,7 @@ class Watch:
         self.watch_memory = request["watch_memory"]
         self.control = control
         self.pipes = pipes
+        self.folder = os.open(".", os.O_DIRECTORY)
         self.began = time.monotonic()
         self.took = 0.0
         self.status: int | None = None
@@ -62,6 +64,7 @@ class Watch:
                 looked = time.monotonic()
         self.took = time.monotonic() - self.began
         os.close(ended)
+        os.close(self.folder)
 
     def stop(self, ending: str, detail: str) -> None:
         self.ending, self.detail = self.ending or ending, self.detail or detail
@@ -96,8 +99,12 @@ class Watch:
                 self.stop("killed", f"more than {self.limits['processes']} processes")
         if self.kind in NAMESPACES and sum(map(_entries, MEMORY_FILES)) > MOST_FILES:
             self.stop("output", f"more than {MOST_FILES} files and folders")
-        if self.kind not in NAMESPACES and _size(".") > self.limits["file_mb"] << 20:
-            self.stop("output", f"files of more than {self.limits['file_mb']} MiB")
+        if self.kind not in NAMESPACES:
+            try:
+                if folder.size(self.folder) > self.limits["file_mb"] << 20:
+                    self.stop("output", f"files of more than {self.limits['file_mb']} MiB")
+            except OSError as error:
+                self.stop("output", f"files that cannot be counted: {error}")
 
     def _members(self) -> list[int]:
         """All processes of the run: of the namespace, or the descendants of this process."""
@@ -185,16 +192,3 @@ def _memory(pid: int) -> int:
 def _entries(place: str) -> int:
     about = os.statvfs(place)
     return about.f_files - about.f_ffree
-
-
-def _size(folder: str) -> int:
-    """Bytes of all files, links not followed; every entry counts as 4096 at least, as folders take room too."""
-    total, folders = 0, [folder]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-    return total

@@ -5,7 +5,7 @@ import base64
 import contextlib
 import json
 import os
-import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -16,7 +16,7 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.sandbox import command as commands
-from birl.sandbox import seccomp
+from birl.sandbox import folder, seccomp
 from birl.sandbox.cgroup import MemoryGroup
 from birl.sandbox.program import NAMESPACES, Request
 from birl.sandbox.protocol import Ending, Limits, Result, as_bytes, inside
@@ -80,14 +80,15 @@ class Worker:
                 self.group.limit(limits.memory_mb + commands.GUEST_MB)
             reply = await self._ask(request, limits)
         except GuestFailed as error:
-            await self._end()
             ending = self._ending_of(error)
+            await self._end()
             return result_of({"ending": ending, "detail": str(error)}, self.kind, time.monotonic() - began)
         except BaseException:
             self.kill()
             raise
         if self._out_of_memory() and reply["ending"] != "error":
             reply |= {"ending": "memory", "detail": f"all processes together needed more than {limits.memory_mb} MiB"}
+        self._program = 0  # nothing is left of it
         if self.kind not in KEPT:
             await self._end()
         return result_of(reply, self.kind, time.monotonic() - began)
@@ -106,9 +107,20 @@ class Worker:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._kill_what_is_left()
         if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            folder.remove(self._scratch)
             self._scratch = ""
+
+    def _kill_what_is_left(self) -> None:
+        """Of a run whose guest was killed. In namespaces all has ended with pid 1; elsewhere the filter keeps every
+        process in the program's group."""
+        program, self._program = self._program, 0
+        if self.group is not None:
+            self.group.kill()
+        elif program and self.kind not in NAMESPACES:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(program, signal.SIGKILL)
 
     async def close(self) -> None:
         await self._end()
@@ -167,6 +179,7 @@ class Worker:
                 env={"PATH": commands.SYSTEM_PATH},  # /proc/1/environ inside would show more
                 pass_fds=(theirs.fileno(), *sources),
                 cwd="/",
+                start_new_session=self.kind not in NAMESPACES,  # it cleans up after a launcher whose group is killed
             )
             theirs.close()
             try:

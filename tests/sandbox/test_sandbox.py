@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from birl.errors import BirlError
-from birl.sandbox import cgroup
+from birl.sandbox import cgroup, folder
 from birl.sandbox.local import LocalSandbox
 from birl.sandbox.open import LOCAL, open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox, inside
@@ -157,29 +159,90 @@ def read(path: Path) -> str:
         return ""
 
 
+def test_a_folder_is_removed_however_deep(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("x")
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where there is one, as disks may be slow
+    place, here = tempfile.mkdtemp(dir=memory), os.open(".", os.O_DIRECTORY)
+    os.chdir(place)
+    try:
+        for step in range(1100):  # deeper than Python's calls, and longer than a path may be
+            os.mkdir("a folder")
+            if step % 100 == 0:
+                os.symlink(tmp_path, "link")
+                os.symlink(tmp_path / "kept", "file")
+                os.mkdir("closed", 0)
+            os.chdir("a folder")
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    top = os.open(place, os.O_DIRECTORY)
+    with pytest.raises(OSError, match="more than 64 folders"):
+        folder.size(top)
+    os.close(top)
+    folder.remove(place)
+    assert not os.path.exists(place) and (tmp_path / "kept").read_text() == "x"
+    folder.remove(place)
+
+
+@pytest.mark.parametrize("kind", ["landlock", "process"])
+def test_a_killed_guest_takes_its_program_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = f"96.{os.getpid()}{LOCAL.index(kind)}"
+    if kind == "landlock":  # its processes are one group; those of the other kind need a control group
+        monkeypatch.setattr(cgroup, "_places", lambda: [])
+
+    async def run() -> tuple[Result, Result, list[str]]:
+        sandbox = await open_sandbox(kind, workers=1)
+        assert isinstance(sandbox, LocalSandbox)
+        worker = sandbox._workers[0]
+        program = f"import os\nos.fork()\nos.execvp('sleep', ['sleep', '{word}'])"
+        task = asyncio.create_task(sandbox.run({"main.py": program}, ["python", "main.py"], Limits(seconds=60)))
+        while len(running(word)) < 2:
+            await asyncio.sleep(0.02)
+        guest, scratch = worker._process, worker._scratch
+        assert guest is not None and Path(scratch).exists()
+        guest.kill()
+        result = await task
+        left = [scratch] * Path(scratch).exists()
+        again = await sandbox.run({}, ["echo", "on"], LIMITS)
+        await sandbox.close()
+        return result, again, left
+
+    result, again, left = asyncio.run(run())
+    assert (result.ending, again.stdout, left) == (Ending.KILLED, b"on\n", [])  # not an error of the sandbox
+    wait_for(lambda: kind == "process" or not running(word))
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["alone", "with its group"])
 @pytest.mark.parametrize("kind", LOCAL)
-def test_the_end_of_the_launcher_ends_everything(kind: str, tmp_path: Path) -> None:
+def test_the_end_of_the_launcher_ends_everything(kind: str, group: bool) -> None:
     """Killed, it cannot clean up."""
     import subprocess
     import sys
 
-    word = f"97.{os.getpid()}{LOCAL.index(kind)}"
+    word = f"97.{os.getpid()}{LOCAL.index(kind)}{int(group)}"
     script = f"""
 import asyncio
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Limits
 async def main():
     sandbox = await open_sandbox({kind!r}, workers=1)
-    print("open", flush=True)
+    await sandbox.run({{}}, ["true"], Limits(seconds=60))
+    print(sandbox._workers[0]._scratch, flush=True)
     await sandbox.run({{}}, ["sleep", {word!r}], Limits(seconds=60))
 asyncio.run(main())
 """
-    launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ})
-    assert launcher.stdout is not None and launcher.stdout.readline() == b"open\n"
+    words = [sys.executable, "-c", script]
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ}, start_new_session=True)
+    assert launcher.stdout is not None
+    scratch = launcher.stdout.readline().decode().strip()
+    assert bool(scratch) == (kind in ("landlock", "process"))
     wait_for(lambda: any(pid != str(launcher.pid) for pid in running(word)))
-    launcher.kill()
+    if group:
+        os.killpg(launcher.pid, signal.SIGKILL)
+    else:
+        launcher.kill()
     launcher.wait()
-    wait_for(lambda: not running(word))
+    wait_for(lambda: not running(word) and not (scratch and Path(scratch).exists()))
 
 
 def wait_for(what: Callable[[], bool]) -> None:
