@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["BirlError", "Trainer", "__version__"]
+__all__ = ["BirlError", "DPOTrainer", "GRPOTrainer", "RewardTrainer", "SFTTrainer", "Trainer", "__version__"]
 
 # libgomp reads this once, when torch is imported. Two threads that wait actively for about a millisecond are as fast as
 # they can be on a quiet machine (with a tenth of that, half as fast), and give the core up where others want it.
@@ -17,12 +17,31 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from birl.errors import BirlError
 
 if TYPE_CHECKING:
-    from birl.loops.trainer import Trainer
+    from birl.loops.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer, Trainer
+
+# What other packages call a trainer or its settings, and what does it here.
+ELSEWHERE = {
+    "MRLTrainer": "birl.Trainer takes the same parameters",
+    "PPOTrainer": 'birl.Trainer(overrides={"algorithm": "ppo"})',
+    "RLOOTrainer": 'birl.Trainer(overrides={"algorithm": "rloo"})',
+    "OnlineDPOTrainer": 'birl.Trainer(overrides={"algorithm": "online_dpo"})',
+    "KTOTrainer": 'birl.DPOTrainer(loss_type="kto"), or `birl dpo preference.loss=kto`',
+    "ORPOTrainer": 'birl.DPOTrainer(loss_type="orpo"), or `birl dpo preference.loss=orpo`',
+    "CPOTrainer": 'birl.DPOTrainer(loss_type="simpo"), or `birl dpo preference.loss=simpo`',
+    "GKDTrainer": 'birl.Trainer(overrides={"algorithm": "distill"})',
+    **dict.fromkeys(
+        ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig", "KTOConfig"),
+        "its names are parameters of the trainers, as in birl.Trainer(num_generations=8); args= takes a dict of them, "
+        "or TRL's own object",
+    ),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "Trainer":
-        from birl.loops.trainer import Trainer
+    if name in __all__:
+        from birl.loops import trainer
 
-        return Trainer
+        return getattr(trainer, name)
+    if name in ELSEWHERE:
+        raise ImportError(f"birl has no {name}: {ELSEWHERE[name]} (docs/from_trl.md).")
     raise AttributeError(f"module 'birl' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from io import TextIOWrapper
 
 from birl import __version__
 from birl.allocator import keep_memory
-from birl.cli.commands import BY_NAME, CONFIGURED, page
+from birl.cli.commands import BY_NAME, CONFIGURED, instead, page
 from birl.cli.loading import load
 from birl.cli.usage import USAGE
 from birl.errors import BirlError, did_you_mean, tell, tell_traceback
@@ -80,4 +80,6 @@ def _dispatch(argv: list[str]) -> int:
 
 def _unknown(name: str) -> str:
     what = "a command comes first, as in `birl rl key=value`" if "=" in name else f"there is no command {name}"
-    return f"{what}; the commands are {', '.join(COMMANDS)}.{did_you_mean(name, (*COMMANDS, '--version', '--help'))}"
+    close = instead(name)
+    hint = f" Did you mean `birl {close}`?" if close else did_you_mean(name, (*COMMANDS, "--version", "--help"))
+    return f"{what}; the commands are {', '.join(COMMANDS)}.{hint}"

@@ -100,6 +100,35 @@ ALL = (
 )
 BY_NAME = {command.name: command for command in ALL}
 
+# What other systems have a command for, or what people try first.
+ELSEWHERE = {
+    "train": "rl", "rlhf": "rl", "rlvr": "rl", "drgrpo": "rl",
+    "finetune": "sft", "fine_tune": "sft", "pretrain": "sft data.train_on=[all]", "lora": "sft lora.rank=16",
+    "reward": "rm", "reward_model": "rm", "reward_modeling": "rm",
+    "cpo": "dpo preference.loss=simpo", "cdpo": "dpo preference.label_smoothing=0.1", "preference": "dpo",
+    "evaluate": "eval", "test": "eval", "validate": "eval --validate", "benchmark": "eval env=NAME",
+    "generate": "chat", "infer": "chat", "inference": "chat", "run": "rl", "api": "serve", "server": "serve",
+    "vllm_serve": "serve", "env": "doctor", "info": "doctor", "check": "doctor", "version": "--version",
+    "export": "checkpoints RUN export", "merge": "checkpoints RUN export", "ls": "runs", "list": "runs",
+    "ray": "launch ray", "slurm": "launch slurm", "modal": "launch modal", "torchrun": "launch torchrun",
+    "dashboard": "view", "tensorboard": "view", "ui": "view", "compare": "diff", "kill": "stop", "tail": "logs",
+}  # fmt: skip
+
+
+def instead(word: str) -> str:
+    """The command line for a word that is no command: another system's word, an algorithm, or a preference loss."""
+    from birl.config.help import presets
+    from birl.config.ranges import CHOICES
+    from birl.config.schema import RL
+
+    name = word.lower().replace("-", "_")
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    if name in CHOICES["preference.loss"]:
+        return f"dpo preference.loss={name}"
+    return f"rl algorithm={name}" if name in presets(RL)["algorithm"] else ""
+
+
 HEAD = f"""\
 birl {__version__}: reinforcement-learning post-training for language models
 

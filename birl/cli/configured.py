@@ -88,11 +88,12 @@ def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
             continue
         if word in ONLY:
             raise BirlError(f"{word} {ONLY[word][1]}; `birl {command}` has {', '.join(known)}")
-        from birl.config.nearest import nearest_keys
+        from birl.config.nearest import nearest_keys, suggest
         from birl.config.schema import COMMANDS
 
-        keys = nearest_keys(word.lstrip("-"), COMMANDS[command])
-        near = f" Did you mean {keys[0]}=...?" if keys else did_you_mean(word, known)
+        keys = nearest_keys(word, COMMANDS[command])
+        near = f" Did you mean {keys[0]}=...?" if keys else suggest(word, COMMANDS[command])
+        near = near or did_you_mean(word, known)
         raise BirlError(
             f"{word}: there is no such flag ({', '.join(known)}); keys are written key=value, without dashes.{near}"
         )

@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from birl.config import peers
+
 PRESETS = Path(__file__).parent / "presets"
 WIDE = 120  # columns from which a key and its text share a line
 
@@ -143,13 +145,19 @@ def render(
     own: Own | None = None,
     flags: tuple[str, ...] = (),
 ) -> str:
-    """The help page, at most `width` columns wide. `only` keeps the keys that contain one of these words. `own` comes
-    behind them. `flags`: those of the command beside --help."""
+    """The help page, at most `width` columns wide. `only` keeps the keys that contain one of these words, and behind
+    them those whose text has one or that another system calls so. `own` comes behind them. `flags`: those of the
+    command beside --help."""
     strong = (lambda text: f"\033[1m{text}\033[0m") if bold else str
-    docs = [doc for doc in documentation(schema).values() if not only or any(word in doc.key for word in only)]
+    every = list(documentation(schema).values())
+    docs = [doc for doc in every if not only or any(word in doc.key for word in only)]
     keys = _keys(docs, width, strong)
     if only:
+        also = _keys(
+            [doc for doc in every if doc not in docs and any(_about(doc, word) for word in only)], width, strong
+        )
         keys = keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
+        keys += f"\n\n{strong('Also about it, by text or by name in another system')}\n{also}" if also else ""
         return keys if own is None else f"{keys}\n\n{_own_keys(own, width, strong)}"
     title = " ".join((inspect.getdoc(schema) or "").split())
     usage = f"birl {command} [FILE.yaml] [key=value ...] {' '.join(f'[{flag}]' for flag in flags)} [--help [WORD ...]]"
@@ -166,6 +174,12 @@ def render(
         keys,
     ]
     return "\n".join([parts[0], "", parts[1], "", *parts[2:4], "", *parts[4:6], "", *parts[6:]])
+
+
+def _about(doc: Doc, word: str) -> bool:
+    """Whether a key's text has the word, or another system calls the key so."""
+    theirs = any(doc.key in ((one,) if one else row.keys) for row, one in peers.named(word))
+    return theirs or re.search(rf"\b{re.escape(word)}", doc.text, re.IGNORECASE) is not None
 
 
 def _examples(text: str, width: int) -> str:

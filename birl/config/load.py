@@ -98,9 +98,9 @@ def _read_argument(argument: str, schema: type) -> Setting:
     key, equals, value = argument.partition("=")
     key = key.strip()
     if key.startswith("-"):
-        raise BirlError(
-            f"{argument}: keys are written without dashes, as key=value: {key.lstrip('-')}={value or '...'}"
-        )
+        name = key.lstrip("-")
+        hint = "" if name in documentation(schema) else suggest(name, schema)
+        raise BirlError(f"{argument}: keys are written without dashes, as key=value: {name}={value or '...'}.{hint}")
     if not equals and schema in (Eval, Serve) and Path(argument).expanduser().is_dir():  # what they are about
         return Setting(key="model.path", value=argument, source=argument)
     if not equals and key in documentation(schema):

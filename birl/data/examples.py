@@ -2,7 +2,10 @@
 
     SFT     messages | prompt + response | text                     one sequence
     pairs   prompt | messages, + chosen + rejected                  two that share a prompt
-            chosen + rejected, each a whole conversation            two that share their first messages
+            chosen + rejected, each a whole conversation or text    two that share their beginning
+    labels  prompt + completion + label                             one, and whether it is good
+
+These are also the forms of TRL's page on dataset formats: prompts and answers are text, or lists of messages.
 
 All rows are made into tokens once, before the first step, so that a broken one is told with its file and row now.
 """
@@ -18,6 +21,9 @@ from birl.data.tasks import ANSWERS, PROMPTS, column_of, existing, kind, message
 from birl.errors import BirlError
 from birl.text.chat import Chat
 from birl.types import Message, Sample
+
+Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
+"""The ids of a sequence, and for each whether it is learned."""
 
 RESPONSES = ("response", "completion", "answer", "output", *ANSWERS)
 TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
@@ -103,8 +109,10 @@ def load_texts(config: schema.Texts, which: Which, chat: Chat, limit: int, given
 
 def load_pairs(config: schema.Pairs, which: Which, chat: Chat, limit: int, given: Any = None) -> list[Examples]:
     """The sources of data.train or data.validation for reward models and preference losses."""
+    first = config
 
     def reader(rows: Rows) -> Pairs:
+        config = _as_labelled(rows, first)
         label = getattr(config, "label_column", "")
         wanted = {"data.chosen_column": config.chosen_column, "data.label_column": label}
         wanted["data.rejected_column"] = "" if label else config.rejected_column
@@ -114,6 +122,17 @@ def load_pairs(config: schema.Pairs, which: Which, chat: Chat, limit: int, given
         return Pairs(config, chat, column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column"))
 
     return _load(config, which, limit, given, reader)
+
+
+def _as_labelled(rows: Rows, config: schema.Pairs) -> schema.Pairs:
+    """Rows with one answer and a `label`, as TRL has them for KTO, need no key."""
+    unset = schema.LabelledPairs()
+    if not isinstance(config, schema.LabelledPairs) or config.label_column or not rows.has("label"):
+        return config
+    if rows.has(config.chosen_column) or config.chosen_column != unset.chosen_column:
+        return config
+    answer = next((name for name in RESPONSES if rows.has(name)), None)
+    return replace(config, label_column="label", chosen_column=answer) if answer else config
 
 
 def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[Rows], Any]) -> list[Examples]:
@@ -173,14 +192,29 @@ class Texts:
                     f"{where}: `{self.prompt}` is there, but nothing to answer it. Set data.answer_column, or put the "
                     "answer into `messages`."
                 )
-            answers = text_of(answer, where, self.response)
-            ids, mask = answered(self.chat, self.config, prompt, answers, self.config.train_on)
+            if isinstance(answer, list):
+                ids, mask = self._continued(prompt, messages_of(answer, where, self.response, whole=True), where)
+            else:
+                answers = text_of(answer, where, self.response)
+                ids, mask = answered(self.chat, self.config, prompt, answers, self.config.train_on)
             key = _key(prompt)
         else:
             talk = _system(messages_of(value, where, str(self.prompt), whole=True), self.config.system_prompt)
             ids, mask = spoken(self.chat, talk, self.config.train_on, where)
             key = _key(talk[:-1])
         return Example(id=name, key=key, sequences=(tokens_of(ids, mask, where, self.config.train_on),))
+
+    def _continued(self, prompt: str | tuple[Message, ...], talk: tuple[Message, ...], where: str) -> Encoded:
+        """A prompt, and the messages that answer it: of those, what data.train_on names is learned."""
+        asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+        asked, roles = _system(asked, self.config.system_prompt), self.config.train_on
+        ids, mask = spoken(self.chat, (*asked, *talk), roles, where)
+        if _all(roles):
+            return ids, mask
+        before = sum(m.role in roles for m in asked)  # stretches that are the prompt's own
+        starts = [i for i, m in enumerate(mask) if m and (i == 0 or not mask[i - 1])]
+        first = starts[before] if before < len(starts) else len(mask)
+        return ids, tuple(m and i >= first for i, m in enumerate(mask))
 
     def _is_prompt(self, value: Any, answer: Any) -> bool:
         """Messages that end with something to answer, and an answer in a column of its own."""
@@ -205,8 +239,10 @@ class Pairs:
         config = self.config
         label = config.label_column if isinstance(config, schema.LabelledPairs) else ""
         columns = [config.chosen_column] if label else [config.chosen_column, config.rejected_column]
-        prompt = self._prompt(row, where)
-        sides = [self._side(prompt, pick(row, c), where, c) for c in columns]
+        prompt, answers = self._prompt(row, where), [pick(row, c) for c in columns]
+        if prompt is None and len(answers) == 2 and all(isinstance(a, str) for a in answers):
+            prompt, answers = _same_beginning(*answers)
+        sides = [self._side(prompt, a, where, c) for a, c in zip(answers, columns, strict=True)]
         if len(sides) == 2:
             if sides[0][0] == sides[1][0]:
                 raise BirlError(f"{where}: `{columns[0]}` and `{columns[1]}` are the same. Remove the row.")
@@ -256,7 +292,14 @@ class Pairs:
         return float(value)
 
 
-Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
+def _same_beginning(chosen: str, rejected: str) -> tuple[str | None, list[Any]]:
+    """Two texts without a prompt share it: their common beginning, up to a space (TRL's extract_prompt)."""
+    both = enumerate(zip(chosen, rejected, strict=False))
+    same = next((i for i, (a, b) in both if a != b), min(len(chosen), len(rejected)))
+    same -= same > 0 and chosen[same - 1] == " "
+    if not chosen[:same].strip() or not chosen[same:].strip() or not rejected[same:].strip():
+        return None, [chosen, rejected]
+    return chosen[:same], [chosen[same:], rejected[same:]]
 
 
 def answered(

@@ -20,6 +20,7 @@ from birl.algorithms.segments import starts, totals
 from birl.config import schema
 from birl.data.examples import Example, Tokens, load_pairs
 from birl.data.pack import Batch, pack
+from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.lora import digest
 from birl.loops import build, offline
@@ -103,6 +104,11 @@ class Preferences:
         return self.trained
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+        if self.loss != "kto" and any(len(e.sequences) == 1 for e in examples):
+            raise BirlError(
+                f"preference.loss={self.loss} compares two answers, and the rows have one and a `label`: set "
+                "preference.loss=kto, or give rows with `chosen` and `rejected`."
+            )
         """reference=precomputed: the sums of all answers under the first weights, once for the run."""
         if self.kind != "precomputed":
             return

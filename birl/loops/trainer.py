@@ -12,156 +12,24 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 from birl.errors import BirlError
+from birl.loops import trl
+from birl.loops.trl import LOSS_TYPES, SCALES
 from birl.track.records import Records
-
-# What MRL and TRL call a loss: surrogate, clips and denominator as in our presets.
-LOSS_TYPES: dict[str, dict[str, Any]] = {
-    "grpo": {"denominator": "sequence"},
-    "bnpo": {"denominator": "token"},
-    "dapo": {"denominator": "token", "clip_high": 0.28},
-    "dr_grpo": {"denominator": "constant"},
-    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "denominator": "token"},
-    "sapo": {"surrogate": "sapo", "denominator": "sequence"},
-    "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence"},
-}
-SCALES = {"group": "group", "batch": "rewards", "none": "none", True: "group", False: "none"}
-RENAMED = {  # what TRL calls a parameter
-    "per_device_train_batch_size": "batch_size",
-    "max_completion_length": "max_tokens",
-    "num_train_epochs": "num_epochs",
-    "reward_fn": "reward_funcs",
-}
 
 Reward = Callable[..., Sequence[float]] | str
 
 
-class Trainer:
-    """Group-relative policy optimisation of a language model.
+class Started:
+    """What every trainer has: a checked configuration, and the run folder that `train` fills."""
 
-        from birl import Trainer
-        trainer = Trainer(reward_funcs=my_reward, train_dataset="train.jsonl", eval_dataset="test.jsonl", max_steps=20)
-        summary = trainer.train()
-        print(summary["before"]["metrics"], summary["after"]["metrics"])
-
-    model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a
-    list of them; each takes (completions, prompts, **columns) and returns one number for each completion (math, unless
-    there is an env). env: an environment or agent, as a class, a function or a name (docs/environments.md).
-    train_dataset and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or
-    `messages`, `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1
-    means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo |
-    sapo | gspo: surrogate, clips and denominator of the preset of that name. epsilon, epsilon_high: clip range, instead
-    of that; epsilon alone is both sides. scale_rewards: group | batch | none. output_dir: the run folder. overrides:
-    further keys, such as {"optimizer.schedule": "cosine"}.
-
-    num_rollout_workers: engines in processes of their own (engine.count); 0 samples in the learner's process.
-    weight_sync_method: how they get new weights (weights.method).
-
-    launcher: where training runs, as `birl launch` names it: local | slurm | ray | modal | ...; empty: in this process.
-    actor_gpu, rollout_gpu: kind of the learner's and of the engines' GPUs, where the launcher chooses them
-    (launch.gpu, launch.engine_gpu); launch: its further keys, such as {"gpus": 1}. `train` then submits the job and
-    shows what the learner prints; Ctrl-C leaves it running. Functions must be importable elsewhere (of a file, with a
-    name); for launcher="modal" reward functions stay in this process, and only GPU work is in the cloud.
-
-    Raises `BirlError` at once for a wrong value.
-    """
-
-    def __init__(
-        self,
-        model: str = "smollm2",
-        reward_funcs: Reward | Sequence[Reward] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        *,
-        env: str | Callable[..., Any] = "single_turn",
-        reward_weights: Sequence[float] = (),
-        num_generations: int = 8,
-        batch_size: int = 8,
-        max_steps: int = -1,
-        num_epochs: int = 1,
-        learning_rate: float = 1e-6,
-        loss_type: str = "dr_grpo",
-        beta: float = 0.0,
-        epsilon: float | None = None,
-        epsilon_high: float | None = None,
-        scale_rewards: str | bool = "none",
-        temperature: float = 1.0,
-        max_tokens: int = 256,
-        mask_truncated_completions: bool = False,
-        seed: int = 0,
-        output_dir: str = "",
-        overrides: dict[str, Any] | None = None,
-        launcher: str = "",
-        actor_gpu: str = "",
-        rollout_gpu: str = "",
-        num_rollout_workers: int = 0,
-        weight_sync_method: str = "",
-        launch: dict[str, Any] | None = None,
-        **unknown: Never,
-    ) -> None:
-        from birl.config.help import documentation
-        from birl.config.load import load_with_choices
-        from birl.config.schema import RL
-        from birl.launch.program import engine_keys, launch_words, named
-        from birl.loops.build import Given
-
-        if unknown:
-            raise BirlError(_unknown(next(iter(unknown))))
-        if loss_type not in LOSS_TYPES:
-            raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
-        if scale_rewards not in SCALES:
-            raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
-        gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
-        if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
-            raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
-        self._launch = launch_words(launcher, gpus, launch or {}) if launcher else ()
-        if reward_funcs is None:
-            reward_funcs = "math" if env == "single_turn" else []
-        sandboxed = reward_funcs == "sandbox"  # MRL's word for unit tests
-        rewards = _listed("code" if sandboxed else reward_funcs)
-        if not rewards and env == "single_turn":
-            raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
-        keys: dict[str, Any] = {
-            "model.path": model,
-            "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
-            "reward.functions": _names(rewards),
-            "reward.weights": list(reward_weights),
-            "rollout.group_size": num_generations,
-            "rollout.prompts": batch_size,
-            "rollout.temperature": temperature,
-            "rollout.max_tokens": max_tokens,
-            "optimizer.lr": learning_rate,
-            "algorithm.kl_coef": beta,
-            "algorithm.scale_rewards": SCALES[scale_rewards],
-            "algorithm.mask_truncated": mask_truncated_completions,
-            "data.train": _source(train_dataset),
-            "data.validation": _source(eval_dataset),
-            "seed": seed,
-            "run": output_dir,
-            **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
-            **{f"algorithm.{name}": value for name, value in LOSS_TYPES[loss_type].items()},
-            **({"reward.timeout": 300.0} if sandboxed else {}),  # a call runs the tests of a whole group
-            **({"sandbox.kind": "modal"} if sandboxed and launcher == "modal" else {}),
-            **engine_keys(num_rollout_workers, weight_sync_method),
-        }
-        # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
-        docs = documentation(RL)
-        keys = {k: v for k, v in keys.items() if v != docs[k].default}
-        keys |= _clips(epsilon, epsilon_high) | (overrides or {})
-        self._keys, self._launcher, self._here = keys, launcher, dict[str, Any]()
-        self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
-        if launcher:
-            self._keys, self._here = named(launcher, keys, rewards, env)
-        self._given = Given(
-            rewards=rewards,
-            env=None if isinstance(env, str) else env,
-            train=_rows(train_dataset),
-            validation=_rows(eval_dataset),
-        )
+    config: Any
+    choices: dict[str, str]
 
     @property
     def run(self) -> Path:
@@ -180,11 +48,6 @@ class Trainer:
         """The lines of validation.jsonl, with some answers each."""
         return Records(self.run / "validation.jsonl")
 
-    @property
-    def rollouts(self) -> Records:
-        """The lines of rollouts.jsonl, one for each episode: `trainer.rollouts.to_pandas()`."""
-        return Records(self.run / "rollouts.jsonl")
-
     def plot(self, *names: str) -> Any:
         """A matplotlib figure of these metrics by step, or of those that say most: `trainer.plot("reward/mean", "kl")`,
         `trainer.plot().savefig("curves.png")`. Needs `pip install "birl[notebook]"`."""
@@ -192,31 +55,173 @@ class Trainer:
 
         return plot(self.run, names)
 
-    def train(self) -> dict[str, Any]:
-        """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
-        if self._launcher:
-            return self._elsewhere()
-        from birl.loops.rl import train
-        from birl.loops.signals import interrupt
-
-        if not _in_event_loop():
-            return train(self.config, self.choices, given=self._given)
-        # A notebook: one thread cannot have two event loops. By the context Jupyter knows whose cell an output is.
-        thread, context = ThreadPoolExecutor(1), contextvars.copy_context()
-        work = thread.submit(context.run, partial(train, self.config, self.choices, given=self._given))
-        try:
-            return work.result()
-        except KeyboardInterrupt:
-            interrupt()
-            return work.result()  # once more gives the cell back at once; the run still saves
-        finally:
-            thread.shutdown(wait=False)
-
     def save_model(self, output_dir: str | PathLike[str] = "") -> Path:
         """Write the newest checkpoint as a folder of Hugging Face files, as `birl checkpoints RUN export last` does,
         and return it: by default, and where `output_dir` is the run folder, RUN/exported, which is replaced. Of LoRA
         the merged model. Raises `BirlError` before the first checkpoint, and where another `output_dir` exists."""
         return save_model(self.run, Path(output_dir) if output_dir else None)
+
+
+class Trainer(Started):
+    """Group-relative policy optimisation of a language model.
+
+        from birl import Trainer
+        trainer = Trainer(reward_funcs=my_reward, train_dataset="train.jsonl", eval_dataset="test.jsonl", max_steps=20)
+        summary = trainer.train()
+        print(summary["before"]["metrics"], summary["after"]["metrics"])
+
+    model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a
+    list of them; each takes (completions, prompts, **columns) and returns one number for each completion (math, unless
+    there is an env). env: an environment or agent, as a class, a function or a name (docs/environments.md).
+    train_dataset and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or
+    `messages`, `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1
+    means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo |
+    sapo | gspo: surrogate, clips, denominator and scale of the preset of that name (dr_grpo). epsilon,
+    epsilon_high: clip range, instead of that; epsilon alone is both sides. scale_rewards: group | batch | none, instead
+    of that. output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule": "cosine"}.
+
+    num_rollout_workers: engines in processes of their own (engine.count); 0 samples in the learner's process.
+    weight_sync_method: how they get new weights (weights.method).
+
+    launcher: where training runs, as `birl launch` names it: local | slurm | ray | modal | ...; empty: in this process.
+    actor_gpu, rollout_gpu: kind of the learner's and of the engines' GPUs, where the launcher chooses them
+    (launch.gpu, launch.engine_gpu); launch: its further keys, such as {"gpus": 1}. `train` then submits the job and
+    shows what the learner prints; Ctrl-C leaves it running. Functions must be importable elsewhere (of a file, with a
+    name); for launcher="modal" reward functions stay in this process, and only GPU work is in the cloud.
+
+    args: a `GRPOConfig` of TRL's, or a dict of its names; its names are also parameters (`num_train_epochs=1`), and
+    parameters win over it (docs/from_trl.md). use_lora: adapters of rank 16; max_model_len: longest sequence
+    (model.max_length); max_completion_length: what TRL calls max_tokens.
+
+    Raises `BirlError` at once for a wrong value.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        env: str | Callable[..., Any] = "single_turn",
+        reward_weights: Sequence[float] = (),
+        num_generations: int = 8,
+        batch_size: int = 8,
+        max_steps: int = -1,
+        num_epochs: int = 1,
+        learning_rate: float = 1e-6,
+        loss_type: str = "",
+        beta: float = 0.0,
+        epsilon: float | None = None,
+        epsilon_high: float | None = None,
+        scale_rewards: str | bool | None = None,
+        temperature: float = 1.0,
+        max_tokens: int = 256,
+        max_completion_length: int | None = None,
+        max_model_len: int = 0,
+        use_lora: bool = False,
+        mask_truncated_completions: bool = False,
+        seed: int = 0,
+        output_dir: str = "",
+        overrides: dict[str, Any] | None = None,
+        launcher: str = "",
+        actor_gpu: str = "",
+        rollout_gpu: str = "",
+        num_rollout_workers: int = 0,
+        weight_sync_method: str = "",
+        launch: dict[str, Any] | None = None,
+        args: Any = None,
+        **names: Any,
+    ) -> None:
+        from birl.config.help import documentation
+        from birl.config.load import load_with_choices
+        from birl.config.ranges import CHOICES
+        from birl.config.schema import RL
+        from birl.launch.program import engine_keys, launch_words, named
+        from birl.loops.build import Given
+
+        if unknown := [name for name in names if not trl.knows(name)]:
+            raise BirlError(_unknown(unknown[0]))
+        if loss_type and loss_type not in LOSS_TYPES:
+            raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
+        if scale_rewards is not None and scale_rewards not in SCALES:
+            raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
+        gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
+        if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
+            raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
+        self._launch = launch_words(launcher, gpus, launch or {}) if launcher else ()
+        if reward_funcs is None:
+            reward_funcs = "math" if env == "single_turn" else []
+        sandboxed = reward_funcs == "sandbox"  # MRL's word for unit tests
+        rewards = _listed("code" if sandboxed else reward_funcs)
+        if not rewards and env == "single_turn":
+            raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
+        if train_dataset is None and env == "single_turn" and "data.train" not in (overrides or {}):
+            raise BirlError(_no_rows(reward_funcs == "math"))
+        if max_completion_length is not None:  # MRL has both
+            max_tokens = max_completion_length if max_tokens == 256 else min(max_tokens, max_completion_length)
+        if weight_sync_method and weight_sync_method not in CHOICES["weights.method"]:
+            known = ", ".join(CHOICES["weights.method"])
+            raise BirlError(f"weight_sync_method={weight_sync_method!r}: choose one of {known}.")
+        # an engine in the learner's process has the learner's own weights: there is nothing to synchronise
+        elsewhere = {"engine.kind", "engine.count", "engine.attach"} & {*(overrides or {})}
+        apart = num_rollout_workers != 0 or bool(elsewhere)
+        keys: dict[str, Any] = {
+            "model.path": model,
+            "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
+            "reward.functions": _names(rewards),
+            "reward.weights": list(reward_weights),
+            "rollout.group_size": num_generations,
+            "rollout.prompts": batch_size,
+            "rollout.temperature": temperature,
+            "rollout.max_tokens": max_tokens,
+            "optimizer.lr": learning_rate,
+            "algorithm.kl_coef": beta,
+            "model.max_length": max_model_len,
+            "lora.rank": 16 if use_lora else 0,
+            "algorithm.mask_truncated": mask_truncated_completions,
+            "data.train": _source(train_dataset),
+            "data.validation": _source(eval_dataset),
+            "seed": seed,
+            "run": output_dir,
+            **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
+            **{f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()},
+            **({"reward.timeout": 300.0} if sandboxed else {}),  # a call runs the tests of a whole group
+            **({"sandbox.kind": "modal"} if sandboxed and launcher == "modal" else {}),
+            **engine_keys(num_rollout_workers, weight_sync_method if apart else ""),
+        }
+        # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
+        docs = documentation(RL)
+        keys = {k: v for k, v in keys.items() if v != docs[k].default}
+        if scale_rewards is not None:
+            keys["algorithm.scale_rewards"] = SCALES[scale_rewards]
+        more = trl.without_tokenizer(names, model)
+        more |= {"num_generations": num_generations} if num_generations != 8 else {}
+        theirs = trl.keys_of(trl.Names.of(args, more), RL, "GRPO", len(rewards))
+        keys = theirs | keys | _clips(epsilon, epsilon_high) | (overrides or {})
+        self._keys, self._launcher, self._here = keys, launcher, dict[str, Any]()
+        self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
+        if launcher:
+            self._keys, self._here = named(launcher, keys, rewards, env)
+        self._given = Given(
+            rewards=rewards,
+            env=None if isinstance(env, str) else env,
+            train=_rows(train_dataset),
+            validation=_rows(eval_dataset),
+        )
+
+    @property
+    def rollouts(self) -> Records:
+        """The lines of rollouts.jsonl, one for each episode: `trainer.rollouts.to_pandas()`."""
+        return Records(self.run / "rollouts.jsonl")
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
+        if self._launcher:
+            return self._elsewhere()
+        from birl.loops.rl import train
+
+        return _started(partial(train, self.config, self.choices, given=self._given))
 
     def _elsewhere(self) -> dict[str, Any]:
         from birl.launch.program import Program, rows_file
@@ -243,6 +248,24 @@ def save_model(run: Path, target: Path | None) -> Path:
     return target
 
 
+def _started(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run to the end; in a notebook, whose thread has an event loop already, in a thread of its own."""
+    from birl.loops.signals import interrupt
+
+    if not _in_event_loop():
+        return train()
+    # By the context Jupyter knows whose cell an output is.
+    thread, context = ThreadPoolExecutor(1), contextvars.copy_context()
+    work = thread.submit(context.run, train)
+    try:
+        return work.result()
+    except KeyboardInterrupt:
+        interrupt()
+        return work.result()  # once more gives the cell back at once; the run still saves
+    finally:
+        thread.shutdown(wait=False)
+
+
 def _clips(low: float | None, high: float | None) -> dict[str, Any]:
     """What was given; the lower bound alone is meant for both sides."""
     given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
@@ -259,17 +282,26 @@ def _in_event_loop() -> bool:
 
 def _unknown(name: str) -> str:
     """The message about a parameter that does not exist, with what it may stand for."""
-    from birl.config.nearest import ELSEWHERE, nearest_keys
+    from birl.config.nearest import nearest_keys
     from birl.config.schema import RL
 
-    known = [p for p in inspect.signature(Trainer).parameters if p != "unknown"]
-    near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, known, n=1)
+    known = [p for p in inspect.signature(Trainer).parameters if p != "names"]
+    near = ["reward_funcs"] if name == "reward_fn" else difflib.get_close_matches(name, known, n=1)
     key = next(iter(nearest_keys(name, RL)), "")
-    if name not in RENAMED and key and (not near or name in ELSEWHERE or key.endswith(f".{name}")):
+    if key and (not near or key.endswith(f".{name}")):
         hint = f' Did you mean overrides={{"{key}": ...}}?'
     else:
         hint = f" Did you mean {near[0]}?" if near else ""
     return f"Trainer has no parameter {name}.{hint} It has: {', '.join(known)}."
+
+
+def _no_rows(math: bool) -> str:
+    """The message about a Trainer without rows."""
+    reward = ' Without reward_funcs the reward is math, which compares with a column such as "answer".' if math else ""
+    return (
+        'train_dataset is None, and data.train is empty: say what to train on, as in train_dataset="my.jsonl", a hub '
+        f'name, a datasets.Dataset or a list of rows such as {{"prompt": "What is 3 + 4?", "answer": "7"}}.{reward}'
+    )
 
 
 def _listed(rewards: Any) -> list[Reward]:
@@ -314,3 +346,75 @@ def _written(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(repr(v) if isinstance(v, str) else str(v) for v in value) + "]"
     return str(value)
+
+
+class _Offline(Started):
+    """A run of `birl sft`, `birl dpo` or `birl rm` on rows of a Python program.
+
+    model, train_dataset, eval_dataset: as for `Trainer`. args: a config object of TRL's, or a dict of its names; its
+    names are also parameters, which win (`num_train_epochs=1`, `per_device_train_batch_size=8`, `learning_rate=1e-5`).
+    overrides: keys of the command. Raises `BirlError` at once for a wrong value.
+    """
+
+    command = ""
+    prefix = ""  # of TRL's config
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        args: Any = None,
+        overrides: dict[str, Any] | None = None,
+        **names: Any,
+    ) -> None:
+        from birl.config.load import load_with_choices
+        from birl.config.nearest import suggest
+        from birl.config.schema import COMMANDS
+        from birl.loops.build import Given
+
+        schema: Any = COMMANDS[self.command]
+        for name in names:
+            if not trl.knows(name):
+                hint = suggest(name, schema)
+                raise BirlError(
+                    f"{type(self).__name__} has no parameter {name}.{hint} "
+                    f"Keys of `birl {self.command}` go into overrides."
+                )
+        if not isinstance(model, str | PathLike):
+            raise BirlError(f"model: a {type(model).__name__}; give the name of a folder, a .gguf file or a hub id.")
+        if train_dataset is None and "data.train" not in (overrides or {}):
+            raise BirlError(_no_rows(False))
+        sources = {"data.train": _source(train_dataset), "data.validation": _source(eval_dataset)}
+        theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, str(model))), schema, self.prefix)
+        keys = {"model.path": str(model), **{k: v for k, v in sources.items() if v}, **theirs, **(overrides or {})}
+        self.config, self.choices = load_with_choices(schema, [f"{k}={_written(v)}" for k, v in keys.items()])
+        self._given = Given(train=_rows(train_dataset), validation=_rows(eval_dataset))
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
+        loop = import_module(f"birl.loops.{self.command}")
+        return _started(partial(loop.train, self.config, self.choices, given=self._given))
+
+
+class SFTTrainer(_Offline):
+    """Supervised fine-tuning, as `birl sft`: SFTTrainer(model, rows, learning_rate=1e-5).train()."""
+
+    command, prefix = "sft", "SFT"
+
+
+class DPOTrainer(_Offline):
+    """Preference losses, as `birl dpo`: DPOTrainer(model, pairs, beta=0.1, loss_type="sigmoid").train()."""
+
+    command, prefix = "dpo", "DPO"
+
+
+class RewardTrainer(_Offline):
+    """A reward model, as `birl rm`: RewardTrainer(model, pairs).train()."""
+
+    command, prefix = "rm", "Reward"
+
+
+GRPOTrainer = Trainer
+"""TRL's name, so that a script changes its import alone."""

@@ -177,6 +177,55 @@ def test_margins_and_labels() -> None:
     assert [e.good for e in found] == [True, False, True] and all(len(e.sequences) == 1 for e in found)
 
 
+def spoken_(*texts: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant") * len(texts)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def test_the_forms_of_trl_for_texts() -> None:
+    """https://huggingface.co/docs/trl/dataset_formats: language modelling, prompt-completion, standard and spoken."""
+    asked, said = spoken_("Capital of China?"), [{"role": "assistant", "content": "Beijing."}]
+    rendered = str(chat().tokenizer.apply_chat_template([*asked, *said], tokenize=False))
+    for row in (
+        {"messages": [*asked, *said]},
+        {"prompt": asked, "completion": said},
+        {"prompt": asked, "completion": "Beijing."},
+    ):
+        example = texts([row])[0]
+        assert whole(example) == rendered and learned(example) == ["Beijing.<|im_end|>"]
+    several = {"prompt": spoken_("Hi", "Hello.", "2 + 2?"), "completion": [*said, *spoken_("And?", "That is it.")]}
+    assert learned(texts([several])[0]) == ["Beijing.<|im_end|>", "That is it.<|im_end|>"]
+    assert learned(texts([{"text": "The sky is blue."}], train_on=["all"])[0])
+    with pytest.raises(BirlError, match=r"row 1: completion\[0\] has role; a message is"):
+        texts([{"prompt": asked, "completion": [{"role": "assistant"}]}])
+
+
+def test_the_forms_of_trl_for_preferences() -> None:
+    """Explicit and implicit prompts, standard and spoken: the same sequences."""
+    asked, blue, green = spoken_("What is it?"), spoken_("", "It is blue.")[1:], spoken_("", "It is green.")[1:]
+    both = [{"prompt": asked, "chosen": blue, "rejected": green}, {"chosen": asked + blue, "rejected": asked + green}]
+    for row in both:
+        example = pairs([row])[0]
+        assert learned(example) == ["It is blue.<|im_end|>"] and learned(example, 1) == ["It is green.<|im_end|>"]
+    implicit = pairs([{"chosen": "The sky is blue.", "rejected": "The sky is green."}])[0]
+    explicit = pairs([{"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}])[0]
+    assert implicit.sequences == explicit.sequences and learned(implicit) == [" blue.<|im_end|>"]
+    with pytest.raises(BirlError, match="nothing that it answers"):
+        pairs([{"chosen": "Blue.", "rejected": "Green."}])
+
+
+def test_the_forms_of_trl_for_labelled_answers_need_no_key() -> None:
+    rows = [
+        {"prompt": "The sky is", "completion": " blue.", "label": True},
+        {"prompt": spoken_("Hi"), "completion": spoken_("", "Go.")[1:], "label": False},
+    ]
+    for row in rows:
+        (found,) = pairs([row], kind=schema.LabelledPairs)
+        assert found.good is row["label"] and len(found.sequences) == 1
+    pair = pairs([PAIR_FORMS["prompt"] | {"label": True}], kind=schema.LabelledPairs)[0]
+    assert len(pair.sequences) == 2  # a further column
+
+
 def test_training_and_validation_have_no_id_in_common(tmp_path: Path) -> None:
     """Files of the same name in two folders: precomputed references are kept by id."""
     files = [tmp_path / which / "pairs.jsonl" for which in ("train", "validation")]

@@ -1,0 +1,122 @@
+"""What other systems call our keys: a table for each, as data. Hints of unknown keys, `--help WORD`, `birl.Trainer` and
+the pages docs/from_*.md are made from them. Standard library only.
+
+A line of a table: THEIR NAMES | OUR KEYS, or none | what differs | how `birl.Trainer` takes a value: `=` as it is, `-`
+as nothing to do, or THEIRS=OURS pairs; without the last column it takes none.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Names that mean the same. Without `keys`, `note` says why there is none.
+
+    Example: Row(peer="verl", names=("trainer.save_freq",), keys=("checkpoint.every",), note="10; 0 is only at the end")
+    """
+
+    peer: str
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    note: str = ""
+    take: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One system. `tables`: rows by the title of their section on the page."""
+
+    name: str
+    version: str
+    tables: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
+
+
+@cache
+def peers() -> dict[str, Peer]:
+    """By the name of the file: "trl", "verl", ..."""
+    return {path.stem: _read(path) for path in sorted(HERE.glob("*.toml"), key=_usual)}
+
+
+def _usual(path: Path) -> tuple[int, str]:
+    """Those that most people come from first."""
+    order = ("trl", "verl", "openrlhf", "areal", "rl2")
+    return (order.index(path.stem) if path.stem in order else len(order)), path.stem
+
+
+def _read(path: Path) -> Peer:
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    peer = Peer(name=content["name"], version=content["version"])
+    for table in content["table"]:
+        peer.tables[table["title"]] = [_row(peer.name, line) for line in table["rows"].strip().splitlines()]
+    return peer
+
+
+def _row(peer: str, line: str) -> Row:
+    names, keys, note, take, *_ = (*(cell.strip() for cell in line.split("|")), "", "")
+    theirs, ours = tuple(names.split(", ")), tuple(filter(None, keys.split(", ")))
+    return Row(peer=peer, names=theirs, keys=ours, note=note, take=take)
+
+
+def rows() -> Iterator[Row]:
+    return (row for peer in peers().values() for table in peer.tables.values() for row in table)
+
+
+def plain(word: str) -> str:
+    """A name as it stands in the tables: OpenRLHF's --eps-clip and Hydra's ++actor.lr as well."""
+    return word.lower().lstrip("-+~").replace("-", "_").strip()
+
+
+@cache
+def _index() -> tuple[dict[str, list[tuple[Row, str]]], dict[str, list[tuple[Row, str]]]]:
+    """Rows by whole name, and by every dotted ending of one; each with the key of ours that the name's place stands
+    for, where the row has as many of both."""
+    whole: dict[str, list[tuple[Row, str]]] = {}
+    endings: dict[str, list[tuple[Row, str]]] = {}
+    for row in rows():
+        for place, name in enumerate(row.names):
+            key = row.keys[place] if len(row.keys) == len(row.names) else _alike(name, row.keys)
+            short = name.partition(".")[2] if name[:1].isupper() else name  # SFTConfig.packing
+            parts = short.lower().split(".")
+            whole.setdefault(".".join(parts), []).append((row, key))
+            for i in range(1, len(parts)):
+                endings.setdefault(".".join(parts[i:]), []).append((row, key))
+    return whole, endings
+
+
+def _alike(name: str, keys: tuple[str, ...]) -> str:
+    """lora.alpha for ds.lora.alpha: the one key whose last part is the end of the name."""
+    flat = name.lower().replace(".", "_")
+    found = [key for key in keys if flat.endswith(key.rpartition(".")[2])]
+    return found[0] if len(found) == 1 and len(keys) > 1 else ""
+
+
+def spelt_like(word: str) -> list[str]:
+    """The name in a table that is spelt most like `word`, if one is close."""
+    return difflib.get_close_matches(plain(word), list(_index()[0]), n=1, cutoff=0.85)
+
+
+def named(word: str) -> list[tuple[Row, str]]:
+    """The rows that have this name, whole or without its first parts (`rollout.n`), each with the one key that it
+    stands for, or an empty one where it stands for all of them."""
+    whole, endings = _index()
+    word = plain(word)
+    found = whole.get(word) or endings.get(word) or []
+    rest = word
+    while not found and "." in rest:  # a longer path than theirs
+        rest = rest.partition(".")[2]
+        found = whole.get(rest, []) if "." in rest else []
+    return found
+
+
+def ends_like(word: str) -> list[tuple[Row, str]]:
+    """The rows with a name whose last part is that of `word`."""
+    whole, endings = _index()
+    last = plain(word).rpartition(".")[2]
+    return [*whole.get(last, []), *endings.get(last, [])]

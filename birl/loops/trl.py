@@ -1,0 +1,284 @@
+"""TRL's names for the Python trainers: a `GRPOConfig`, or some of its names, -> keys of ours. What is one key for one
+name comes from `birl/config/peers/trl.toml`; what follows from several names is here."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from birl.config import peers
+from birl.config.help import documentation
+from birl.config.nearest import suggest
+from birl.config.words import command
+from birl.errors import BirlError
+
+# What MRL and TRL call a loss: surrogate, clips, denominator and scale as in our presets.
+LOSS_TYPES: dict[str, dict[str, Any]] = {
+    "grpo": {"denominator": "sequence", "scale_rewards": "group"},
+    "bnpo": {"denominator": "token", "scale_rewards": "group"},
+    "dapo": {"denominator": "token", "clip_high": 0.28, "scale_rewards": "group"},
+    "dr_grpo": {"denominator": "constant"},
+    "cispo": {
+        "surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "denominator": "token", "scale_rewards": "group",
+    },
+    "sapo": {"surrogate": "sapo", "denominator": "sequence", "scale_rewards": "group"},
+    "gspo": {
+        "surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence", "scale_rewards": "group",
+    },
+}  # fmt: skip
+SCALES = {"group": "group", "batch": "rewards", "none": "none", True: "group", False: "none"}
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
+
+
+@dataclass(slots=True)
+class Names:
+    """Some of TRL's names with their values. `whole`: they are an object of TRL's with a value for every name, of which
+    only those in `changed` were meant."""
+
+    values: dict[str, Any]
+    changed: set[str] = field(default_factory=set[str])
+    whole: bool = False
+
+    @classmethod
+    def of(cls, args: Any, more: Mapping[str, Any]) -> "Names":
+        """From `Trainer(args=...)`, a `GRPOConfig` or a dict, and further parameters, which win."""
+        given = {name: _plain(value) for name, value in more.items() if value is not None}
+        if args is None or isinstance(args, Mapping):
+            values = {**{str(k): _plain(v) for k, v in (args or {}).items() if v is not None}, **given}
+            return cls(values, set(values))
+        if is_dataclass(args):
+            defaults = {f.name: _default(f) for f in fields(args)}
+        elif hasattr(args, "__dict__"):
+            defaults = dict.fromkeys(vars(args))
+        else:
+            raise BirlError(f"args: a {type(args).__name__}; give a GRPOConfig of TRL, or a dict of its names.")
+        values = {name: _plain(getattr(args, name)) for name in defaults}
+        changed = {name for name, value in values.items() if value != defaults[name]} | set(given)
+        values = {name: value for name, value in values.items() if value is not None}
+        return cls({**values, **given}, changed, whole=is_dataclass(args))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+    def meant(self, name: str) -> bool:
+        return name in self.changed
+
+
+def _default(one: Any) -> Any:
+    if one.default is not MISSING:
+        return _plain(one.default)
+    return _plain(one.default_factory()) if one.default_factory is not MISSING else None
+
+
+def _plain(value: Any) -> Any:
+    """Enums of transformers as their text."""
+    return value.value if hasattr(value, "value") and isinstance(getattr(value, "value", None), str) else value
+
+
+def knows(name: str) -> bool:
+    """Whether this is a name of TRL's, or of a parameter of its trainers."""
+    return any(row.peer == "TRL" for row, _ in peers.named(name))
+
+
+def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The names but for a tokenizer that is the model's own."""
+    own = ("processing_class", "tokenizer")
+    return {n: v for n, v in names.items() if n not in own or getattr(v, "name_or_path", "") != model}
+
+
+def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[str, Any]:
+    """Keys of the configuration. `prefix`: GRPO, SFT, DPO or Reward; `rewards`: the number of reward functions. Raises
+    `BirlError` for a name that was given alone and that no key can take; of a whole object, it warns."""
+    found = _steps(names, schema) | _saving(names) | _lora(names)
+    done = {*BATCH, "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_strategy", "save_steps"}
+    done |= {
+        "eval_strategy",
+        "eval_steps",
+        "do_eval",
+        "report_to",
+        "peft_config",
+        "output_dir",
+        "remove_unused_columns",
+    }
+    if prefix == "GRPO":
+        found |= _loss(names) | _engine(names)
+        done |= {"loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level"}
+        done |= {"use_vllm", "top_p", "top_k", "min_p", "num_iterations"}
+        done |= {name for name in names.values if name.startswith("sapo_temperature")}
+        if names.get("use_vllm"):
+            done |= {"vllm_mode", "vllm_server_base_url"}
+        else:
+            done |= {name for name in names.values if name.startswith("vllm_") and names.whole}
+        if not names.get("beta"):
+            done.add("use_bias_correction_kl")
+        if names.whole and rewards > 1 and not names.get("reward_weights"):
+            found["reward.weights"] = [1.0] * rewards
+    if names.meant("output_dir") or (names.get("output_dir") and not names.whole):
+        found["run"] = str(names.get("output_dir"))
+    if names.get("num_iterations"):
+        found["algorithm.passes"] = names.get("num_iterations")
+    stray = []
+    for name, value in names.values.items():
+        if name in done:
+            continue
+        if any(row.take == "-" for row, _ in _rows(name, prefix)):
+            continue  # there is nothing to do: the table says why
+        key, ours = _taken(name, value, schema, prefix)
+        if key:
+            found[key] = ours
+        elif names.meant(name):
+            stray.append(name)
+    _answer(stray, names, schema)
+    known = documentation(schema)
+    return {key: value for key, value in found.items() if key in known}
+
+
+def _taken(name: str, value: Any, schema: type, prefix: str) -> tuple[str, Any]:
+    """The key and its value, where the table says how to take it; an empty key where it does not."""
+    for row, key in _rows(name, prefix):
+        ours = key or (row.keys[0] if row.keys else "")
+        if row.take and not ours and str(value) == row.take.removesuffix("="):
+            return "nothing", None
+        if not row.take or ours not in documentation(schema):
+            continue
+        if row.take == "=":
+            return ours, value
+        pairs = dict(pair.split("=") for pair in row.take.split(", "))
+        if str(value) in pairs:
+            return (ours, pairs[str(value)]) if pairs[str(value)] else (ours, documentation(schema)[ours].default)
+    return "", None
+
+
+def _rows(name: str, prefix: str) -> list[tuple[peers.Row, str]]:
+    """TRL's rows of this name, those of the trainer's own config first."""
+    own = f"{prefix}Config.{name}"
+    found = [(row, key) for row, key in peers.named(name) if row.peer == "TRL" and name in "".join(row.names)]
+    wanted = [pair for pair in found if own in pair[0].names]
+    return wanted + [pair for pair in found if name in pair[0].names]
+
+
+def _answer(stray: list[str], names: Names, schema: type) -> None:
+    """What is said of names that were given and have no translation."""
+    told = []
+    for name in stray:
+        hint = suggest(name, schema)
+        if names.whole and (not hint or ", without a key here:" in hint):
+            continue  # nothing is lost: the table says why there is no key, or it is about the machine
+        told.append(f"{name}={names.get(name)!r} is not taken.{hint or ' It is no word that birl knows.'}")
+    if told and names.whole:
+        warnings.warn(
+            "\n".join([*told, 'Keys go into overrides, as in overrides={"optimizer.lr": 1e-6}.']), stacklevel=4
+        )
+    elif told:
+        raise BirlError("\n".join([*told, f"Keys go into overrides; `birl {command(schema)} --help` lists them."]))
+
+
+def _steps(names: Names, schema: type) -> dict[str, Any]:
+    """The batch, and how long the run is. TRL's steps are optimizer steps, and its batches answers of one process."""
+    found: dict[str, Any] = {}
+    updates = names.get("num_iterations", 1)
+    each, waits = names.get(BATCH[0], 8), names.get(BATCH[1], 1)
+    if any(name in names.values for name in BATCH):
+        if "rollout.prompts" not in documentation(schema):
+            found["batch_size"] = each * waits
+        else:
+            per = names.get("steps_per_generation") or max(names.get("generation_batch_size", 0) // each, 0) or waits
+            answers, group = names.get("generation_batch_size") or each * per, names.get("num_generations", 8)
+            if answers % group:
+                raise BirlError(
+                    f"A batch of {answers} answers ({BATCH[0]}={each} x {per}) is no multiple of "
+                    f"num_generations={group}; "
+                    "birl counts prompts: rollout.prompts."
+                )
+            found["rollout.prompts"] = answers // group
+            if per % waits == 0 and per // waits > 1:
+                found["algorithm.updates_per_batch"] = per // waits
+                updates *= per // waits
+    if names.get("max_steps", -1) > 0:
+        found["steps"] = math.ceil(names.get("max_steps") / updates)
+    elif (epochs := names.get("num_train_epochs")) is not None:
+        if epochs != int(epochs) or epochs < 1:
+            raise BirlError(f"num_train_epochs={epochs}: epochs is a whole number of at least 1; or give max_steps.")
+        found["epochs"] = int(epochs)
+    warm = names.get("warmup_steps") or names.get("warmup_ratio") or 0
+    if 0 < warm < 1:
+        if names.get("max_steps", -1) <= 0:
+            raise BirlError(
+                f"warmup_ratio={warm}: optimizer.warmup_steps counts steps; give warmup_steps, or max_steps."
+            )
+        warm = round(warm * names.get("max_steps"))
+    return found | ({"optimizer.warmup_steps": int(warm)} if warm else {})
+
+
+def _saving(names: Names) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if names.get("save_strategy") == "no":
+        found["checkpoint.every"] = 0
+    elif (every := names.get("save_steps")) and every >= 1:
+        found["checkpoint.every"] = int(every)
+    if (every := names.get("eval_steps")) and every >= 1:
+        found["validation.every"] = int(every)
+    where = names.get("report_to")
+    if where is not None and names.meant("report_to"):
+        listed = [where] if isinstance(where, str) else list(where)
+        found["track.tensorboard"] = "tensorboard" in listed or "all" in listed
+        if "wandb" in listed:
+            found["track.wandb"] = "online"
+    return found
+
+
+def _lora(names: Names) -> dict[str, Any]:
+    peft = names.get("peft_config")
+    if peft is None:
+        return {}
+    said = peft if isinstance(peft, Mapping) else vars(peft)
+    found = {"lora.rank": said.get("r", 8), "lora.alpha": said.get("lora_alpha", 8)}
+    targets = said.get("target_modules")
+    if targets:
+        found["lora.targets"] = [targets] if isinstance(targets, str) else sorted(targets)
+    if said.get("lora_dropout"):
+        warnings.warn(f"peft_config.lora_dropout={said['lora_dropout']}: there is no dropout here.", stacklevel=5)
+    return found | ({"lora.dora": True} if said.get("use_dora") else {})
+
+
+def _loss(names: Names) -> dict[str, Any]:
+    """Surrogate, clips, denominator and scale."""
+    found: dict[str, Any] = {}
+    loss = names.get("loss_type")
+    if loss is not None:
+        if loss not in LOSS_TYPES:
+            raise BirlError(f"loss_type={loss!r}: choose one of {', '.join(LOSS_TYPES)}.")
+        found |= {f"algorithm.{name}": value for name, value in LOSS_TYPES[loss].items()}
+    if names.get("importance_sampling_level") == "sequence":
+        found["algorithm.surrogate"] = "gspo"
+    own = loss in ("cispo", "sapo", "gspo")  # whose clips are of another kind
+    low, high = names.get("epsilon"), names.get("epsilon_high")
+    if low is not None and (not own or names.meant("epsilon")):
+        found |= {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+    elif high is not None:
+        found["algorithm.clip_high"] = high
+    if high is not None and loss == "cispo":
+        found["algorithm.clip_high"] = high - 1  # TRL bounds the ratio itself
+    if names.get("delta") is not None:
+        found["algorithm.dual_clip"] = names.get("delta")
+    if (scale := names.get("scale_rewards")) is not None:
+        if scale not in SCALES:
+            raise BirlError(f"scale_rewards={scale!r}: choose group, batch or none.")
+        found["algorithm.scale_rewards"] = SCALES[scale]
+    if loss == "sapo" and any(n.startswith("sapo_temperature") for n in names.changed):
+        pos, neg = names.get("sapo_temperature_pos", 1.0), names.get("sapo_temperature_neg", 1.05)
+        found["algorithm.surrogate_args"] = [f"tau_positive={pos}", f"tau_negative={neg}"]
+    return found
+
+
+def _engine(names: Names) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if names.get("use_vllm"):
+        found["engine.kind"] = "vllm"
+        if names.get("vllm_mode") == "server" and names.get("vllm_server_base_url"):
+            found["engine.attach"] = [names.get("vllm_server_base_url")]
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if names.get(name, off) not in (off, -1):
+            found[f"rollout.{name}"] = names.get(name)
+    return found
