@@ -13,6 +13,7 @@ All rows are made into tokens once, before the first step, so that a broken one 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, overload
 
 from birl.config import schema
@@ -137,7 +138,7 @@ def _as_labelled(rows: Rows, config: schema.Pairs) -> schema.Pairs:
 
 def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[Rows], Any]) -> list[Examples]:
     found, side = [], "validation/" if which == "validation" else ""
-    for rows, prefix in read_sources(config, which, given):
+    for rows, prefix in read_sources(config, which, given, partial(_is_text, config)):
         build, kept, long = reader(rows), [], 0
         for i in range(len(rows)):
             example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i))
@@ -157,6 +158,12 @@ def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[R
             )
         found.append(Examples(rows.name, kept))
     return found
+
+
+def _is_text(config: Any, name: str) -> bool:
+    """All columns but those of labels and margins."""
+    own = (getattr(config, "label_column", ""), getattr(config, "margin_column", ""))
+    return name not in (*own, "label", "margin")
 
 
 def _cut(example: Example, limit: int) -> Example | None:

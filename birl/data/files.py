@@ -6,7 +6,7 @@ late in a file, and it turns text such as "2024-05-01" into dates. Where that ha
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,22 @@ FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
-def read_file(path: Path, label: str = "") -> Part:
+def no_column(name: str) -> bool:
+    return False
+
+
+def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_column) -> Part:
+    """`text`: which columns of CSV, which has no types, are text even where all of their values are numbers."""
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
     try:
         if path.stat().st_size == 0:
             raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
-        table = {"json": _read_json, "csv": _read_csv}.get(kind, _read_binary)(path, kind)
+        if kind == "csv":
+            table = _read_csv(path, kind, text)
+        else:
+            table = {"json": _read_json}.get(kind, _read_binary)(path, kind)
     except OSError as error:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
     return part(label or path.name, SHARD.sub("", path.stem), table)
@@ -44,13 +52,14 @@ def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
     return list(parse_json(path)) if changed else table
 
 
-def _read_csv(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
-    zeros: set[str] = set()  # columns of digits such as 007, of which a number would keep the 7
+def _read_csv(path: Path, kind: str, text: Callable[[str], bool]) -> Sequence[Mapping[str, Any]]:
+    written: set[str] = set()  # columns whose values stay as they are written: of 007 a number would keep the 7
     for row in parse_csv(path):  # all of it: pandas reads rows with a field too many as something else, without a word
-        zeros |= {name for name, value in row.items() if value[:1] == "0" and value.isdigit() and len(value) > 1}
+        written = written or {name for name in row if text(name)}
+        written |= {name for name, value in row.items() if value[:1] == "0" and value.isdigit() and len(value) > 1}
     try:
         # "None" and "NA" are answers
-        return _load(path, kind, keep_default_na=False, converters=dict.fromkeys(zeros, str) or None)
+        return _load(path, kind, keep_default_na=False, converters=dict.fromkeys(written, str) or None)
     except Exception:
         return list(parse_csv(path))
 

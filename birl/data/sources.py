@@ -3,12 +3,12 @@
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birl.data.files import FORMATS, quiet, read_file, undecoded
+from birl.data.files import FORMATS, no_column, quiet, read_file, undecoded
 from birl.data.rows import Part, Rows, part, reason
 from birl.errors import BirlError
 from birl.regular import check_all
@@ -16,20 +16,27 @@ from birl.regular import check_all
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def read(path: str, *, subset: str = "", splits: Sequence[str] = ("train",), limit: int = 0) -> Rows:
+def read(
+    path: str,
+    *,
+    subset: str = "",
+    splits: Sequence[str] = ("train",),
+    limit: int = 0,
+    text: Callable[[str], bool] = no_column,
+) -> Rows:
     """Rows of a file, a folder or a hub name, each optionally as `split@path`.
 
     `splits`: which to take where `path` names none and has several, in order of preference. `limit`: only the first n
-    rows, 0: all.
+    rows, 0: all. `text`: which columns of CSV are text even where all of their values are numbers.
     """
     split, place = _parse(path)
     local = Path(place).expanduser()
     if local.is_file():
         if split not in ("", "train"):
             raise BirlError(f"{path}: one file has no splits. Write {place} alone, or put the splits into a folder.")
-        return Rows(str(local), [read_file(local)], limit)
+        return Rows(str(local), [read_file(local, text=text)], limit)
     if local.is_dir():
-        return Rows(path, _read_folder(local, subset, split, splits), limit)
+        return Rows(path, _read_folder(local, subset, split, splits, text), limit)
     if local.suffix.lower() in FORMATS or not HUB_NAME.fullmatch(place):
         missing = "" if local.parent.is_dir() else f"The folder {local.parent} does not exist."
         raise BirlError(f"{place}: no such file or folder. {missing or _nearest(local)}".rstrip())
@@ -54,7 +61,7 @@ def _nearest(path: Path) -> str:
     return f"Did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
 
 
-def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str]) -> list[Part]:
+def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str], text: Callable[[str], bool]) -> list[Part]:
     from datasets.data_files import EmptyDatasetError
 
     check_all(path, links=True)
@@ -77,7 +84,8 @@ def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str]) -> 
             f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {found[0].name} and the like."
         )
     names = [file.name for file in known]
-    return [read_file(f, f.name if names.count(f.name) == 1 else str(f.relative_to(folder))) for f in known]
+    labels = [f.name if names.count(f.name) == 1 else str(f.relative_to(folder)) for f in known]
+    return [read_file(f, label, text) for f, label in zip(known, labels, strict=True)]
 
 
 def _read_hub(name: str, subset: str, split: str, splits: Sequence[str]) -> Part:

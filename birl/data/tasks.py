@@ -12,10 +12,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any, Literal, overload
 
 from birl.config.schema import Data, Files
+from birl.data.files import no_column
 from birl.data.rows import Rows, pick
 from birl.data.rows import given as handed_over
 from birl.data.sources import read
@@ -129,22 +131,34 @@ def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: boo
     `chat`: the tokenizer has a chat template. What is wrong with a source as a whole raises `BirlError` at once, what
     is wrong with a row raises when that row is asked for.
     """
-    return [Tasks(s, _reader(s, config, chat), prefix=p) for s, p in read_sources(config, which, given)]
+    sources = read_sources(config, which, given, partial(_is_prompt, config))
+    return [Tasks(s, _reader(s, config, chat), prefix=p) for s, p in sources]
 
 
-def read_sources(config: Files, which: Literal["train", "validation"], given: Any = None) -> list[tuple[Rows, str]]:
-    """The rows of each source of data.train or data.validation, and what goes before their ids to tell them apart."""
+def _is_prompt(config: Any, name: str) -> bool:
+    return name == config.prompt_column or name in PROMPTS
+
+
+def read_sources(
+    config: Files,
+    which: Literal["train", "validation"],
+    given: Any = None,
+    text: Callable[[str], bool] = no_column,
+) -> list[tuple[Rows, str]]:
+    """The rows of each source of data.train or data.validation, and what goes before their ids to tell them apart.
+    `text`: see `read`."""
     if given is not None:
         limit = config.max_samples if which == "train" else config.max_validation_samples
         sources = [handed_over(given, which, limit)]
     elif which == "train":
         sources = [
-            read(p, subset=config.subset, splits=(config.split,), limit=config.max_samples) for p in config.train
+            read(p, subset=config.subset, splits=(config.split,), limit=config.max_samples, text=text)
+            for p in config.train
         ]
     else:
         splits = (config.validation_data_split,) if config.validation_data_split else VALIDATION_SPLITS
         limit = config.max_validation_samples
-        sources = [read(p, subset=config.subset, splits=splits, limit=limit) for p in config.validation]
+        sources = [read(p, subset=config.subset, splits=splits, limit=limit, text=text) for p in config.validation]
     return list(zip(sources, _prefixes(sources), strict=True))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from birl.config import schema
 from birl.data.examples import Example, load_pairs, load_texts
+from birl.data.tasks import load_tasks
 from birl.errors import BirlError
 from birl.text.chat import Chat
 from birl.types import Message
@@ -277,3 +278,22 @@ def test_an_end_token_inside_an_answer_does_not_hide_the_rest() -> None:
     """What a user pastes may hold the text of a special token; the answer ends where the template ends it."""
     talk = [TALK[1], {"role": "assistant", "content": "It is <|im_end|> they say."}]
     assert learned(texts([{"messages": talk}])[0]) == ["It is <|im_end|> they say.<|im_end|>"]
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_numbers_of_csv_are_text_as_they_are_written(tmp_path: Path, quote: str) -> None:
+    """CSV has no types: SFT, reward models and DPO learn 7.50 and 1e3, not 7.5 and 1000.0."""
+
+    def file(name: str, *rows: str) -> list[str]:
+        lines = [",".join(f"{quote}{cell}{quote}" for cell in row.split(",")) for row in rows]
+        (tmp_path / name).write_text("\n".join([*lines, ""]))
+        return [str(tmp_path / name)]
+
+    train = file("t.csv", "prompt,answer", "3,7.50", "4,1e3", "5,+7")
+    (found,) = load_texts(schema.Texts(train=train), "train", chat(), 512)
+    assert [whole(e).count(t) for e, t in zip(found, ("7.50", "1e3", "+7"), strict=True)] == [1, 1, 1]
+    train = file("p.csv", "prompt,chosen,rejected,margin", "3,7.50,8,0.5", "4,1e3,9,2")
+    (found,) = load_pairs(schema.RankedPairs(train=train, margin_column="margin"), "train", chat(), 512)
+    assert [e.margin for e in found] == [0.5, 2.0] and "7.50" in whole(found[0])
+    prompts = load_tasks(schema.Data(train=file("r.csv", "prompt,answer", "3.10,7", "4,8")), "train", chat=True)[0]
+    assert prompts[0].prompt[0].content == "3.10"  # pyright: ignore[reportAttributeAccessIssue]
