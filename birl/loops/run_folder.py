@@ -43,7 +43,8 @@ FREE_SECTIONS = ("track.", "checkpoint.", "engine.", "parallel.")
 
 def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
     """Which checkpoint to go on from; refuses a run folder that belongs to another configuration."""
-    newest = checkpoint.latest(run / "checkpoints")
+    there = checkpoint.saved(run / "checkpoints")
+    newest = there[-1].path if there else None  # where it is damaged, it is set aside with a warning
     if "://" in config.resume:
         return chosen_checkpoint(fetched(config.resume, run / "resumed"), run, newest)
     if newest is None and config.resume == "auto" and config.checkpoint.store:

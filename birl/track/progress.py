@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl.track.log import read_jsonl
+from birl.errors import BirlError
+from birl.track.log import numbered
 from birl.track.units import counted
 
 
@@ -121,7 +122,11 @@ def is_share(record: Mapping[str, Any]) -> bool:
 
 def stored(path: Path) -> list[dict[str, Any]]:
     """The records of a run's file, none where there is no file; null (NaN and infinity) reads as NaN."""
-    records = read_jsonl(path) if path.exists() else []
+    records = []
+    for number, record in numbered(path) if path.exists() else []:
+        if type(record.get("step")) not in (int, float):
+            raise BirlError(f"{path}, line {number}: it has no step. Delete the line to read the rest.")
+        records.append(record)
     return [{key: math.nan if value is None else value for key, value in record.items()} for record in records]
 
 

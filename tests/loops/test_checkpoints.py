@@ -1,6 +1,7 @@
 """What a run makes of its checkpoints: damage is found and said, a failing disk stops the run, none is lost."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.store import Store
 from birl.loops import sft
+from birl.models.manifest import digest
 
 
 def trained(tiny: Path, folder: Path, *words: str, run: str = "run") -> dict[str, Any]:
@@ -169,3 +171,38 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     monkeypatch.setattr(checkpoint, "prune", refused)
     assert trained(tiny, tmp_path)["step"] == 3
     assert "WARNING: an old checkpoint cannot be deleted. step-000001 is not ours" in capsys.readouterr().out
+
+
+def test_whatever_is_damaged_is_set_aside_and_the_run_goes_on(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+    """One run, of which one thing after the other is spoilt; metrics that are gone are a warning."""
+    root = tmp_path / "run" / "checkpoints"
+    trained(tiny, tmp_path, "steps=2")
+
+    def no_files() -> None:
+        (root / "step-000002/manifest.json").write_text('{"files": {}}')
+
+    def other_type() -> None:
+        path, manifest = root / "step-000002", json.loads((root / "step-000002/manifest.json").read_text())
+        state = json.dumps({**json.loads((path / "state.json").read_text()), "totals": [1]})
+        (path / "state.json").write_text(state)
+        manifest["files"]["state.json"] = {"bytes": len(state), "sha256": digest(path / "state.json")}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    def loop() -> None:
+        shutil.rmtree(root / "step-000002")
+        (root / "step-000002").symlink_to("step-000002")
+
+    for damage in (no_files, other_type, loop):
+        damage()
+        capsys.readouterr()
+        trained(tiny, tmp_path, "steps=2")
+        said = capsys.readouterr().out
+        assert "WARNING: the checkpoint step-000002 is damaged" in said and "at step 1" in said, damage.__name__
+        assert not checkpoint.verify(root / "step-000002")
+    shutil.copytree(root / "step-000002", root / "step-999999")
+    (tmp_path / "run/metrics.jsonl").unlink()
+    trained(tiny, tmp_path, "steps=3")
+    said = capsys.readouterr().out
+    assert "step-999999 is damaged" in said and "metrics.jsonl is shorter than at the checkpoint" in said
+    assert "at step 2" in said
+    assert checkpoint.latest(root) == root / "step-000003"

@@ -1,0 +1,142 @@
+"""A folder from elsewhere with a pickle in every file, opened by every command and key that takes a folder or URL: it
+runs nothing, and each command ends by itself, without a traceback."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from birl.cli import main
+from birl.errors import BirlError
+from birl.learner.store import COMPLETE
+from tests.tiny import tiny_model_folder
+
+MODEL = (
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "tokenizer.json", "tokenizer_config.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template.jinja"),
+    *("training_args.bin", "optimizer.pt", "adapter_config.json", "adapter_model.bin", "model.gguf"),
+)
+RUN = (
+    *("config.yaml", "metrics.jsonl", "validation.jsonl", "rollouts.jsonl", "ledger.jsonl", "trace.jsonl"),
+    *(
+        "summary.json",
+        "record.jsonl",
+        ".lock",
+        "latest.json",
+        "data.pkl",
+        "README.md",
+        "dataset_info.json",
+        "state.json",
+    ),
+    *("train.jsonl", "train.json", "train.csv", "train.parquet", "train.arrow"),
+    *(f"model/{name}" for name in MODEL),
+)
+CHECKPOINT = (
+    "manifest.json",
+    "state.json",
+    COMPLETE,
+    *(f"tensors/{n}" for n in (".metadata", "index.json", "__0_0.distcp")),
+)
+
+
+class Harm:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.place),)
+
+
+def hostile(folder: Path, harm: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(pickle.dumps(Harm(harm)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hostile folders by what they pretend to be; `good` is a model whose weights have pickles beside them."""
+    root = tmp_path_factory.mktemp("hostile")
+    harm = root / "harm"
+    pickle.loads(pickle.dumps(Harm(root / "works")))
+    assert (root / "works").is_dir()  # unpickling one does harm
+    steps = tuple(f"{where}step-000001/{name}" for where in ("", "checkpoints/") for name in CHECKPOINT)
+    everything = hostile(root / "all", harm, (*MODEL, *RUN, *steps))
+    run = hostile(root / "run", harm, (*RUN, *steps))
+    (run / "config.json").write_text(json.dumps({"model.path": str(everything), "steps": 3}))
+    good = tiny_model_folder(root / "good")
+    hostile(good, harm, tuple(name for name in MODEL if not (good / name).exists()))
+    for folder in (good,):  # these would be read as weights or words of the model, and are no pickles' place
+        for name in ("model.safetensors.index.json", "model.gguf", "chat_template.jinja", "adapter_config.json"):
+            (folder / name).unlink(missing_ok=True)
+    (root / "rows.jsonl").write_text(
+        '{"prompt": "a", "answer": "1", "response": "b", "chosen": "c", "rejected": "d"}\n'
+    )
+    return {"all": everything, "run": run, "good": good, "harm": harm, "rows": root / "rows.jsonl", "root": root}
+
+
+TRAIN = ["model.path=GOOD", "data.train=ROWS", "run=NEW", "steps=1", "threads=1", "track.report=false", "--dry-run"]
+KEYS = [
+    *(["rl", f"{key}=ALL"] for key in ("model.path", "data.train", "data.validation", "critic.path", "run")),
+    *(["rl", f"{key}=ALL/train.json"] for key in ("model.chat_template", "data.train", "reward.functions", "env.kind")),
+    *(["rl", f"data.train=ALL/train.{kind}"] for kind in ("jsonl", "csv", "parquet", "arrow")),
+    *(["rl", "reward.functions=model", "reward.model=ALL"], ["rl", "model.path=ALL/model.gguf"]),
+    *(["rl", "resume=ALL/step-000001"], ["rl", "resume=file://ALL"], ["rl", "resume=file://ALL/step-000001"]),
+    *(
+        ["rl", "resume=ALL"],
+        ["rl", "checkpoint.store=file://ALL/.."],
+        ["sft", "model.path=ALL"],
+        ["rm", "model.path=ALL"],
+    ),
+    *(
+        ["dpo", "model.path=ALL"],
+        ["dpo", "preference.reference=ALL"],
+        ["eval", "model.path=ALL"],
+        ["eval", "model.path=RUN"],
+    ),
+    *(["eval", "data.train=ALL"], ["serve", "model.path=ALL"], ["rl", "ALL/config.yaml"]),
+]
+COMMANDS = [
+    *(["chat", "ALL"], ["chat", "RUN"], ["chat", "RUN/checkpoints/step-000001"], ["ledger", "ALL"], ["runs", "ALL"]),
+    *(["runs", "ROOT"], ["diff", "ALL", "RUN"], ["diff", "RUN", "RUN"], ["rollouts", "ALL"], ["rollouts", "RUN"]),
+    *(["trace", "ALL"], ["plan", "model.path=ALL"], ["reproduce", "ALL"], ["status", "ALL"], ["logs", "ALL"]),
+    *(["checkpoints", "RUN"], ["checkpoints", "RUN", "verify"], ["checkpoints", "RUN", "convert"]),
+    *(["checkpoints", "RUN", "export", "last", "NEW"], ["checkpoints", "RUN", "export-adapter", "1", "NEW"]),
+    *(["checkpoints", "RUN", "prune", "1"], ["checkpoints", "ALL", "export", "best", "NEW"]),
+]
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, *KEYS], ids=" ".join)
+def test_no_pickle_of_a_folder_runs(
+    words: list[str], world: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if words in KEYS and words[0] in ("rl", "sft", "rm", "dpo"):
+        given = {word.partition("=")[0] for word in words}
+        words = [*words, *(word for word in TRAIN if word.partition("=")[0] not in given)]
+        if any(word.startswith(("resume=", "checkpoint.store=", "run=")) for word in words if "NEW" not in word):
+            words = [word for word in words if word != "--dry-run"]
+    if words[0] == "rl" and not any(word.startswith("reward.functions") for word in words):
+        words = [*words, "reward.functions=math"]
+    if words[0] == "eval":
+        words = [*words, "reward.functions=math", *(["data.validation=ROWS"] if "data.train=ALL" not in words else [])]
+    copy = shutil.copytree(world["run"], tmp_path / "run")
+    places = {"ALL": world["all"], "RUN": copy, "GOOD": world["good"], "ROWS": world["rows"], "ROOT": world["root"]}
+    for name, place in {**places, "NEW": tmp_path / "new"}.items():
+        words = [word.replace(name, str(place)) for word in words]
+    try:
+        main(words)
+    except SystemExit:
+        pass
+    except BirlError as error:
+        pytest.fail(f"not told by the command line: {error}")
+    assert not world["harm"].exists()
