@@ -280,7 +280,8 @@ os.symlink(facts["secret"], "main.py")
 PLACES = """
 PLACES = [".", "/tmp", "/dev/shm", "/run", "/var/tmp", facts["folder"]]
 for root, folders, _ in os.walk("/"):
-    folders[:] = [name for name in folders if f"{root}/{name}" not in ("//proc", "//usr", "//sys")]
+    inner = [name for name in folders if f"{root}/{name}" not in ("//proc", "//usr", "//sys")]
+    folders[:] = inner if root.count("/") < 3 else []
     PLACES.append(root)
 """
 LEAVE = """

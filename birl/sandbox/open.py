@@ -1,16 +1,21 @@
 """Which sandbox this machine can have: found out by a trial run, never by looking for a program."""
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.sandbox import attacks
+from birl.sandbox.code import Case, SandboxFailed, run_test
 from birl.sandbox.command import interpreters
 from birl.sandbox.local import LocalSandbox
-from birl.sandbox.protocol import Limits, Sandbox
+from birl.sandbox.protocol import Limits, Result, Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +102,13 @@ async def problem(kind: str, python: str) -> str:
     try:
         async with LocalSandbox(kind, python=python, workers=1) as sandbox:
             result = await sandbox.run({"probe.py": PROBE}, ["python", "probe.py"], Limits(seconds=10))
-    except (BirlError, OSError) as error:
+            return _seen(result, kind) or ("" if kind == "process" else await _hostile(sandbox))
+    except (BirlError, OSError, SandboxFailed) as error:
         return str(error)
+
+
+def _seen(result: Result, kind: str) -> str:
+    """What is wrong with a kind in which the probe came to this. Empty: nothing."""
     if not result.good:
         said = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return result.detail or f"the trial run ended with exit code {result.exit_code}: {' '.join(said)}"
@@ -111,6 +121,34 @@ async def problem(kind: str, python: str) -> str:
     if found["worked"] and kind != "process":
         return f"a program in it could {', '.join(found['worked'])}"
     return ""
+
+
+async def _hostile(sandbox: Sandbox) -> str:
+    """What hostile programs reach that a hidden test must be kept from: those of attacks.py that take no time. All of
+    them are run by `python -m birl.sandbox`."""
+    limits, facts = Limits(seconds=10), {"folder": "/tmp", "sleep": f"3{int.from_bytes(os.urandom(4)):010d}"}
+    test, right = Case(snippet="assert add(1, 2) == 3"), "def add(a, b):\n    return a + b"
+    for name in ("the request in frames", "the request in /proc/self/mem"):
+        if (await run_test(sandbox, attacks.FORGERIES[name], test, limits)).passed:
+            return f"a program in it could read its hidden test from {name}"
+    verdict = await run_test(sandbox, right, test, limits)
+    if not verdict.passed:
+        return f"a right program fails a test in it: {verdict.detail}"
+    for program in (attacks.LEAVE + attacks.DAEMON, attacks.FIND):
+        files = {"main.py": attacks.START + attacks.PLACES + program}
+        result = await sandbox.run(files, ["python", "main.py"], limits, json.dumps(facts))
+        if b"BROKEN" in result.stdout:
+            return f"a program in it left something for the next: {result.stdout.decode(errors='replace')[:200]}"
+    return "a program in it outlives its run" if _running(facts["sleep"]) else ""
+
+
+def _running(word: str) -> bool:
+    """Whether a process has this word in its command."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in path.read_bytes():
+                return True
+    return False
 
 
 def available() -> dict[str, Trial]:

@@ -56,6 +56,24 @@ def test_the_trial_run_sees_what_a_program_can_do(monkeypatch: pytest.MonkeyPatc
     assert "a program in it could open a socket" in reason and "write to /var/tmp" in reason
 
 
+@pytest.mark.parametrize(
+    ("name", "program", "reason"),
+    [
+        (
+            "FORGERIES",
+            {"the request in frames": "def add(a, b): return 3"},
+            "read its hidden test from the request in fra",
+        ),
+        ("FIND", "broken('found')", "left something for the next: BROKEN: found"),
+    ],
+)
+def test_a_kind_in_which_a_hostile_program_succeeds_is_not_taken(
+    name: str, program: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open.attacks, name, program)
+    assert reason in asyncio.run(open.problem("landlock", command.interpreters()[-1]))
+
+
 def test_without_any_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SYSTEM_PATH", "/nowhere")
     monkeypatch.setattr(open, "AUTO", ("zygote", "bubblewrap"))
