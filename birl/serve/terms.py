@@ -100,6 +100,8 @@ class Terms:
                 self.note("tool_choice", f"{json.dumps(choice)[:60]}; calls in this model's format cannot be forced.")
                 return ""
             key, body = "tool_choice" if forced else key or "tools", calls
+        elif tools and data.get("parallel_tool_calls") is False:
+            self.vain("parallel_tool_calls", False)
         return self.sound(key, body) if body else ""
 
     def sound(self, key: str, body: str) -> str:

@@ -61,11 +61,12 @@ def server(runs: "Runs", listener: socket.socket) -> "uvicorn.Server":
     """The server of the page, not started: `.run([listener])` blocks until a signal."""
     import uvicorn
 
+    from birl.serve.connections import Patient
     from birl.view.server import app
 
     return uvicorn.Server(
         uvicorn.Config(
-            app(runs, listener.getsockname()[1]), http="h11", ws="none", lifespan="off", log_level="warning",
+            app(runs, listener.getsockname()[1]), http=Patient, ws="none", lifespan="off", log_level="warning",
             access_log=False, server_header=False, timeout_graceful_shutdown=1,
         )
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What an agent asks for while it is trained it may ask of `birl serve`: one parser, one tolerance, and on the server
 answers of a form."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 import anthropic
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from birl.text.chat import Chat
 from birl.text.grammar import Guide, calls_of, whole
-from birl.types import SamplingParams
 from tests.rollout.scripted import Scripted
 from tests.serve.running import Running, running
 from tests.serve.test_gateway import HI, Place, played
@@ -41,6 +42,10 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 def ask(client: openai.OpenAI, **keys: Any) -> Any:
     return client.chat.completions.create(**{"model": "any", "messages": HI, "max_tokens": 60, "seed": 1, **keys})
+
+
+class Answer(pydantic.BaseModel):
+    right: bool
 
 
 STRICT = {**ADD, "function": {**ADD["function"], "strict": True}}
@@ -244,6 +249,30 @@ def test_text_and_tokens_as_vllm_has_them(server: Running) -> None:
     assert server.http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
+def test_an_agent_of_openai_agents_runs(server: Running) -> None:
+    """A strict tool, a forced first call, then structured output."""
+    agents = pytest.importorskip("agents")
+    if not hasattr(agents, "OpenAIChatCompletionsModel"):
+        pytest.skip("another package of that name")
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def add(a: bool) -> str:
+        """Adds."""
+        return "7"
+
+    async def main() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="s3cret", max_retries=0) as client:
+            model = agents.OpenAIChatCompletionsModel(model="any", openai_client=client)
+            settings = agents.ModelSettings(max_tokens=90, tool_choice="required", parallel_tool_calls=False)
+            agent = agents.Agent(name="x", model=model, tools=[add], output_type=Answer, model_settings=settings)
+            return await agents.Runner.run(agent, "What is 3 + 4?", max_turns=20)
+
+    result = asyncio.run(main())
+    assert isinstance(result.final_output, Answer)
+    assert any(type(item).__name__ == "ToolCallOutputItem" for item in result.new_items)
+
+
 def test_guided_answers_do_not_change_others(server: Running) -> None:
     """In one batch with answers of a form."""
     from concurrent.futures import ThreadPoolExecutor
@@ -255,4 +284,3 @@ def test_guided_answers_do_not_change_others(server: Running) -> None:
         others = [pool.submit(server.http.post, "/v1/chat/completions", json=sent) for _ in range(3)]
         assert pool.submit(server.generate, prompt, max_tokens=30, seed=5, ignore_eos=True).result() == alone
         assert all(json.loads(o.result().json()["choices"][0]["message"]["content"])["a"] in (3, 4) for o in others)
-    assert SamplingParams(max_tokens=1).forced == ()
