@@ -35,12 +35,26 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     except BirlError:
         raise
     except Exception as error:  # whatever the user's file raises
-        raise BirlError(f"{key}={name}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+        told = f"{key}={name}: {place} cannot be imported: {type(error).__name__}: {error}."
+        raise BirlError(told.replace("..", ".") + missing(error)) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise BirlError(f"{key}={name}: {place} has no function {attribute}. It has: {', '.join(known) or 'none'}.")
     return function
+
+
+# Packages that are imported by another name than they are installed by.
+PACKAGES = {"bs4": "beautifulsoup4", "cv2": "opencv-python", "dotenv": "python-dotenv", "PIL": "pillow",
+            "sklearn": "scikit-learn", "yaml": "pyyaml"}  # fmt: skip
+
+
+def missing(error: Exception) -> str:
+    """How to install what an import did not find; empty for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    package = error.name.partition(".")[0]
+    return f" Install it for this Python: {sys.executable} -m pip install {PACKAGES.get(package, package)}"
 
 
 def from_file(path: Path) -> ModuleType:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,33 @@ def test_a_folder_of_another_command(
     assert main(["rm", *words]) == 2
     error = capsys.readouterr().err
     assert "here belongs to a run of another command than `birl rm`" in error and len(error.splitlines()) == 1
+
+
+REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.train=nosuch.jsonl"], "nosuch.jsonl: no such file or folder"),
+        (["data.train=rows.jsonl", "data.validation=nosuch.csv"], "nosuch.csv: no such file or folder"),
+        (["data.train=rows.jsonl", "env=nosuch"], "env.kind=nosuch: must be"),
+        (["data.train=rows.jsonl", "env=agent.py:act"], "-m pip install no_such_package"),
+        (["data.train=rows.jsonl", "reward=nosuch.py:score"], "there is no file nosuch.py"),
+        (["data.train=rows.jsonl", "reward=mine.py:scores"], "has no function scores. Did you mean score?"),
+    ],
+)
+def test_what_is_not_there_is_told_before_torch_is_imported(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loaded(name: str) -> None:
+        raise AssertionError(f"{name} was imported first")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "birl.loops.rl", raising=False)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "agent.py").write_text("import no_such_package\n\ndef act(task, base_url):\n    return 0.0\n")
+    monkeypatch.setattr("birl.cli.configured.load", loaded)
+    assert main(["rl", *words]) == 2
+    assert said in capsys.readouterr().err

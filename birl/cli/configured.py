@@ -1,5 +1,6 @@
 """Training, `eval` and `serve`: words are flags, YAML files and key=value."""
 
+import ast
 import os
 import shutil
 import sys
@@ -20,6 +21,9 @@ ONLY = {  # flag -> the commands that take it, and why others do not
 }
 
 
+LOOPS = {"eval": "birl.loops.evaluation"}
+
+
 def run(command: str, words: list[str]) -> int:
     """Exit code; raises `BirlError`."""
     from birl.config.load import load_with_choices, to_yaml
@@ -37,7 +41,10 @@ def run(command: str, words: list[str]) -> int:
     if "--print-config" in flags:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
-    elif "--validate" in flags:
+        return 0
+    if LOOPS.get(command, f"birl.loops.{command}") not in sys.modules:  # else it tells as soon
+        check_names(config)
+    if "--validate" in flags:
         return load("birl.loops.validate").run(config)
     elif command == "eval":
         load("birl.loops.evaluation").run(config)
@@ -53,9 +60,46 @@ def run(command: str, words: list[str]) -> int:
     return 0
 
 
-def exit_code(summary: dict[str, Any]) -> int:
+def check_names(config: Any) -> None:
+    """Files, environments and reward functions that are not there are told before torch is imported, which takes
+    seconds. Raises `BirlError`."""
+    data = getattr(config, "data", None)
+    if data is not None:
+        from birl.data.sources import check_place
+
+        for path in (*data.train, *data.validation):
+            check_place(path)
+    if hasattr(config, "env"):
+        from birl.envs.open import check_world
+
+        check_world(config.env)
+    for name in config.reward.functions if hasattr(config, "reward") else ():
+        file, colon, function = name.rpartition(":")
+        if colon and file.endswith(".py"):
+            check_function("reward.functions", file, function)
+
+
+def check_function(key: str, file: str, name: str) -> None:
+    """Without running the file: it may be slow, and belongs into a worker. Raises `BirlError`."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise BirlError(f"{key}={file}:{name}: there is no file {file} in {Path.cwd()}.")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # the worker says where
+    known = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    source = path.read_text("utf-8", "replace")
+    if name not in source:  # nor assigned, nor imported
+        raise BirlError(
+            f"{key}={file}:{name}: {file} has no function {name}.{did_you_mean(name, known)} "
+            f"It has: {', '.join(sorted(known)) or 'none'}."
+        )
+
+
+def exit_code(summary: dict[str, Any] | None) -> int:
     """Of a training: 0, or that of the signal that ended it before its time."""
-    return 0 if summary.get("finished", True) else 128 + summary["signal"]
+    return 128 + summary["signal"] if summary and not summary.get("finished", True) else 0
 
 
 def _over_ranks(

@@ -37,10 +37,17 @@ def read(
         return Rows(str(local), [read_file(local, text=text)], limit)
     if local.is_dir():
         return Rows(path, _read_folder(local, subset, split, splits, text), limit)
-    if local.suffix.lower() in FORMATS or not HUB_NAME.fullmatch(place):
+    check_place(path)
+    return Rows(path, [_read_hub(place, subset, split, splits)], limit)
+
+
+def check_place(path: str) -> None:
+    """Raises `BirlError` where `path` can only be a file or folder, and there is none. Reads nothing."""
+    place = _parse(path)[1]
+    local = Path(place).expanduser()
+    if not local.exists() and (local.suffix.lower() in FORMATS or not HUB_NAME.fullmatch(place)):
         missing = "" if local.parent.is_dir() else f"The folder {local.parent} does not exist."
         raise BirlError(f"{place}: no such file or folder. {missing or _nearest(local)}".rstrip())
-    return Rows(path, [_read_hub(place, subset, split, splits)], limit)
 
 
 def _parse(path: str) -> tuple[str, str]:
