@@ -181,8 +181,12 @@ def attention(
         )
     if layout is None:  # a plain call, such as model(input_ids): every row is one sequence
         layout = Packed([Tree(prefix=query.shape[2])], query.device)
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise BirlError(f"{type(module).__name__} does not say which layer it is; this architecture is not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(module.layer_idx, query, key, value, scale, sliding_window), None  # pyright: ignore
+    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window  # Qwen2-MoE's is
+    return layout.attend(layer, query, key, value, scale, window), None  # in its mask alone
 
 
 AttentionInterface.register(NAME, attention)

@@ -2,16 +2,23 @@
 think."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from birl.errors import BirlError
+from birl.errors import BirlError, first_line
+from birl.kernels import PAGE
 from birl.models import decoder, fused_decoder
 from birl.models.attention import Layout, Packed, RowLayout, Tree
 from birl.models.decoder import decoder_for
 from birl.models.fused_decoder import fused_for
+from birl.models.paged import Cache, Paged
+from birl.models.slots import computed_by, slots_of
+
+BOUND = 1e-3  # nats between two ways to compute a log-prob in float32
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
@@ -47,51 +54,118 @@ def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -
     return Packed([Tree(prefix, branches) for prefix, branches in trees], device)
 
 
-@torch.no_grad()
 def verify(model: nn.Module) -> None:
-    """Refuse an architecture for which packing, shared prefixes or the bare head would be silently wrong: recurrent
-    layers, logit scaling, biases by absolute place. Compares three short sequences, separate and packed, with the
-    logits of transformers' own forward. For float32 weights.
+    """Refuse an architecture for which birl's forward passes would be silently wrong: recurrent layers, logit scaling,
+    biases by absolute place, masks that are not what attention is told. Log-probs of short sequences, packed into one
+    row and one after another over pages of the cache, are compared with those of transformers' own forward, which has
+    its own attention and masks; of this model, and once for each architecture of a small one with windows shorter than
+    the sequences (`models/twin.py`). For float32 weights.
 
     Raises `BirlError`.
     """
+    check_positions(model)
+    compare(model, Tree(5, (4, 3)), Tree(5))
+    prove(cast(Any, model).config, head(model).weight.device, type(model))
+
+
+def prove(config: Any, device: torch.device, kind: type | None = None) -> None:
+    """`verify`'s second half, by a model's config; remembered in the cache. `kind`: the model's class, where a config
+    could mean several."""
+    from birl.models import twin  # which loads models, and that needs `head`
+
+    try:
+        small = twin.twin(config)
+    except Exception as error:
+        raise BirlError(
+            f"birl cannot verify {config.model_type}: a small model of its config cannot be built "
+            f"({first_line(error)})."
+        ) from error
+    check_positions(small)
+    if kind is not None and type(small) is not kind:
+        return
+    said = twin.proved(small, device)
+    if said.exists():
+        return
+    compare(small.to(device), Tree(21, (14, 9)), Tree(30))
+    with suppress(OSError):
+        said.parent.mkdir(parents=True, exist_ok=True)
+        said.touch()
+
+
+@torch.no_grad()
+def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
+    """`tree` has two branches. Raises `BirlError` where log-probs differ by more than `BOUND`."""
+    device, n = head(model).weight.device, tree.prefix
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, head(model).weight.shape[0], (len(tree) + len(other),), generator=generator).to(device)
+    positions = torch.tensor(tree.positions() + other.positions(), device=device)
+    first, second = tree.branches
+    sequences = [ids[: n + first], torch.cat([ids[:n], ids[n + first : len(tree)]]), ids[len(tree) :]]
+
+    def packed_rows() -> Tensor:
+        rows = head(model)(hidden_states(model, ids, positions, Packed([tree, other], device))).float().log_softmax(-1)
+        stem, one, two, rest = rows.split([n, first, second, len(other)])
+        return torch.cat([stem, one, stem, two, rest])
+
+    def alone() -> Tensor:
+        with computed_by(model, "eager"):
+            logits = [cast(Any, model)(input_ids=s[None], use_cache=False).logits[0].float() for s in sequences]
+        return torch.cat(logits).log_softmax(-1)
+
+    def paged() -> Tensor:
+        return decoded(model, sequences[0])
+
+    kind = type(model).__name__
+    try:
+        expected = alone()
+        for name, way in (("packed", packed_rows), ("over the cache", paged)):
+            found = way()
+            gap = (found - expected[: len(found)]).abs().max().item()
+            if gap <= BOUND:
+                continue
+            again = [(way() - found).abs().max().item(), (alone() - expected).abs().max().item()]
+            raise BirlError(
+                f"{kind} gives other log-probs {name} than alone by transformers' own forward (difference {gap:.2g}, "
+                f"allowed {BOUND}): "
+                + (
+                    "its layers look across packed sequences, its masks are not what its attention is told, or its "
+                    "logits are post-processed. birl cannot train this architecture."
+                    if not any(again)
+                    else f"computed again, the same numbers come out otherwise ({name} by {again[0]:.2g}, alone by "
+                    f"{again[1]:.2g}), so this machine or a library computes wrongly. Try again; BIRL_KERNELS=0 leaves "
+                    "out birl's own kernels."
+                )
+            )
+    except BirlError:
+        raise
+    except Exception as error:
+        raise BirlError(
+            f"birl does not support {kind}: its forward pass fails with birl's attention ({type(error).__name__}: "
+            f"{first_line(error)})."
+        ) from error
+
+
+def decoded(model: nn.Module, ids: Tensor) -> Tensor:
+    """Log-probs [T, V] of one sequence over the cache: its first two thirds in two pieces, then token by token."""
+    device, length = head(model).weight.device, len(ids)
+    cache = Cache.make(-(-length // PAGE), slots_of(model), head(model).weight.dtype, device)
+    table, rows = [list(reversed(range(len(cache.keys[0]))))], []
+    cuts = [0, length // 3, 2 * length // 3, *range(2 * length // 3 + 1, length + 1)]
+    for begin, end in pairwise(cuts):
+        places = list(range(begin, end))
+        layout = Paged.of(cache, table * len(places), [i + 1 for i in places], [len(places)], [0])
+        hidden = hidden_states(model, ids[begin:end], torch.tensor(places, device=device), layout)
+        rows.append(head(model)(hidden).float())
+    return torch.cat(rows).log_softmax(-1)
+
+
+def check_positions(model: nn.Module) -> None:
+    """Raises `BirlError` where a token's angle depends on other sequences."""
     if changing := rope_types(model) & {"dynamic", "longrope"}:
         raise BirlError(
             f"{type(model).__name__} has rotary positions of the kind {changing.pop()}: the angles of every token "
             "depend on the longest sequence in the batch, so that no token has one log-prob. birl cannot train it; "
             "where the sequences are short enough to do without, set rope_type to default in its config.json."
-        )
-    vocabulary = head(model).weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (17,), generator=generator)
-    tree, other = Tree(5, (4, 3)), Tree(5)
-    device = head(model).weight.device
-    ids = ids.to(device)
-    positions = torch.tensor(tree.positions() + other.positions(), device=device)
-
-    def computed() -> tuple[Tensor, Tensor]:
-        """Log-probs of the three sequences, packed by us and alone by transformers."""
-        rows = hidden_states(model, ids, positions, Packed([tree, other], device))
-        separate = [ids[:9], torch.cat([ids[:5], ids[9:12]]), ids[12:]]
-        logits = [model(input_ids=s[None], use_cache=False).logits[0].float() for s in separate]
-        alone = torch.cat([logits[0], logits[1][5:], logits[2]])
-        return head(model)(rows).float().log_softmax(-1), alone.log_softmax(-1)
-
-    found, expected = computed()
-    gap = (found - expected).abs().max().item()
-    bound = 1e-3
-    if not gap <= bound:
-        again = [(a - b).abs().max().item() for a, b in zip(computed(), (found, expected), strict=True)]
-        raise BirlError(
-            f"{type(model).__name__} gives other log-probs packed than alone (difference {gap:.2g}, allowed {bound}): "
-            + (
-                "its layers look across packed sequences, or its logits are post-processed. birl cannot train this "
-                "architecture."
-                if not any(again)
-                else f"computed again, the same numbers come out otherwise (packed by {again[0]:.2g}, alone by "
-                f"{again[1]:.2g}), so this machine or a library computes wrongly. Try again; BIRL_KERNELS=0 leaves out "
-                "birl's own kernels."
-            )
         )
 
 

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 
 from birl.errors import BirlError
 from birl.models import attention
-from birl.models.forward import verify
+from birl.models.forward import prove
 from birl.models.load import REWARD_MODEL, check_files, check_report, quiet, reward_head, weight_files, with_head
 
 
@@ -143,23 +143,8 @@ def values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def verify_small(folder: Path, device: torch.device) -> None:
-    """`forward.verify` of a model of the same class and widths with few layers and words and random weights: packing is
-    right or wrong for an architecture, whatever its weights are. Raises `BirlError`."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    text = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or ())
-    layers = min(text.num_hidden_layers, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = layers, min(text.vocab_size, 512), None
-    if kinds:
-        text.layer_types = kinds[:layers]
-    for width in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if getattr(text, width, None):
-            setattr(text, width, min(getattr(text, width), 256))
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_config(config, **options)
-    verify(model.to(device).eval())
+    """`forward.verify` of a small model of the same architecture. Raises `BirlError`."""
+    prove(AutoConfig.from_pretrained(folder, trust_remote_code=False), device)
 
 
 def _built(config: Any) -> Any:

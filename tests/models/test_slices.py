@@ -62,12 +62,14 @@ def in_parts(ranks: Ranks, folder: Path, trainable: bool) -> dict[str, torch.Ten
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parts_make_the_whole_model(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path, size="40KB")  # several files
-    expected = values(load_model(folder))
+    expected = values(whole := load_model(folder))
+    buffers = dict(whole.named_buffers())  # parameters begin as their own rounding
+    begun = {n: t if n in buffers else t.bfloat16().float() for n, t in expected.items()}
     dense = "experts" not in " ".join(expected)
     for grid in (Grid(fsdp=3), *([Grid(fsdp=2, tp=2)] if dense else [])):
         for found in on_ranks(grid, in_parts, folder, True):
             assert found.keys() == expected.keys()
-            assert all(torch.equal(found[n], t) for n, t in expected.items()), grid
+            assert all(torch.equal(found[n], t) for n, t in begun.items()), grid
     alone: Any = sketched(folder, CPU)
     assert fill(alone) and not fill(alone)
     assert all(torch.equal(t, expected[n]) for n, t in values(alone).items())

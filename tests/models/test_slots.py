@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from birl import kernels
 from birl.errors import BirlError
 from birl.kernels import PAGE
-from birl.models import attention
-from birl.models.forward import head, hidden_states
+from birl.models import attention, twin
+from birl.models.attention import Packed
+from birl.models.forward import head, hidden_states, verify
 from birl.models.load import skeleton
 from birl.models.paged import Cache, Paged, Slot
 from birl.models.slots import page_bytes, slots_of
@@ -164,3 +165,56 @@ def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
         pytest.skip("no kernels here")
     with pytest.raises(BirlError, match="no word of the vocabulary"):
         k.logprobs(torch.zeros(2, 48), torch.tensor([3, target]), 1.0)
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS |= {"shared_expert_intermediate_size": 32}
+RIGHT = {
+    "qwen2_moe": SLIDING | EXPERTS | {"layer_types": ["full_attention", "sliding_attention"]},
+    "diffllama": {"num_key_value_heads": 2},
+    "hrm_text": {"head_dim": 16, "num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16, "num_hidden_layers": 6},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 4096},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 16} | EXPERTS,
+    "deepseek_v3": MLA | {"v_head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_what_is_accepted_is_right(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Windows in the mask alone, layers that call attention twice or run several times: over the cache, too."""
+    monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
+    model = build(kind, **RIGHT[kind])
+    verify(model)
+    ids = torch.randint(0, 64, (45,), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(decoded(model, ids), own(model, ids), atol=1e-3, rtol=0)
+    assert list(tmp_path.iterdir())
+
+
+def test_a_window_that_attention_is_not_told_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The reference has transformers' own masks: had it birl's attention, both would be wrong alike."""
+    monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
+    model = build("mistral", num_key_value_heads=2, sliding_window=4096)
+    attend = Packed.areas
+    monkeypatch.setattr(Packed, "areas", lambda self, window: attend(self, None))
+    with pytest.raises(BirlError, match="MistralForCausalLM gives other log-probs packed than alone"):
+        verify(model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_calls_overwrite_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
+    model = build("diffllama", num_key_value_heads=2)
+    monkeypatch.setattr("birl.models.forward.slots_of", lambda model: list(slots_of(model)[::2]))
+    with pytest.raises(BirlError, match="gives other log-probs over the cache than alone"):
+        verify(model)
+
+
+@pytest.mark.parametrize("kind", ["mpt", "bloom"])
+def test_layers_that_do_not_call_attention_are_refused_by_name(kind: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=64, d_model=64, n_layers=2, n_heads=4, n_layer=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(BirlError, match=type(model).__name__):
+        verify(model)

@@ -1,0 +1,71 @@
+"""A small random model of a config's architecture: few layers, words and experts' features, short windows, and weights
+large enough for every part to count. What attention, masks and layers do is right or wrong for an architecture,
+whatever its size and weights are, and here it takes milliseconds to see."""
+
+import hashlib
+import math
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from birl import kernels
+from birl.cache import cache_folder
+from birl.models import attention
+from birl.models.load import quiet
+
+WINDOW = 8  # tokens that a sliding window or a chunk of attention has, at most
+WORDS = 512
+INNER = 256
+POSITIONS = 64
+
+
+def shrunk(config: Any) -> Any:
+    """A copy of a config with few layers, one of each kind at least."""
+    config = deepcopy(config)
+    text = config.get_text_config()
+    before = text.num_hidden_layers
+    by_layer = {n: v for n, v in vars(text).items() if isinstance(v, list | tuple) and len(v) == before}
+    kinds = [tuple(repr(v[i]) for v in by_layer.values()) for i in range(before)]
+    layers = min(before, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    text.num_hidden_layers = layers
+    for name, value in by_layer.items():
+        setattr(text, name, value[:layers])
+    text.vocab_size, text.pad_token_id = min(text.vocab_size, WORDS), None
+    for width in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(text, width, None):
+            setattr(text, width, min(getattr(text, width), INNER))
+    for name, value in list(vars(text).items()):
+        window = ("window" in name and name != "max_window_layers") or name.startswith("attention_chunk")
+        if window and isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:
+            setattr(text, name, WINDOW)
+    if 0 < getattr(text, "max_position_embeddings", POSITIONS) < POSITIONS:
+        text.max_position_embeddings = POSITIONS
+    return config
+
+
+def twin(config: Any) -> nn.Module:
+    """Raises what transformers raises for a config that cannot be shrunk."""
+    options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
+    with quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = cast(Any, AutoModelForCausalLM.from_config(shrunk(config), **options))
+        for parameter in model.parameters():  # an initialisation of 0.02 would hide what is wrong behind zeros
+            wide = 1 / math.sqrt(parameter.shape[-1])
+            if parameter.ndim >= 2 and 0 < float(parameter.std()) < wide:
+                parameter.normal_(0, wide)
+    return model.eval()
+
+
+def proved(model: nn.Module, device: torch.device) -> Path:
+    """The file that says that this twin was compared on this kind of device, with these versions."""
+    birl = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        birl.update(file.read_bytes())
+    versions = (transformers.__version__, torch.__version__, birl.hexdigest(), kernels.problem())
+    identity = repr((type(model).__name__, cast(Any, model).config.to_json_string(), str(device), versions, "float32"))
+    return cache_folder("proofs") / hashlib.sha256(identity.encode()).hexdigest()[:32]
