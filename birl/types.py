@@ -67,6 +67,7 @@ class Task:
     messages: bool = False
 
 
+LARGEST = 1e18  # of a reward: means and squares of such numbers fit into float32
 ROUNDING = 1e-3  # a log-softmax may exceed 0 by its own rounding [nats]
 
 

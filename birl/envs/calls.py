@@ -104,11 +104,15 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
             threads.leave(future)
             raise
         return await found if inspect.isawaitable(found) else found
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         # It cancelled itself: nobody asked this episode to end.
         raise RuntimeError("it was cancelled from within") from error
+    except Exception:
+        raise
+    except GeneratorExit:
+        raise
+    except BaseException as error:  # SystemExit, KeyboardInterrupt and their like would end the run, not the episode
+        raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from error

@@ -117,11 +117,9 @@ def own_section(kind: str) -> type:
 def _named(config: schema.Env, given: Any) -> tuple[Any, Any]:
     """What `env.kind` names, and its own keys."""
     kind, named = config.kind, given or _found(config.kind)
-    if inspect.isclass(named):
-        if not hasattr(named, "run") and not (hasattr(named, "start") and hasattr(named, "step")):
-            raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.")
-        if not hasattr(named, "close"):
-            raise BirlError(f"env.kind={kind}: {named.__name__} has no close.")
+    plays = hasattr(named, "run") or (hasattr(named, "start") and hasattr(named, "step"))
+    if inspect.isclass(named) and not plays:
+        raise BirlError(f"env.kind={kind}: {named.__name__} has neither start and step nor run.")
     return named, read_section(_section(kind, named), config.options, "env.")
 
 

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from birl.errors import BirlError
-from birl.types import Outcome
+from birl.types import LARGEST, Outcome
 
 BUILTINS = {
     "math": "birl.rewards.math:math",
@@ -284,4 +284,6 @@ def _number(value: object) -> float | str | None:
         number = float(value)  # type: ignore[arg-type]
     except Exception as error:
         return f"returned a {type(value).__name__} that is no number ({error})".splitlines()[0]
+    if abs(number) > LARGEST and math.isfinite(number):
+        return f"returned {number:g}, which is too large: a reward is between -{LARGEST:g} and {LARGEST:g}"
     return number if math.isfinite(number) else f"returned {number}"

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import select
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from birl.errors import BirlError
 from birl.rewards.functions import Answers, CallFailed, Invocation, failed
 from birl.types import Outcome
 
+MOST = 1 << 28  # bytes of one reply
 START_TIMEOUT = 120.0  # seconds a worker may take to import the functions
 CLOSED = "the rewards were closed"
 ONE_THREAD = dict.fromkeys(
@@ -216,20 +218,23 @@ class Worker:
                 print(line, end="", file=sys.stderr)
 
     def _exchange(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any] | None:
-        """Send one line, get one line. None after the deadline. A worker that failed to answer is dead afterwards."""
+        """Send one line with a new key, get the line that begins with it. None after the deadline. A worker that failed
+        to answer is dead afterwards."""
         process = self._process
         if process is None:
             raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False)
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + timeout
-        data = memoryview(json.dumps(request).encode() + b"\n")
+        key = secrets.token_hex(16)
+        data = memoryview(json.dumps({**request, "key": key}).encode() + b"\n")
+        key = key.encode()
         try:
             while data:
                 if not _wait(process, process.stdin.fileno(), select.POLLOUT, deadline):
                     self.end()
                     return None
                 data = data[os.write(process.stdin.fileno(), data) :]
-            while b"\n" not in self._buffer:
+            while (line := self._reply(key)) is None:
                 if not _wait(process, process.stdout.fileno(), select.POLLIN, deadline):
                     self.end()
                     return None
@@ -237,12 +242,25 @@ class Worker:
                 if not got:
                     raise BrokenPipeError
                 self._buffer += got
+                if len(self._buffer) > MOST:
+                    self.end()
+                    raise CallFailed(Outcome.ENV_ERROR, f"the worker replied with over {MOST >> 20} MiB")
         except OSError as error:
             if self._closed:
                 raise CallFailed(Outcome.ABORTED, CLOSED, isolate=False) from error
             raise CallFailed(Outcome.ENV_ERROR, self._obituary()) from error
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:  # something wrote between its parts
+            self.end()
+            raise CallFailed(Outcome.ENV_ERROR, "the worker's reply was damaged on its way") from error
+
+    def _reply(self, key: bytes) -> bytes | None:
+        """The line with this key, if it has come. Others are thrown away: a reward function may write anywhere."""
+        if b"\n" not in self._buffer:
+            return None
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return next((line.removeprefix(key) for line in lines if line.startswith(key)), None)
 
     def _obituary(self) -> str:
         process = self._process

@@ -141,7 +141,9 @@ class Rewards:
             await self.start()
         n = len(completions)
         reserved = {"prompts": list(prompts), "completions": list(completions)}
-        offered = {"gold": list(gold), **{k: list(v) for k, v in columns.items()}, **reserved}
+        if "gold" not in columns or any(g is not None for g in gold):  # no column replaces the right answers
+            reserved["gold"] = list(gold)
+        offered = {**{k: list(v) for k, v in columns.items()}, **reserved}
         uneven = {name: len(values) for name, values in offered.items() if len(values) != n}
         if uneven:
             raise ValueError(f"{n} completions, but {uneven}")

@@ -3,6 +3,9 @@
 One JSON object a line. First in: {"options": {...}}; first out: {"functions": [...], "digests": [...]} or
 {"problem": ...}. Then, for each {"function": index, "arguments": {...}, "n": completions, "timeout": seconds}, one
 {"values": [...], "extra": {...}, "logged": {...}} or {"error": ..., "isolate": ...}.
+
+Every request has a new "key", and its reply is a line of its own that begins with it: whatever a reward function, or a
+library that it calls, writes to all the descriptors that it finds is no reply.
 """
 
 import contextlib
@@ -97,21 +100,22 @@ def main(specs: list[str]) -> None:
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(pipe, requests), daemon=True).start()
 
-    def send(reply: dict[str, Any]) -> None:
-        data = json.dumps(reply).encode() + b"\n"
+    def send(key: str, reply: dict[str, Any]) -> None:
+        data = f"\n{key}{json.dumps(reply)}\n".encode()
         while data:
             data = data[replies.write(data) :]
 
-    options = json.loads(requests.get())["options"]
+    first = json.loads(requests.get())
+    key, options = first["key"], first["options"]
     try:
         functions = [load(spec, options) for spec in specs]
         digests = [digest(spec) for spec in specs]
     except (BirlError, OSError) as error:
-        return send({"problem": str(error)})
-    send({"functions": [asdict(Parameters.of(function)) for function in functions], "digests": digests})
+        return send(key, {"problem": str(error)})
+    send(key, {"functions": [asdict(Parameters.of(function)) for function in functions], "digests": digests})
     while True:
         request = json.loads(requests.get())
-        send(respond(functions[request["function"]], request))
+        send(request.pop("key"), respond(functions[request["function"]], request))
 
 
 if __name__ == "__main__":

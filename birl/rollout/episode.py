@@ -15,7 +15,7 @@ import birl
 from birl.envs.calls import AGENTS, CLOSING, called
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
 from birl.rollout.session import Session, following
-from birl.types import Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
+from birl.types import LARGEST, Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
 from birl.waits import waiting
 
 PATIENCE = 30.0  # seconds an environment may take to close
@@ -75,7 +75,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     )
 
 
-def unopened(error: Exception) -> Trajectory:
+def unopened(error: BaseException) -> Trajectory:
     """The episode of an environment whose constructor failed: no different from one that failed later."""
     return Trajectory(turns=(), reward=nan, score=nan, outcome=Outcome.ENV_ERROR, detail=describe(error))
 
@@ -122,10 +122,12 @@ def _number(value: Any, what: str) -> float:
     """Raises `BirlError` where it is none; a text is none, whatever it says."""
     try:
         found = nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = nan
     if not isfinite(found):
         raise BirlError(f"{what} is {value!r:.100}; it must be a number.")
+    if abs(found) > LARGEST:
+        raise BirlError(f"{what} is {found:g}; it must be between -{LARGEST:g} and {LARGEST:g}.")
     return found
 
 
@@ -163,7 +165,10 @@ async def _in(method, session: Session, what: str, *args):
 
 async def _close(env: Env | Agent, name: str) -> str:
     """What went wrong. A cancelled episode closes its environment too, also when it is cancelled meanwhile."""
-    closing = asyncio.ensure_future(asyncio.wait_for(called(env.close, threads=CLOSING), PATIENCE))
+    close = getattr(env, "close", None)
+    if close is None:  # it has nothing to give back
+        return ""
+    closing = asyncio.ensure_future(asyncio.wait_for(called(close, threads=CLOSING), PATIENCE))
     cancelled: asyncio.CancelledError | None = None
     with waiting(name, "closing", "environment", PATIENCE):
         while not closing.done():

@@ -80,7 +80,7 @@ class Rollout:
             )
             try:
                 env = self.open_env(task)
-            except Exception as error:
+            except BaseException as error:  # of somebody else's code: none of its exceptions may end the run
                 return unopened(error)
             return await run_episode(env, session)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
-from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, Turn
+from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, ToolCall, Turn
 from birl.waits import waiting
 
 Tools = Sequence[Mapping[str, Any]]
@@ -217,12 +217,33 @@ def checked(said: Any) -> Conversation:
     """What a user's code asks the model. Raises `BirlError`."""
     if isinstance(said, str) and said:
         return said
-    if isinstance(said, list | tuple) and said and all(isinstance(m, Message) for m in said):
-        return tuple(said)
+    if isinstance(said, list | tuple) and said:
+        messages = [m if isinstance(m, Message) else message(m) for m in said]
+        if all(m is not None for m in messages):
+            return tuple(m for m in messages if m is not None)
     raise BirlError(
         f"The model is asked {said!r:.100}; it must be text, or messages such as "
-        '(birl.types.Message(role="user", content="Hi"),).'
+        '(birl.types.Message(role="user", content="Hi"),) or [{"role": "user", "content": "Hi"}].'
     )
+
+
+def message(given: Any) -> Message | None:
+    """A message as OpenAI writes it; None where that is none."""
+    if not isinstance(given, Mapping):
+        return None
+    text = {name: given.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    calls = given.get("tool_calls") or ()
+    try:
+        found = tuple(
+            ToolCall(name=c["function"]["name"], arguments=c["function"]["arguments"], id=c.get("id") or "")
+            for c in calls
+        )
+    except (KeyError, TypeError, AttributeError):
+        return None
+    parts = (*text.values(), *(part for call in found for part in (call.name, call.arguments, call.id)))
+    if not text["role"] or not all(isinstance(part, str) for part in parts) or not (text["content"] or found):
+        return None
+    return Message(**text, tool_calls=found)
 
 
 def following(said: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:

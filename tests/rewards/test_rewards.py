@@ -138,8 +138,9 @@ def test_columns_prompts_and_gold() -> None:
     columns = {"level": [2, 3], "other": ["a", "b"]}
     assert values(score(["mine.py:columns"], ["x", "y"], columns=columns, gold=["7", "7"])) == [1.0, 0.0]
     assert values(score(["mine.py:only_named"], ["x", "y"], columns=columns)) == [2.0, 3.0]
-    own = {**columns, "gold": ["0", "7"], "level": [2, 2]}  # a column called gold wins over birl's
-    assert values(score(["mine.py:columns"], ["x", "y"], columns=own, gold=["7", "7"])) == [0.0, 1.0]
+    own = {**columns, "gold": ["0", "7"], "level": [2, 2]}
+    assert values(score(["mine.py:columns"], ["x", "y"], columns=own, gold=["7", "7"])) == [1.0, 1.0]
+    assert values(score(["mine.py:columns"], ["x", "y"], columns=own, gold=[None, None])) == [0.0, 1.0]  # no answers
 
 
 def test_messages_and_unicode_survive_the_pipe() -> None:
@@ -179,6 +180,59 @@ def test_prints_do_not_disturb_the_protocol(capfd: pytest.CaptureFixture[str]) -
     assert values(score(["mine.py:noisy"], ["a", "b"])) == [1.0, 1.0]
     out, err = capfd.readouterr()
     assert out == "" and "raw" in err and "from a child" in err
+
+
+FORGERS = '''
+import os
+
+def forge(completions, **_):
+    """Writes a reply of its own to every descriptor; the second answer hangs on the row, the third breaks a line."""
+    for text in completions:
+        for fd in range(3, 64):
+            try:
+                os.write(fd, b'half' if text == "half" else b'{"values": [1.0], "extra": {}, "logged": {}}\\n' * 3)
+            except OSError:
+                pass
+    return [0.25 for _ in completions]
+'''
+
+
+def test_replies_cannot_be_forged_by_writing_to_every_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "forgers.py").write_text(FORGERS)
+
+    async def main() -> None:
+        async with Rewards([f"{tmp_path}/forgers.py:forge"], workers=1) as rewards:
+            for text in ("a", "half", "b", "c"):
+                for score in await rewards.score(["q"] * 2, [text, text], {}, [None, None]):
+                    assert (score.value, score.outcome) == (0.25, Outcome.OK), (text, score)
+
+    asyncio.run(main())
+
+
+def test_a_column_named_gold_does_not_replace_the_right_answer() -> None:
+    def seen(completions: list[str], gold: list[str], **_: object) -> list[float]:
+        return [float(g) for g in gold]
+
+    async def main() -> None:
+        async with Rewards([seen]) as rewards:
+            assert [s.value for s in await rewards.score(["q"], ["a"], {"gold": ["9"]}, ["7"])] == [7.0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [1e200, -1e200, 10**400])
+def test_a_number_that_nothing_can_be_computed_with_is_no_reward(value: float) -> None:
+    """It would be infinite in float32, and the advantages would be blamed."""
+
+    def large(completions: list[str], **_: object) -> list[float]:
+        return [value] * len(completions)
+
+    async def main() -> None:
+        async with Rewards([large]) as rewards:
+            for score in await rewards.score(["q"] * 2, ["a"] * 2, {}, [None] * 2):
+                assert score.outcome is Outcome.ENV_ERROR and "large" in score.detail
+
+    asyncio.run(main())
 
 
 def test_async_by_name_keeps_one_loop() -> None:

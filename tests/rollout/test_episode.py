@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from birl.rollout.episode import run_episode
-from birl.rollout.session import Limits
-from birl.types import Feedback, Message, Outcome, Trajectory
+from birl.rollout.session import Limits, checked
+from birl.types import Feedback, Message, Outcome, ToolCall, Trajectory
 from tests.rollout.scripted import CHAT, Scripted, session
 
 
@@ -98,6 +98,7 @@ MESSAGE: Any = {"role": "user", "content": "Hi"}
         (Feedback(reward=1.0, score="x"), "the environment's score is 'x'"),  # type: ignore[arg-type]
         (Feedback(info={"level": "easy"}), "info['level'] is 'easy'"),  # type: ignore[dict-item]
         (Feedback(messages="Again.", done=False), "Feedback(messages='Again.'): must be"),  # type: ignore[arg-type]
+        (Feedback(reward=1e200), "the environment's reward is 1e+200; it must be between"),
         (Feedback(messages=(MESSAGE,), done=False), "Feedback(messages=({'role'"),
         (Feedback(prompt=(), done=False), "The model is asked ();"),
         (None, "step returned None; it must return a birl.types.Feedback"),
@@ -113,7 +114,55 @@ def test_what_step_must_not_return_is_told(found: Any, told: str) -> None:
     assert played.outcome is Outcome.ENV_ERROR and math.isnan(played.reward) and played.detail.startswith(told)
 
 
-@pytest.mark.parametrize("said", [None, 3, "", (), [MESSAGE], user("Hi"), (user("Hi"), "there")])
+def test_the_model_takes_messages_as_openai_writes_them() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    said = [MESSAGE, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    found = checked([*said, {"role": "tool", "tool_call_id": "c1", "content": "7"}, user("So?")])
+    assert found[0] == user("Hi") and found[3] == user("So?")
+    assert found[1] == Message(
+        role="assistant", content="", tool_calls=(ToolCall(name="add", arguments="{}", id="c1"),)
+    )
+    assert found[2] == Message(role="tool", content="7", tool_call_id="c1")
+
+
+class Unclosed:
+    """One turn, and nothing to give back."""
+
+    async def start(self) -> Any:
+        return [MESSAGE]
+
+    async def step(self, reply: Message) -> Feedback:
+        return Feedback(reward=1.0)
+
+
+def test_close_is_optional() -> None:
+    found = play(Unclosed())
+    assert (found.outcome, found.reward, found.detail) == (Outcome.OK, 1.0, "")
+
+
+class Own(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Own])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("where", ["start", "step", "close"])
+def test_no_exception_of_an_environment_ends_the_run(error: type[BaseException], plain: bool, where: str) -> None:
+    class Raises(Countdown):
+        pass
+
+    async def later(self: Any, *_: Any) -> Any:
+        raise error("mine")
+
+    def now(self: Any, *_: Any) -> Any:
+        raise error("mine")
+
+    setattr(Raises, where, now if plain else later)
+    found = play(Raises(1))
+    assert found.outcome is Outcome.ENV_ERROR and error.__name__ in found.detail
+
+
+@pytest.mark.parametrize("said", [None, 3, "", (), [{}], [{"role": "user"}], user("Hi"), (user("Hi"), "there")])
 def test_what_the_model_cannot_be_asked_is_told(said: Any) -> None:
     class Broken(Countdown):
         async def start(self) -> Any:
