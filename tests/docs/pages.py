@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from birl.config.peers import peers
+
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS]
@@ -15,7 +17,7 @@ OTHERS = [
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: pages for those who come from elsewhere, and what their tables' first column is called
-PEERS = {"from_trl.md": "TRL", "from_verl.md": "verl", "from_rl2.md": "RL2"}
+PEERS = {f"from_{name}.md": peer.name for name, peer in peers().items()}
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
