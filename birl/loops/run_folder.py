@@ -100,8 +100,8 @@ def recovered(url: str, run: Path) -> Path | None:
 def fetched(url: str, root: Path) -> Path:
     """`resume=URL`: a checkpoint on a store, or the newest one of a run there. Raises `BirlError`."""
     parent, _, name = url.rstrip("/").rpartition("/")
-    if name.startswith("step-") and name[5:].isdigit():
-        store, steps = Store(parent), [int(name[5:])]
+    if (step := checkpoint.step_of(name)) >= 0:
+        store, steps = Store(parent), [step]
         if steps[0] not in store.steps():
             raise BirlError(f"resume={url}: there is no complete checkpoint.")
     else:
@@ -121,7 +121,7 @@ def chosen_checkpoint(chosen: Path, run: Path, newest: Path | None) -> Path:
                 f"resume={chosen}: holds no complete checkpoint. `birl checkpoints RUN` lists those of a run."
             )
         chosen = inside
-    if newest is not None and newest.resolve() != chosen.resolve():
+    if newest is not None and os.path.realpath(newest) != os.path.realpath(chosen):
         raise BirlError(
             f"resume={chosen}: {run} has gone on to {newest.name}, and going on from another place would mix the two. "
             f"Choose run=ANOTHER_FOLDER, leave out resume=... to go on from {newest}, or delete what you do not want."

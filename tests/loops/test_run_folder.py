@@ -65,3 +65,12 @@ def test_a_process_of_another_machine_counts_where_there_are_no_locks(
     (tmp_path / ".lock").write_text("1\n5\nelsewhere\n")
     with pytest.raises(BirlError, match=r"runs on elsewhere; if it has ended there, delete .*\.lock"), held(tmp_path):
         pass
+
+
+def test_a_circle_of_links_is_no_reason_to_stop(tmp_path: Path) -> None:
+    chosen, newest = tmp_path / "step-000001", tmp_path / "step-000002"
+    chosen.mkdir()
+    (chosen / "manifest.json").write_text("{}")
+    newest.symlink_to(newest.name)
+    with pytest.raises(BirlError, match="has gone on to step-000002"):
+        run_folder.chosen_checkpoint(chosen, tmp_path, newest)
