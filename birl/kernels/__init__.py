@@ -469,6 +469,7 @@ def build(dtype: torch.dtype, head_dim: int) -> Path:
     if not target.exists():
         root.mkdir(parents=True, exist_ok=True)
         sweep(root, "tmp*")
+        print("Compiling kernels for this processor, once ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=root) as folder:
             made = Path(folder, "kernels.so")
             done = subprocess.run(
