@@ -26,7 +26,8 @@ class Limit:
 def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:
     if shares is None or shares.count < FEW:
         steps = 0 if shares is None else shares.count
-        return Limit(side="unknown", sentence=f"Cannot tell yet after {counted(steps, 'step')}: wait for {FEW}.")
+        few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
+        return Limit(side="unknown", sentence=f"Cannot tell yet: {few}, wait for {FEW}.")
     for found in (_pauses(shares), _rl(shares, config) if GROUP in shares.learner else _offline(shares)):
         if found is not None:
             return found
