@@ -577,3 +577,15 @@ def test_an_environment_is_given_as_a_class(make: Make) -> None:
     assert {len(r["turns"]) for r in found if r["outcome"] == "ok"} == {2} and not any(r["parts"] for r in found)
     with pytest.raises(BirlError, match="Did you mean turns"):
         make(reward_funcs=None, env=Echo, output_dir="other", overrides={"env.turn": 2}).train()
+
+
+VOTES = [{"prompt": "Hi", "completion": text, "label": good} for text, good in (("Hello", True), ("Go away", False))]
+
+
+def test_rows_with_a_label_train_with_kto_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quiet = {"threads": 1, "batch_size": 2, **QUIET}
+    names = {"output_dir": "run", "max_steps": 1, "overrides": quiet}
+    assert birl.DPOTrainer(str(tiny), VOTES, loss_type="kto", **names).train()["finished"]
+    with pytest.raises(BirlError, match=r"have one and a `label`: set preference\.loss=kto"):
+        birl.DPOTrainer(str(tiny), VOTES, output_dir="other", max_steps=1, overrides=quiet).train()
