@@ -63,7 +63,8 @@ def kto(
     (KTO arXiv:2402.01306 eq. 8).
 
     ratio [B]: log-ratio of each answer; desirable [B] bool; kl: one number, the mean log-ratio of answers paired with
-    other prompts. z has no gradient. -> [B].
+    other prompts (birl: those of the next row of the whole batch; TRL: within the batch of a device). z has no
+    gradient. -> [B].
     """
     point = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device).detach().clamp(min=0)
     sign = torch.where(desirable, torch.ones_like(ratio), -torch.ones_like(ratio))
@@ -83,7 +84,8 @@ def orpo(mean_c: Tensor, mean_r: Tensor, *, beta: float) -> Tensor:
     """-beta log s(log odds_c - log odds_r), odds = p / (1 - p), p = exp(mean log-prob) (ORPO arXiv:2403.07691 eq. 7;
     beta is the paper's lambda in eq. 6).
 
-    The odds-ratio part only: eq. 6 adds the NLL of the chosen answer, which is the caller's. mean_c, mean_r [P]: MEAN
+    The odds-ratio part only: eq. 6 adds the NLL of the chosen answer, which is the caller's (birl: the mean over each
+    chosen answer's tokens, then over pairs; TRL: over all tokens of the batch). mean_c, mean_r [P]: MEAN
     log-prob of an answer's tokens, below 0; at 0 the odds are infinite, so it is taken as the number next to 0 that the
     dtype can tell apart. -> [P].
     """
