@@ -12,6 +12,8 @@ from birl.regular import open_regular, read_bytes
 
 DEPTH = 64  # lists and objects in one another
 MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]')  # a text, which may hold brackets, or a bracket
+LONG = re.compile(rb"\d{20}")
+WHOLE = re.compile(rb'"(?:[^"\\]|\\.)*"?|(?<![\w.+-])-?\d{20,}(?![\d.eE])')  # a text, or an integer
 CSV_FIELD_LIMIT = 2**31 - 1  # characters; Python's own limit of 128 Ki is too small for long solutions
 
 
@@ -22,7 +24,18 @@ def check_json(path: Path) -> None:
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             _decode(line, path, number)
+            _check_integers(line, path, number)
             depth = _depth(line.strip(), depth, path, number)
+
+
+def _check_integers(line: bytes, path: Path, number: int) -> None:
+    # pyarrow would read an integer beyond 64 bits as a rounded float, or as infinity
+    for mark in WHOLE.findall(line) if LONG.search(line) else ():
+        if not mark.startswith(b'"'):
+            digits = len(mark.lstrip(b"-"))
+            raise BirlError(
+                f"{path}, line {number}: an integer of {digits} digits would be rounded. Write it as text, in quotes."
+            )
 
 
 def _depth(line: bytes, depth: int, path: Path, number: int) -> int:

@@ -417,3 +417,18 @@ def test_a_pipe_in_a_data_folder_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "README.md")
     with pytest.raises(BirlError, match=r"README\.md cannot be read: it is a named pipe"):
         read(str(tmp_path))
+
+
+LONG = {"7" * 5000: 0, "-" + "7" * 25: 0, f'"{"7" * 5000}"': 1, "1e30": 1, "0.1234567890123456789012": 1, "12345678": 1}
+
+
+@pytest.mark.parametrize("text", LONG, ids=lambda text: text[:8])
+def test_an_integer_beyond_64_bits_is_refused_where_it_is_no_text(tmp_path: Path, text: str) -> None:
+    """pyarrow reads one of 5,000 digits as infinity, and rounds shorter ones."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "x", "answer": {text}}}\n')
+    if LONG[text]:
+        assert read(str(path))[0]["answer"] == json.loads(text)
+    else:
+        with pytest.raises(BirlError, match=r"line 1: an integer of .* digits would be rounded"):
+            read(str(path))
