@@ -106,7 +106,8 @@ def save(
             f"{before[-1]}, the newest complete checkpoint, is untouched. Make room, for example with "
             f"`birl checkpoints {root.parent} prune 1`, and run the same command again to go on from it."
             if before
-            else "There is no complete checkpoint yet. Make room, and run the same command again to begin anew."
+            else "There is no complete checkpoint yet. Make room, as with `birl checkpoints OTHER_RUN prune 1`, "
+            "and run the same command again to begin anew."
         )
         raise BirlError(
             f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). {rest}"
