@@ -33,7 +33,7 @@ from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.ranks import check_split
 from birl.loops.rewards import Progress, make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
-from birl.loops.tasks import check_lengths, lengths, load_data, report_data, tell_plain, total_steps
+from birl.loops.tasks import check_lengths, context_of, lengths, load_data, report_data, tell_plain, total_steps
 from birl.loops.teacher import ServedTeacher, served
 from birl.models.device import device_of
 from birl.models.heads import add_score_head
@@ -77,14 +77,14 @@ async def training(
         rewards = make_rewards(config, compute, given.rewards)
         starting = await started(rewards, opened)
         policy = await loop.run_in_executor(compute, load_policy, config.model, compute, crew.ranks)
-        context = min(config.model.max_length or policy.context, policy.context)
         world = await open_world(config.env, policy.chat.text, given.env, run)
+        context = context_of(config, world, policy.context)
         opened.push_async_callback(world.close)
         train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
         if config.data.train or given.train is not None:
             report_data(train, validation)
             tell_plain(policy.chat, [tasks[0] for tasks in train])
-        check_lengths(config, world, train, policy.chat, context)
+        check_lengths(config, world, train, policy.chat)
         asked = lengths(config, world, policy, train, validation, context)
         servers = None
         if config.engine.kind != "embedded" and not dry_run:

@@ -86,15 +86,23 @@ def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
         print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
 
 
-def check_lengths(config: schema.RL, world: World, train: Sequence[Tasks], chat: Chat, context: int) -> None:
+def context_of(config: schema.RL, world: World, limit: int) -> int:
+    """Longest sequence [tokens] of a run whose model has the context `limit`. Where nothing else is said, an episode
+    of several turns is at most as long as the learner takes: it would fill any context."""
+    asked = config.model.max_length
+    if world.turns and not asked and config.capacity < limit:
+        print(
+            f"Episodes have at most {config.capacity} tokens, as {said_capacity(config)} says; "
+            "model.max_length=N sets another limit.",
+            flush=True,
+        )
+        return config.capacity
+    return min(asked or limit, limit)
+
+
+def check_lengths(config: schema.RL, world: World, train: Sequence[Tasks], chat: Chat) -> None:
     """A sample must fit into one micro-batch; better to know now than at step 300."""
-    if world.turns:
-        if context > config.capacity:
-            raise BirlError(
-                f"{said_capacity(config)} cannot hold an episode of several turns, which may have as many tokens as "
-                f"the context, {context}. Set model.max_length to the longest that an episode should get, or "
-                f"{said_needed(config, context)}."
-            )
+    if world.turns:  # `context_of`
         return
     longest = max(len(chat.render(t[i].prompt)) for t in train for i in range(len(t)))
     need = longest + config.rollout.max_tokens

@@ -42,7 +42,7 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
     finally:
         run.close()
     assert chaos.check() == [], "\n".join(said)
-    assert run.ends == {"killed": 1, "stopped, the disk was full": 1, "done": 1}, "\n".join(said)
+    assert run.ends == {"killed": 1, "stopped, the disk was full": 1, "saved": 1}, "\n".join(said)
     # whichever writer finds the disk full first: that of the weights, or that of the logs
     assert "of the weights could not be written" in run.told[0] or "cannot write" in run.told[0]
     metrics = run.folder / "metrics.jsonl"

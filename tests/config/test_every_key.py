@@ -7,6 +7,7 @@ must not differ between two equal runs. A new key without a case fails.
 import hashlib
 import io
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -107,8 +108,8 @@ def sometimes_constant() -> Callable[..., list[float]]:
     return lambda completions, answer, **_: [float(i * (int(a) % 2)) for i, a in enumerate(answer[: len(completions)])]
 
 
-def first_fails() -> Callable[..., list[float | None]]:
-    return lambda completions, **_: [None, *(float(sum(map(ord, c)) % 7) for c in completions[1:])]
+def first_fails() -> Callable[..., list[float]]:
+    return lambda completions, **_: [math.nan, *(float(sum(map(ord, c)) % 7) for c in completions[1:])]
 
 
 def even() -> Callable[..., list[float]]:
@@ -441,7 +442,7 @@ RL_CASES = {
     ),
     "rollout.oversample": Case("2", last("tokens/generated")),
     "engine.recompute_kv": Case(
-        "false", lambda s: s.parts.rollout.engine.counters.restarts, 0, STALE + "learner.max_logprob_gap=99"
+        "false", lambda s: s.parts.engine.counters.restarts, 0, STALE + "learner.max_logprob_gap=99"
     ),
     "weights.method": Case("direct", refused="engine.kind=embedded takes memory"),
     **{

@@ -19,7 +19,8 @@ class Model:
     """How the model writes tool calls: auto (told from the chat template) | hermes | qwen_coder | llama | mistral |
     deepseek | harmony | function_gemma."""
     max_length: int = 0
-    """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit."""
+    """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit; while training on
+    episodes of several turns, at most what learner.tokens_per_microbatch holds."""
 
 
 @dataclass(kw_only=True)
