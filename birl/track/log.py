@@ -11,6 +11,9 @@ from typing import Any
 from birl.errors import BirlError
 from birl.regular import check, parse_json, read_bytes
 
+#: what ends a line for `str.splitlines` and editors, and is allowed in a JSON string
+LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -25,13 +28,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def encode(record: object, exact: bool = False) -> bytes:
-    """One JSON line. NaN and infinity become null. Floats inside lists (log-probs, mostly) keep six significant digits,
-    which a third of the bytes pays for; with `exact` all of them."""
+    """One JSON line, to `str.splitlines` as well. NaN and infinity become null. Floats inside lists (log-probs, mostly)
+    keep six significant digits, which a third of the bytes pays for; with `exact` all of them."""
     short = record if exact else _short(record)
     try:
         text = _dumps(short)
     except ValueError:
         text = _dumps(_finite(short))
+    for mark, escape in LINE_ENDS:
+        text = text.replace(mark, escape)
     # A lone surrogate has no UTF-8, but its backslash form is the JSON escape for it.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 

@@ -21,10 +21,11 @@ def test_floats_in_lists_keep_six_digits_and_the_rest_keeps_all() -> None:
 
 
 def test_any_text_survives(tmp_path: Path) -> None:
-    text = "\u2028 \x85 \x00 \ud800 \u202e 中 😀 \n"
+    text = "\u2028 \u2029 \x85 \\\x85 \x00 \ud800 \u202e 中 😀 \n"
     with closing(JsonLog(tmp_path / "a.jsonl")) as log:
         log.append([{"text": text}, {"text": "b"}])
     assert read_jsonl(tmp_path / "a.jsonl") == [{"text": text}, {"text": "b"}]
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
 
 
 def test_scalars_of_other_libraries_are_numbers() -> None:
