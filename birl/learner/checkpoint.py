@@ -17,6 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -228,25 +229,27 @@ def misfit(state: object, folder: str) -> str:
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
-    """What is wrong with the files of a checkpoint; empty when all digests hold. `ranks` share the files out, and all
-    get the same answer."""
+    """What is wrong with the files of a checkpoint; empty when all digests hold and each can be read. `ranks` share the
+    files out, and all get the same answer."""
     ranks = ranks or Ranks()
-    found = agreed(lambda: _damage(path, ranks), ranks, None)
-    return list(dict.fromkeys(problem for one in found for problem in one))
-
-
-def _damage(path: Path, ranks: Ranks) -> list[str]:
     old = (path / "tensors" / ".metadata").exists()  # of a version before `birl checkpoints RUN convert`
     required = ("state.json", "tensors/.metadata" if old else f"tensors/{INDEX}")
-    problems = damage(path, MANIFEST, required=required, first=ranks.rank, every=ranks.grid.size)
-    if not problems:
-        try:
-            read_state(path)
-            if not old:
-                read_index(path / "tensors")
-        except BirlError as error:
-            problems = [str(error).partition(" What else")[0].rstrip(".").removeprefix(f"{path}/")]
-    return problems
+    shares = partial(damage, path, MANIFEST, required=required, first=ranks.rank, every=ranks.grid.size)
+    for work in (shares, partial(_unreadable, path, old)):
+        found = [problem for one in agreed(work, ranks, None) for problem in one]
+        if found:
+            return list(dict.fromkeys(found))
+    return []
+
+
+def _unreadable(path: Path, old: bool) -> list[str]:
+    try:
+        read_state(path)
+        if not old:
+            read_index(path / "tensors")
+    except BirlError as error:
+        return [str(error).partition(" What else")[0].rstrip(".").removeprefix(f"{path}/")]
+    return []
 
 
 def saved(root: Path) -> list[Saved]:

@@ -20,7 +20,8 @@ from birl.learner import checkpoint, export
 from birl.loops import build, rl, rm
 from birl.loops.scorer import RewardModel
 
-LETTERS = "abcdefgh 0123"
+#: all that the policy may try: what the reward model has never seen it would reward by chance
+LETTERS = "".join(map(chr, range(32, 127))) + "éß中\n"
 QUIET = ["track.console=off", "track.tensorboard=false", "track.report=false", "threads=1", "model.dtype=float32"]
 
 
@@ -29,7 +30,7 @@ def pairs(seed: int, count: int) -> list[dict[str, str]]:
     rng = random.Random(seed)
     found = []
     while len(found) < count:
-        texts = ["".join(rng.choices(LETTERS + "aaa", k=rng.randint(2, 9))) for _ in range(2)]
+        texts = ["".join(rng.choices(LETTERS + "a" * 25, k=rng.randint(2, 9))) for _ in range(2)]
         texts.sort(key=lambda t: -t.count("a"))
         if texts[0].count("a") > texts[1].count("a") + 1 and all(t.strip() for t in texts):
             found.append({"prompt": f"What is {len(found) % 12} + 2?", "chosen": texts[0], "rejected": texts[1]})

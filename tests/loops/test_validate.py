@@ -39,8 +39,9 @@ def test_every_built_in_task_is_right(kind: str, capsys: pytest.CaptureFixture[s
 
 
 def test_wrong_rows_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("short.py").write_text("def short(completions, **_):\n    return [float(len(c) < 5) for c in completions]\n")
     rows = [{"prompt": "?", "answer": a} for a in ("7", "seven", "1/2", "")]
-    code, printed = validated(capsys, written("my.jsonl", rows), "reward=math")
+    code, printed = validated(capsys, written("my.jsonl", rows), "reward=short.py:short")
     assert code == 1 and printed[0] == "2 of 4 rows: the gold answer scores 1."
     assert printed[1] == "  my.jsonl, row 2: scores 0 (gold: seven)"
     assert printed[2].startswith("  my.jsonl, row 4: `answer` is empty")
