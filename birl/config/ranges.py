@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.reject": ("none", "divergence", "off_policy"),
     "algorithm.router_replay": ("none", "rollout"),
     "env.sampling": ("run", "agent"),
+    "env.cut_turn": ("end", "continue"),
     "data.too_long": ("drop", "truncate"),
     "denominator": ("token", "sequence"),
     "preference.loss": ("dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"),

@@ -33,7 +33,16 @@ from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.ranks import check_split
 from birl.loops.rewards import Progress, make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
-from birl.loops.tasks import check_lengths, context_of, lengths, load_data, report_data, tell_plain, total_steps
+from birl.loops.tasks import (
+    check_lengths,
+    context_of,
+    lengths,
+    limits_of,
+    load_data,
+    report_data,
+    tell_plain,
+    total_steps,
+)
 from birl.loops.teacher import ServedTeacher, served
 from birl.models.device import device_of
 from birl.models.heads import add_score_head
@@ -44,7 +53,6 @@ from birl.parallel.ranks import Ranks
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
-from birl.rollout.session import Limits
 from birl.rollout.witness import Witness
 from birl.serve.client import Client
 from birl.serve.gateway import Gateway
@@ -134,7 +142,7 @@ def assembled(
     if isinstance(engine, EmbeddedEngine):
         for prompt, answer in asked:
             check_cache(config.engine, engine, prompt, answer)
-    limits = Limits(timeout=config.env.timeout, turns=config.env.max_turns, tokens=context)
+    limits = limits_of(config.env, tokens=context)
     total = total_steps(config, train)
     if not dry_run:
         claim(run, config, policy)

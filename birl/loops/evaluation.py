@@ -24,11 +24,10 @@ from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan, righ
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
 from birl.loops.rewards import make_rewards, scorer, started
-from birl.loops.tasks import own_rows, tell_plain
+from birl.loops.tasks import limits_of, own_rows, tell_plain
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.rollout.group import Rollout
-from birl.rollout.session import Limits
 from birl.serve.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.log import encode
@@ -90,7 +89,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
             chat=model.chat,
             open_env=world.open,
             score=scorer(rewards),
-            limits=Limits(timeout=config.env.timeout, turns=config.env.max_turns, tokens=context),
+            limits=limits_of(config.env, tokens=context),
             seed=config.seed,
             gateway=gateway,
         )

@@ -10,6 +10,7 @@ from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_
 from birl.envs.open import World
 from birl.errors import BirlError
 from birl.loops.policy import Policy, longest_prompt
+from birl.rollout.session import Limits
 from birl.text.chat import Chat
 from birl.types import Task
 
@@ -98,6 +99,11 @@ def context_of(config: schema.RL, world: World, limit: int) -> int:
         )
         return config.capacity
     return min(asked or limit, limit)
+
+
+def limits_of(env: schema.Env, tokens: int) -> Limits:
+    """Of an episode; `tokens` of a conversation."""
+    return Limits(timeout=env.timeout, turns=env.max_turns, tokens=tokens, cut_ends=env.cut_turn == "end")
 
 
 def check_lengths(config: schema.RL, world: World, train: Sequence[Tasks], chat: Chat) -> None:

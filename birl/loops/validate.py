@@ -6,6 +6,7 @@ row's answer is the only reply.
 """
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
@@ -19,9 +20,10 @@ from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
 from birl.loops.machine import compute_thread
 from birl.loops.rewards import make_rewards, scorer, started
+from birl.loops.tasks import limits_of
 from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
-from birl.rollout.session import Limits, Tools
+from birl.rollout.session import Tools
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 
 AT_ONCE = 64  # rows that are played at once
@@ -129,7 +131,7 @@ async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks
     except Exception as error:
         await called(env.close)
         return str(error) if isinstance(error, BirlError) else f"has no gold replies: {describe(error)}"
-    limits = Limits(timeout=config.env.timeout, turns=config.env.max_turns)
+    limits = limits_of(config.env, tokens=sys.maxsize)
     rollout = Rollout(engine=engine, chat=engine, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
     group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))
     return verdict(group.trajectories[0], engine, config.validation.threshold or 1.0)

@@ -98,7 +98,7 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         played.reward += reward
         played.score += reward if feedback.score is None else _number(feedback.score, "the environment's score")
         played.parts |= {name: _number(value, f"info[{name!r}]") for name, value in feedback.info.items()}
-        if turn.completion.stop is Stop.LENGTH:
+        if turn.completion.stop is Stop.LENGTH and session.limits.cut_ends:
             return
         if feedback.done:
             played.outcome = Outcome.OK

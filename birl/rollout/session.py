@@ -63,11 +63,13 @@ class Known:
 
 @dataclass(slots=True, kw_only=True)
 class Limits:
-    """`timeout` [s] for the whole episode, `turns` calls of the model, `tokens` in one conversation."""
+    """`timeout` [s] for the whole episode, `turns` calls of the model, `tokens` in one conversation. `cut_ends`: an
+    answer of the largest length is an episode's last."""
 
     timeout: float = 600.0
     turns: int = 8
     tokens: int = 1 << 30
+    cut_ends: bool = True
 
 
 class Session:

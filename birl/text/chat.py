@@ -118,13 +118,11 @@ class Chat:
         return (*ids, *reply_tokens, *glue)
 
     def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]:
-        """Ids of a text that begins with a prompt and its reply, whose end token the text may hold, or leave out."""
+        """Ids of a text that begins with a prompt and its reply, whose end token the text may hold, or leave out: it
+        was sampled, so it stays."""
         more = self.encode(text)
-        if reply_tokens and reply_tokens[-1] in self.end_ids:
-            if more[:1] == reply_tokens[-1:]:
-                more = more[1:]
-            else:
-                reply_tokens = reply_tokens[:-1]
+        if reply_tokens and reply_tokens[-1] in self.end_ids and more[:1] == reply_tokens[-1:]:
+            more = more[1:]
         return (*ids, *reply_tokens, *more)
 
     def conversation(

@@ -260,6 +260,12 @@ ENVIRONMENT: dict[str, Case] = {
     "env.kind": Case("worlds.py:Thrice", first_prompt),
     "env.options": Case("word", refused=r"written as env\.NAME=value"),
     "env.max_turns": Case("2", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 2, WORLD),
+    "env.cut_turn": Case(
+        "continue",
+        lambda s: {len(t.turns) for g in s.groups for t in g.trajectories},
+        {3},
+        WORLD + " rollout.max_tokens=1",
+    ),
 }
 
 #: real runs of several processes: tests/parallel/test_runs.py
@@ -540,6 +546,12 @@ EVAL_CASES = {
     **MEASURED,
     **ENVIRONMENT,
     "env.max_turns": Case("1", lambda s: max(len(t.turns) for g in s.groups for t in g.trajectories), 1, WORLD_EVAL),
+    "env.cut_turn": Case(
+        "continue",
+        lambda s: {len(t.turns) for g in s.groups for t in g.trajectories},
+        {3},
+        WORLD_EVAL + " validation.max_tokens=1",
+    ),
     "env.timeout": Case("1e-9", refused=r"longer than env\.timeout=1e-09"),
     "env.sampling": Case("agent", answers, under=AGENT + " reward.functions=given:letters"),
     "data.train": Case("a.jsonl", refused=UNTRAINED),

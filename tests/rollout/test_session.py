@@ -159,13 +159,9 @@ def test_a_text_goes_on_with_the_thoughts_in_it() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize(
-    ("more", "one"),
-    [("<|im_end|> and then", True), (" and then", False)],
-    ids=["the text holds the end token", "the text leaves it out"],
-)
-def test_text_goes_on_token_by_token(more: str, one: bool) -> None:
-    """RL2's prefix rule, on tokens."""
+@pytest.mark.parametrize("end", ["<|im_end|>", ""], ids=["the text holds the end token", "the text leaves it out"])
+def test_text_goes_on_token_by_token(end: str) -> None:
+    """RL2's prefix rule, on tokens: the end token was sampled, so it stays."""
 
     async def play() -> None:
         chat = Chat(CHAT.tokenizer)
@@ -174,9 +170,9 @@ def test_text_goes_on_token_by_token(more: str, one: bool) -> None:
         reply = await talk.ask("What is 3 + 4? ")
         after = following("What is 3 + 4? ", reply)
         assert after == "What is 3 + 4? seven"
-        await talk.ask(after + more)
-        assert chat.decode(engine.prompts[1]) == after + more
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == (1 if one else 2)
+        await talk.ask(after + end + " and then")
+        assert chat.decode(engine.prompts[1]) == after + "<|im_end|> and then"
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
 
     asyncio.run(play())
 

@@ -52,6 +52,9 @@ class Env:
     """The environment's own keys, which `birl rl env=NAME --help` lists. Written without this name: env.low=1."""
     max_turns: int = 8
     """Calls of the model per episode; then it is cut, and its outcome is `truncated`."""
+    cut_turn: str = "end"
+    """What follows an answer that is cut at its longest (rollout.max_tokens): end (of the episode, whose outcome is
+    `truncated`) | continue (as the environment says, as if the answer had ended by itself)."""
     timeout: float = 600.0
     """Longest an episode may take, rewards not counted [s]; after that its outcome is `timeout`."""
     sampling: str = "run"
