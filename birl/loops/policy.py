@@ -33,6 +33,7 @@ from birl.models.slices import sketched, verify_small
 from birl.models.slots import page_bytes
 from birl.parallel.ranks import Ranks
 from birl.planning.shape import Shape
+from birl.text.bounds import cannot_fit
 from birl.text.chat import PROBE, Chat
 from birl.types import Task
 
@@ -148,7 +149,7 @@ def cache_bytes(
 
 
 def longest_prompt(tasks: Sequence[Task], chat: Chat, context: int) -> int:
-    lengths = [len(chat.render(task.prompt)) for task in tasks]
+    lengths = [context if cannot_fit(t.prompt, context) else len(chat.render(t.prompt)) for t in tasks]
     if full := sum(n >= context for n in lengths):
         print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no answers.")
     return max(lengths)

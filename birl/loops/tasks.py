@@ -11,6 +11,7 @@ from birl.envs.open import World
 from birl.errors import BirlError
 from birl.loops.policy import Policy, longest_prompt
 from birl.rollout.session import Limits
+from birl.text.bounds import cannot_fit
 from birl.text.chat import Chat
 from birl.types import Task
 
@@ -36,7 +37,7 @@ def load_data(
         )
     fitting: list[Tasks] = []
     for tasks in train:
-        kept, dropped = filter_by_length(tasks, lambda t: len(chat.render(t.prompt)), limit)
+        kept, dropped = filter_by_length(tasks, lambda t: _length(chat, t, limit), limit)
         if dropped:
             print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
         if len(kept) == 0:
@@ -52,6 +53,11 @@ def load_data(
         fitting.append(kept)
     held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
     return fitting, held_out
+
+
+def _length(chat: Chat, task: Task, limit: int) -> int:
+    """Of the prompt [tokens]; one that cannot have so few as `limit` is not encoded."""
+    return limit + 1 if cannot_fit(task.prompt, limit) else len(chat.render(task.prompt))
 
 
 def own_rows(config: schema.RL | schema.Eval, world: World, which: str, given: Any = None) -> Any:

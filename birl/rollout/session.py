@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from birl.errors import Aborted, BirlError, EngineFailed, HistoryRewritten, TooLong
+from birl.text.bounds import cannot_fit
 from birl.types import Completion, Conversation, Engine, Message, SamplingParams, Stop, ToolCall, Turn
 from birl.waits import waiting
 
@@ -136,6 +137,8 @@ class Session:
         if len(self._turns) + self._open >= self.limits.turns:
             raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
         said = checked(said)
+        if cannot_fit(said, self.limits.tokens):
+            raise TooLong(f"a prompt has more characters than {self.limits.tokens} tokens hold (model.max_length)")
         owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
         prompt, talk = self.prompt(said, tools, owner)
         room = self.limits.tokens - len(prompt)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from birl.serve.limits import Refused
+from birl.text.bounds import CHARACTERS
 
-CHARACTERS = 64  # more in a token, on average over a prompt, are not possible in earnest
 THINGS = 32  # keys and values of JSON for each token,
 SPARE = 20_000  # and beside them: settings, schemas
 DEPTH = 100

@@ -177,6 +177,20 @@ def test_text_goes_on_token_by_token(end: str) -> None:
     asyncio.run(play())
 
 
+def test_what_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def render(*_: object) -> None:
+        raise AssertionError("it was rendered")
+
+    async def play() -> None:
+        talk = session(Scripted(["a"]), Limits(tokens=10))
+        monkeypatch.setattr(Chat, "render", render)
+        for said in ("x" * 1000, (user("x" * 1000),), (user("x"),) * 11):
+            with pytest.raises(TooLong, match="more characters than 10 tokens hold"):
+                await talk.ask(said)
+
+    asyncio.run(play())
+
+
 def test_no_room_is_told_and_the_last_answer_gets_what_is_left() -> None:
     async def play() -> None:
         engine = Scripted(["a" * 50, "b"])
