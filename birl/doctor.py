@@ -58,6 +58,7 @@ REQUIRED = (
     Package("hydra", "hydra-core", "1.3", "reads key=value words"),
     Package("numpy", "numpy", "1.26", "arrays between data and torch"),
     Package("peft", "peft", "0.19", "names LoRA's targets and writes adapters"),
+    Package("llguidance", "llguidance", "1.9", "answers of a form: JSON schemas, forced tool calls"),
     Package("math_verify", "math-verify", "0.8", "the math reward"),
     Package("sympy", "sympy", "1.13", "numbers of the math reward"),
     Package("regex", "regex", "2024.4", "search in birl rollouts"),

@@ -96,7 +96,8 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         shipped = {n for n in wheel.namelist() if ".dist-info/" not in n}
         metadata = next(wheel.read(n).decode() for n in wheel.namelist() if n.endswith("/METADATA"))
         assert any(n.endswith("/licenses/LICENSE") for n in wheel.namelist())
-    package = [f for kind in ("*.py", "*.yaml", "*.jinja", "*.c", "*.h", "*.sh") for f in (ROOT / "birl").rglob(kind)]
+    kinds = ("*.py", "*.yaml", "*.toml", "*.jinja", "*.c", "*.h", "*.sh")
+    package = [f for kind in kinds for f in (ROOT / "birl").rglob(kind)]
     package += (ROOT / "birl" / "view" / "static").iterdir()
     others = (ROOT / "birl" / "py.typed", ROOT / "birl" / "envs" / "browser" / "requirements.txt")
     assert shipped == {str(p.relative_to(ROOT)) for p in [*package, *others]}

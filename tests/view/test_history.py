@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from birl import regular
 from birl.config.load import flatten, load
 from birl.config.schema import DPO, RL, RM, SFT
 from birl.track.algorithm import algorithm
@@ -166,8 +167,8 @@ def test_names_wait_for_whoever_is_reading_on(tmp_path: Path) -> None:
 def test_the_row_of_a_run_reads_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path / "run")
     (run,) = Runs([tmp_path])
-    asked, own = Counter[str](), Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, *words: asked.update([self.name]) or own(self, *words))
+    asked, own = Counter[str](), regular.open_regular
+    monkeypatch.setattr(regular, "open_regular", lambda path: asked.update([path.name]) or own(path))
     assert row(run)["step"] == 30
     assert (asked["config.json"], asked["summary.json"]) == (1, 1)
 
