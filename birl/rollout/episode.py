@@ -85,7 +85,7 @@ async def _play(env: Env, session: Session, played: Played) -> None:
     said: Conversation = await _in(env.start, session, "start")
     for _ in range(session.limits.turns):
         try:
-            reply, turn = await session.answer(said, session.params, tools=tools)
+            reply, turn = await session.answer(said, session.params, tools=tools, keep_end=True)
         except TooLong as error:
             if not session.turns:  # nothing was said that could have a reward
                 raise

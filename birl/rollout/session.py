@@ -116,12 +116,19 @@ class Session:
         return (await self.answer(said, self.params, tools=tools, agent=agent))[0]
 
     async def answer(
-        self, said: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
+        self,
+        said: Conversation,
+        params: SamplingParams,
+        *,
+        tools: Tools = (),
+        agent: str = "",
+        keep_end: bool = False,
     ) -> tuple[Message, Turn]:
-        """As `ask`, with parameters of its own; also what was recorded. Of stop strings that are not the run's the
+        """As `ask`, with parameters of its own; also what was recorded. `keep_end`: a text that goes on behind an
+        answer goes on behind its end token, so that both are one sequence. Of stop strings that are not the run's the
         reply is told without them, as APIs do; the recorded tokens have them."""
         try:
-            return await self._answer(said, params, tools, agent)
+            return await self._answer(said, params, tools, agent, keep_end)
         except (EngineFailed, Aborted) as error:
             if not isinstance(self.failure, EngineFailed | Aborted):
                 self.failure = error
@@ -131,7 +138,7 @@ class Session:
             raise
 
     async def _answer(
-        self, said: Conversation, params: SamplingParams, tools: Tools, agent: str
+        self, said: Conversation, params: SamplingParams, tools: Tools, agent: str, keep_end: bool
     ) -> tuple[Message, Turn]:
         number, self.asked = self.asked, self.asked + 1
         if len(self._turns) + self._open >= self.limits.turns:
@@ -140,7 +147,7 @@ class Session:
         if cannot_fit(said, self.limits.tokens):
             raise TooLong(f"a prompt has more characters than {self.limits.tokens} tokens hold (model.max_length)")
         owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
-        prompt, talk = self.prompt(said, tools, owner)
+        prompt, talk = self.prompt(said, tools, owner, keep_end)
         room = self.limits.tokens - len(prompt)
         if room < 1:
             raise TooLong(
@@ -177,14 +184,16 @@ class Session:
         fitting = [k for k in self.known if k.owner == owner and type(k.said) is type(own) and begins(own, k.said)]
         return max(fitting, key=lambda k: len(k.said), default=None)
 
-    def prompt(self, said: Conversation, tools: Tools, owner: tuple[str, str]) -> tuple[tuple[int, ...], Conversation]:
+    def prompt(
+        self, said: Conversation, tools: Tools, owner: tuple[str, str], keep_end: bool = False
+    ) -> tuple[tuple[int, ...], Conversation]:
         """Ids of what is said, what is known of it as it was, and the rest of it; and the conversation that they are
         of: clients drop what the model thought, which the ids still have."""
         best = self.longest(said, owner)
         if best is None:
             return self.chat.render(said, tools), said
         if isinstance(said, str) or isinstance(best.talk, str):
-            return self.chat.append(best.prompt, best.answer, said[len(best.said) :]), said  # pyright: ignore
+            return self.chat.append(best.prompt, best.answer, said[len(best.said) :], keep_end), said  # pyright: ignore
         new = said[len(best.said) :]
         try:
             return self.chat.extend(best.prompt, best.answer, new, tools, best.talk[:-1]), (*best.talk, *new)

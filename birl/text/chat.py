@@ -117,12 +117,17 @@ class Chat:
             glue = glue[end + 1 :]
         return (*ids, *reply_tokens, *glue)
 
-    def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]:
-        """Ids of a text that begins with a prompt and its reply, whose end token the text may hold, or leave out: it
-        was sampled, so it stays."""
+    def append(
+        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str, keep_end: bool = False
+    ) -> tuple[int, ...]:
+        """Ids of a text that begins with a prompt and its reply, whose end token the text may hold, or leave out; with
+        `keep_end` it stays then, as it was sampled."""
         more = self.encode(text)
-        if reply_tokens and reply_tokens[-1] in self.end_ids and more[:1] == reply_tokens[-1:]:
-            more = more[1:]
+        if reply_tokens and reply_tokens[-1] in self.end_ids:
+            if more[:1] == reply_tokens[-1:]:
+                more = more[1:]
+            elif not keep_end:
+                reply_tokens = reply_tokens[:-1]
         return (*ids, *reply_tokens, *more)
 
     def conversation(

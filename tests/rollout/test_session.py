@@ -159,9 +159,18 @@ def test_a_text_goes_on_with_the_thoughts_in_it() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", ""], ids=["the text holds the end token", "the text leaves it out"])
-def test_text_goes_on_token_by_token(end: str) -> None:
-    """RL2's prefix rule, on tokens: the end token was sampled, so it stays."""
+@pytest.mark.parametrize(
+    ("more", "keep_end", "seen"),
+    [
+        ("<|im_end|> and then", False, "<|im_end|> and then"),
+        (" and then", True, "<|im_end|> and then"),
+        (" and then", False, " and then"),
+    ],
+    ids=["the text holds the end token", "an environment leaves it out", "a client leaves it out"],
+)
+def test_text_goes_on_token_by_token(more: str, keep_end: bool, seen: str) -> None:
+    """RL2's prefix rule, on tokens: for environments the end token stays where it was sampled; a client's text is
+    what it asks."""
 
     async def play() -> None:
         chat = Chat(CHAT.tokenizer)
@@ -170,9 +179,9 @@ def test_text_goes_on_token_by_token(end: str) -> None:
         reply = await talk.ask("What is 3 + 4? ")
         after = following("What is 3 + 4? ", reply)
         assert after == "What is 3 + 4? seven"
-        await talk.ask(after + end + " and then")
-        assert chat.decode(engine.prompts[1]) == after + "<|im_end|> and then"
-        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == 1
+        await talk.answer(after + more, talk.params, keep_end=keep_end)
+        assert chat.decode(engine.prompts[1]) == after + seen
+        assert len(samples(trajectory(talk.turns), 1.0, 0, 0)) == (1 if "<|im_end|>" in seen else 2)
 
     asyncio.run(play())
 
