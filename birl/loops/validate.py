@@ -62,7 +62,9 @@ class Gold:
     ) -> tuple[int, ...]:
         return (*ids, *reply_tokens, 0)
 
-    def append(self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str) -> tuple[int, ...]:
+    def append(
+        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str, keep_end: bool = False
+    ) -> tuple[int, ...]:
         return (*ids, *reply_tokens, 0)
 
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:

@@ -424,7 +424,7 @@ def test_thread_that_hangs_is_left_behind() -> None:
 
 def test_catastrophic_pattern() -> None:
     options = {"format_pattern": r"^(a+)+$"}
-    scores = score(["format"], ["aaa", "a" * 60 + "b", "b"], options=options, timeout=0.5)
+    scores = score(["format"], ["aaa", "a" * 60 + "b", "b"], options=options, timeout=3.0)
     assert [s.outcome.value for s in scores] == ["ok", "timeout", "ok"]
     assert [scores[0].value, scores[2].value] == [1.0, 0.0]
 

@@ -122,7 +122,7 @@ while True:
 
 def test_one_that_does_not_listen_is_killed_with_its_children(tmp_path) -> None:
     async def main() -> None:
-        child = sleeper(tmp_path, STUBBORN, stop_timeout=0.5)
+        child = sleeper(tmp_path, STUBBORN, stop_timeout=5.0)
         await child.start()
         grandchild = int((tmp_path / "up").read_text())
         await child.terminate()
