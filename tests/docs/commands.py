@@ -5,10 +5,12 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from birl.cli import main
+from birl.exits import INTERRUPTED
 from tests.docs.pages import ROOT, jsonl
 
 #: rows of the files that the pages suppose: whatever a command reads of them is there
@@ -101,6 +103,10 @@ def birl(words: list[str], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rest = [*rest, "--print-config"]
     elif command == "chat" and not (rest and "=" not in rest[0]):
         rest = [str(tiny), *rest]
+    elif command == "view":  # tests/view starts one; it ends by Ctrl-C alone
+        monkeypatch.setattr("birl.view.command.server", lambda *_: SimpleNamespace(run=lambda listeners: None))
+        assert main([command, *rest, "--no-browser"]) == INTERRUPTED, words
+        return
     assert main([command, *rest]) == 0, words
     shutil.rmtree("runs/here", ignore_errors=True)
 
