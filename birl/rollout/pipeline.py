@@ -50,6 +50,11 @@ class Ordered:
             self.closed = True
             self.changed.notify_all()
 
+    @property
+    def running(self) -> int:
+        """How many admitted groups are not finished. A group's coroutine ends only after it was put here."""
+        return self.admitted - self.first - len(self.ahead) - len(self.finished)
+
     def ready(self) -> int | None:
         """The first place from which a group can be taken now."""
         return next((p for p in range(self.first, self.first + self.window + 1) if p in self.finished), None)
@@ -152,7 +157,7 @@ async def run(
                 position=start,
                 ahead=tuple(sorted(n for n in {*(numbers[p] for p in order.ahead), *done} if n > start)),
                 ready=len(order.finished),
-                running=len(running),
+                running=order.running,
             )
 
         producer = everything.create_task(produce())

@@ -147,7 +147,10 @@ class Session:
             raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
         said = checked(said)
         if cannot_fit(said, self.limits.tokens):
-            raise TooLong(f"a prompt has more characters than {self.limits.tokens} tokens hold (model.max_length)")
+            raise TooLong(
+                f"a prompt has more characters than {self.limits.tokens} tokens hold, and leaves no room for an answer "
+                "(model.max_length, at most the model's context)"
+            )
         owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
         prompt, talk = self.prompt(said, tools, owner, keep_end)
         room = self.limits.tokens - len(prompt)

@@ -27,6 +27,7 @@ class Fake:
         self.steps = self.version = 0  # trained, and what the engines have of it
         self.trained: list[list[int]] = []
         self.staleness: list[int] = []
+        self.left: list[int] = []  # admitted groups that are not of this step
         self.started_while_training = 0
         self.training = False
 
@@ -41,6 +42,7 @@ class Fake:
         self.training = True
         self.staleness += [self.steps - g.start_version for g in step.groups]
         self.trained.append([g.index for g in step.groups])
+        self.left.append(step.ready + step.running)
         for _ in range(self.random.randint(0, 30)):
             await asyncio.sleep(0)
         self.steps += 1
@@ -68,6 +70,7 @@ def test_staleness_is_bounded(bound: int, seed: int) -> None:
     fake.run(groups_per_step=3, steps=30, max_staleness=bound)
     assert max(fake.staleness) <= bound
     assert [i for step in fake.trained for i in step] == list(range(90))
+    assert fake.left[0] == 3 * bound, "a group is either ready or running, on any schedule"
 
 
 def test_the_bound_holds_on_thousands_of_schedules() -> None:
