@@ -124,8 +124,10 @@ class Following:
                 raise BirlError(why)
             if isinstance(remote, Client) and self.wanted.run:
                 await remote.claim()
-        except (EngineDown, BirlError) as error:
+        except BaseException as error:
             await remote.close()
+            if not isinstance(error, (EngineDown, BirlError)):
+                raise
             if isinstance(error, BirlError) and (why := f"{address}: {error}") not in self.told:
                 self.told.add(why)
                 self.heard("engine_not_taken", address=address, error=str(error))

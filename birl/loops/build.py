@@ -113,6 +113,7 @@ async def training(
         parts = await loop.run_in_executor(compute, ready)
         if servers is None:
             opened.push_async_callback(parts.engine.close)
+        opened.push_async_callback(parts.publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
         parts.progress = progress

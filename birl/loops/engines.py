@@ -101,6 +101,7 @@ class Servers(Counting):
     async def close(self) -> None:
         if self.following is not None:
             self.following.cancel()
+            await asyncio.gather(self.following, return_exceptions=True)
         with suppress(Exception):  # whatever is wrong with them, the processes must end
             await self.router.close()
         await asyncio.gather(*(child.terminate() for child in self.children))

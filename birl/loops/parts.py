@@ -195,7 +195,6 @@ class Parts:
     async def close(self) -> None:
         await asyncio.to_thread(self.writer.finish)
         await self.opened.aclose()
-        self.publisher.close()
         self.tracker.close()
 
 

@@ -17,6 +17,7 @@ from birl.serve.wire import Info, Invitation, completion_from, held_from, params
 from birl.types import Completion, Held, SamplingParams, Update
 
 CONTROL = 16  # connections beside those of `generate`: a full engine can still be asked how it is
+RELEASE = 5.0  # s in which a server should have heard that it is free
 IDLE = 2.0  # s; less than the 5 s after which uvicorn closes a quiet connection, perhaps while a request is on its way
 
 
@@ -136,14 +137,14 @@ class Client:
 
     async def claim(self) -> None:
         """No other run may use it until this is closed. Raises `BirlError` where one does."""
+        self._claimed = True  # it may be heard although its answer is not
         await self._json("POST", "/claim", json={}, seconds=self.control_timeout)
-        self._claimed = True
 
     async def close(self) -> None:
         if self._claimed:
             self._claimed = False
             with contextlib.suppress(EngineDown, BirlError):  # then it is free after a while
-                await self._json("POST", "/release", json={}, seconds=min(2.0, self.control_timeout))
+                await self._json("POST", "/release", json={}, seconds=min(RELEASE, self.control_timeout))
         await self._http.aclose()
 
     async def _json(

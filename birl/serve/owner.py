@@ -22,6 +22,7 @@ class Owner:
     """`name` is empty where the server is free."""
 
     name: str = ""
+    left: str = ""  # who gave it back last: what it had asked before may arrive after that
     heard: float = 0.0
     clock: Callable[[], float] = time.monotonic
 
@@ -33,7 +34,7 @@ class Owner:
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Raises `Refused` where another run has the server. A run that asks for something which only its owner may do
-        gets it, and so does one that claims it."""
+        gets it, and so does one that claims it; one that gave it back has to claim it again."""
         run, owner = unquote(headers.get(HEADER, "")), self.now()
         if run and run == owner:
             self.heard = self.clock()
@@ -46,12 +47,12 @@ class Owner:
                     f"that run ends (or {LIFE:g} s after it was killed).",
                     "owned",
                 )
-            if run:
-                self.name, self.heard = run, self.clock()
+            if run and (path == "/claim" or run != self.left):
+                self.name, self.left, self.heard = run, "", self.clock()
 
     def release(self, headers: Mapping[str, str]) -> None:
         if unquote(headers.get(HEADER, "")) == self.name:
-            self.name = ""
+            self.name, self.left = "", self.name
 
 
 def header(run: str) -> dict[str, str]:

@@ -56,7 +56,10 @@ class Sent:
 
 
 class Publisher(Protocol):
-    def close(self) -> None: ...
+    async def close(self) -> None:
+        """Call before the engines are closed: when this returns, nothing is asked of them any more."""
+        ...
+
     async def publish(self, wait: bool = True) -> Sent:
         """The engines get the weights as they are now. Without `wait` their proof may come later: ask `proved`."""
         ...
@@ -82,7 +85,7 @@ class Memory:
     async def rest(self) -> None:
         return
 
-    def close(self) -> None:
+    async def close(self) -> None:
         return
 
 
@@ -256,6 +259,7 @@ class Sender:
             return None
         finally:
             work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     async def prove(self, remote: Remote) -> float:
         """The canary of one engine. Raises `WeightsFailed`."""
@@ -271,10 +275,11 @@ class Sender:
             with suppress(EngineDown):
                 await call(remote)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """What is in shared memory goes; folders on a disk stay where they are."""
         if self.proof is not None:
             self.proof.cancel()
+            await asyncio.gather(self.proof, return_exceptions=True)
         if self.method == "shared":
             folder.remove(self.root)
         if self.broadcast is not None:

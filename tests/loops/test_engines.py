@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,12 +18,15 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError, EngineDown
 from birl.learner import checkpoint
-from birl.loops import attached, engines, evaluation
+from birl.loops import attached, engines, evaluation, rl
 from birl.loops.ledger import audit
 from birl.loops.server import cores_of
 from birl.serve import names
+from birl.serve.client import Client
 from birl.serve.owner import header
 from birl.serve.wire import Info
+from birl.types import SamplingParams
+from birl.weights.canary import Canary
 from tests.loops.test_rl import log, run
 from tests.tiny import tiny_model_folder
 
@@ -229,6 +233,37 @@ def test_two_runs_do_not_share_a_server(tiny: Path, tmp_path: Path, server: Path
         first.post("/release").raise_for_status()
     run(tiny, tmp_path, *QUICK, f"engine.attach=[{NAME}]")
     assert not httpx.get(f"{address}/info").json()["run"], "a run that is over leaves it free"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_asked_of_a_server_that_was_given_back(
+    tiny: Path, tmp_path: Path, server: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The proof of the last weights is still under way when the run ends."""
+    asked: list[str] = []
+    ask = Client._json
+
+    async def told(self: Client, method: str, path: str, **keys: Any) -> dict[str, Any]:
+        asked.append(path)
+        return await ask(self, method, path, **keys)
+
+    async def check(self: Canary, engine: Any, name: str) -> float:
+        while len(self.past) > 0:  # never over
+            await engine.generate((3, 4, 5), SamplingParams(max_tokens=1))
+        return 0.0
+
+    def failing(*_: object) -> None:
+        raise BirlError("the run fails")
+
+    monkeypatch.setattr(Client, "_json", told)
+    monkeypatch.setattr(Canary, "check", check)
+    if fails:
+        monkeypatch.setattr(rl, "step_metrics", failing)
+    with pytest.raises(BirlError, match="the run fails") if fails else contextlib.nullcontext():
+        run(tiny, tmp_path, *QUICK, "steps=1", f"engine.attach=[{NAME}]")
+    assert asked.count("/release") == 1 and asked[-1] == "/release"
+    (address,) = names.find(NAME)
+    assert not httpx.get(f"{address}/info").json()["run"]
 
 
 def test_a_server_that_does_not_start_says_why(tiny: Path, tmp_path: Path) -> None:

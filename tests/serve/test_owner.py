@@ -31,6 +31,19 @@ def test_the_first_run_keeps_others_out() -> None:
     assert owner.now() == "host:/runs/b"
 
 
+def test_what_a_run_asked_before_it_left_does_not_bring_it_back() -> None:
+    owner = Owner()
+    owner.admit("/claim", A)
+    owner.release(A)
+    owner.admit("/generate", A)  # was on its way on another connection
+    owner.admit("/claim", B)
+    with pytest.raises(Refused, match="runs/b"):
+        owner.admit("/generate", A)
+    owner.release(B)
+    owner.admit("/claim", B)  # the same run goes on
+    assert owner.now() == "host:/runs/b"
+
+
 def test_a_run_that_is_silent_loses_it() -> None:
     now = [0.0]
     owner = Owner(clock=lambda: now[0])

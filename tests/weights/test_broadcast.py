@@ -377,7 +377,7 @@ def test_real_servers_of_which_one_is_killed_in_the_middle(
             sent = await sender.publish()
             assert sent.version == 2 and sent.gap == 0 and len(servers.ready()) == 1 and servers.broadcast.groups == 2
         finally:
-            sender.close()
+            await sender.close()
             await servers.close()
 
     scenario(main, 100)
