@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -38,6 +39,7 @@ from birl.regular import inside, open_regular, read_json
 
 INDEX = "index.json"
 FORMAT = 2  # 1 was torch's own, with a pickle as its index
+PARTS = 4096  # of a tensor at most: each pair of them is compared
 FILE = re.compile(r"__\d+_\d+\.distcp")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -204,6 +206,7 @@ def _tensor(
     shape, parts = _sizes(entry["shape"]), entry["parts"]
     if dtype is None or shape is None or not isinstance(parts, list):
         raise ValueError(f"{name} has no shape, type and parts")
+    expect(len(parts) <= PARTS, f"{name} has more than {PARTS} parts")
     chunks = []
     for part in parts:
         fields = {"at", "shape", "file", "offset"}
@@ -232,17 +235,15 @@ def _sizes(value: object) -> tuple[int, ...] | None:
 
 def _whole(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Whether chunks of as many elements as the tensor has, none over another, leave nothing out."""
-    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+    full = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if sum(prod(chunk.sizes) for chunk in full) != prod(shape):
         return False
-    full = sorted((c for c in chunks if prod(c.sizes)), key=lambda c: tuple(c.offsets))
-    for number, one in enumerate(full):
-        for other in full[number + 1 :]:
-            if shape and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break  # and all behind it
-            pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < b + m and b < a + n for a, n, b, m in pairs):
-                return False
-    return True
+    begin = np.array([chunk.offsets for chunk in full], dtype=np.int64).reshape(len(full), len(shape))
+    end = begin + np.array([chunk.sizes for chunk in full], dtype=np.int64).reshape(begin.shape)
+    over = np.ones((len(full), len(full)), dtype=bool)  # each overlaps itself
+    for first, last in zip(begin.T, end.T, strict=True):
+        over &= (first[:, None] < last) & (first < last[:, None])
+    return int(over.sum()) == len(full)
 
 
 def _within(file: Path, spans: list[tuple[int, int]]) -> None:

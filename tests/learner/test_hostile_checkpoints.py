@@ -120,6 +120,12 @@ def part(index: dict[str, Any]) -> dict[str, Any]:
     return index["tensors"]["model.a"]["parts"][0]
 
 
+def crumbs(count: int) -> dict[str, Any]:
+    """A tensor in so many parts that comparing each with each other takes minutes."""
+    parts = [{"at": [0, i], "shape": [1, 1], "file": "__0_0.distcp", "offset": 0} for i in range(count)]
+    return {"shape": [1, count], "dtype": "float32", "parts": parts}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -134,6 +140,7 @@ def part(index: dict[str, Any]) -> dict[str, Any]:
         lambda i: part(i).update(at="00"),
         lambda i: part(i).update(code="x"),
         lambda i: i["tensors"]["model.a"].update(parts=[part(i)] * 2),
+        lambda i: i["tensors"].update({"model.b": crumbs(5000)}),
         lambda i: i["tensors"]["model.a"].update(dtype="object"),
         lambda i: i["tensors"]["model.a"].update(dtype=["float32"]),
         lambda i: i["tensors"]["model.a"].update(shape=[2**40, 2**40]),
