@@ -10,7 +10,6 @@ These are also the forms of TRL's page on dataset formats: prompts and answers a
 All rows are made into tokens once, before the first step, so that a broken one is told with its file and row now.
 """
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,39 +17,14 @@ from typing import Any, Literal, overload
 
 from birl.config import schema
 from birl.data.rows import Rows, pick
-from birl.data.tasks import ANSWERS, PROMPTS, column_of, existing, kind, messages_of, read_sources, text_of
+from birl.data.sequences import Encoded, Encoder, Tokens, Unfit, only_what_differs
+from birl.data.tasks import ANSWERS, PROMPTS, column_of, existing, kind, messages_of, read_sources, squeezed, text_of
 from birl.errors import BirlError
 from birl.text.chat import Chat
-from birl.types import Message, Sample
-
-Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
-"""The ids of a sequence, and for each whether it is learned."""
+from birl.types import Message
 
 RESPONSES = ("response", "completion", "answer", "output", *ANSWERS)
 TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """One sequence in little memory: ids, and for each whether it is learned."""
-
-    ids: array
-    mask: bytes
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def sample(self, group: int, advantage: float = 1.0) -> Sample:
-        n = len(self.ids)
-        return Sample(
-            tokens=tuple(self.ids),
-            mask=tuple(map(bool, self.mask)),
-            logprobs=(0.0,) * n,
-            versions=(-1,) * n,
-            advantage=advantage,
-            group=group,
-            episode=0,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +77,7 @@ def load_texts(config: schema.Texts, which: Which, chat: Chat, limit: int, given
                 f"{rows.name} has no column {', '.join(PROMPTS)} and no `text`. {existing(rows)} Set "
                 "data.prompt_column, and data.answer_column, to two of them."
             )
-        return Texts(config, chat, prompt, response)
+        return Texts(Encoder(chat, config, limit), config.train_on, prompt, response)
 
     return _load(config, which, limit, given, reader)
 
@@ -120,7 +94,8 @@ def load_pairs(config: schema.Pairs, which: Which, chat: Chat, limit: int, given
         wanted["data.margin_column"] = getattr(config, "margin_column", "")
         for key, name in wanted.items():
             column_of(rows, name, (), key)
-        return Pairs(config, chat, column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column"))
+        prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
+        return Pairs(config, Encoder(chat, config, limit), prompt)
 
     return _load(config, which, limit, given, reader)
 
@@ -141,12 +116,12 @@ def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[R
     for rows, prefix in read_sources(config, which, given, partial(_is_text, config)):
         build, kept, long = reader(rows), [], 0
         for i in range(len(rows)):
-            example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i))
-            if max(map(len, example.sequences)) > limit:
+            try:
+                example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i))
+                long += max(map(len, example.sequences)) > limit
+                kept.append(_cut(example, limit))
+            except Unfit:
                 long += 1
-                example = _cut(example, limit) if config.too_long == "truncate" else None
-            if example is not None:
-                kept.append(example)
         if long:
             done = "cut" if config.too_long == "truncate" else "dropped"
             print(f"{rows.name}: {done} {long} of {len(rows)} rows, they have more than {limit} tokens.")
@@ -166,11 +141,11 @@ def _is_text(config: Any, name: str) -> bool:
     return name not in (*own, "label", "margin")
 
 
-def _cut(example: Example, limit: int) -> Example | None:
-    """None where a side has nothing to learn any more, or both have become the same."""
+def _cut(example: Example, limit: int) -> Example:
+    """Raises `Unfit` where both sides become the same."""
     sides = tuple(Tokens(ids=s.ids[:limit], mask=s.mask[:limit]) for s in example.sequences)
-    if not all(any(s.mask) for s in sides) or (len(sides) == 2 and sides[0].ids == sides[1].ids):
-        return None
+    if len(sides) == 2 and sides[0].ids == sides[1].ids:
+        raise Unfit
     return replace(example, sequences=sides)
 
 
@@ -178,8 +153,8 @@ def _cut(example: Example, limit: int) -> Example | None:
 class Texts:
     """One row of SFT -> Example."""
 
-    config: schema.Texts
-    chat: Chat
+    encoder: Encoder
+    roles: Sequence[str]
     prompt: str | None
     response: str | None
 
@@ -189,8 +164,8 @@ class Texts:
         if value is None and self.prompt and row.get("text") is None:
             raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. One form of rows a file.")
         if value is None:
-            ids, mask = self._raw(text_of(row.get("text"), where, "text"))
-            key = self.chat.decode(ids)
+            text = text_of(row.get("text"), where, "text")
+            found, key = self.encoder.text(text), squeezed(text)
         elif isinstance(value, str) or self._is_prompt(value, answer):
             read = text_of if isinstance(value, str) else messages_of
             prompt = read(value, where, str(self.prompt))
@@ -200,25 +175,23 @@ class Texts:
                     "answer into `messages`."
                 )
             if isinstance(answer, list):
-                ids, mask = self._continued(prompt, messages_of(answer, where, self.response, whole=True), where)
+                found = self._continued(prompt, messages_of(answer, where, self.response, whole=True), where)
             else:
-                answers = text_of(answer, where, self.response)
-                ids, mask = answered(self.chat, self.config, prompt, answers, self.config.train_on)
+                found = self.encoder.answered(prompt, text_of(answer, where, self.response), self.roles)
             key = _key(prompt)
         else:
-            talk = _system(messages_of(value, where, str(self.prompt), whole=True), self.config.system_prompt)
-            ids, mask = spoken(self.chat, talk, self.config.train_on, where)
-            key = _key(talk[:-1])
-        return Example(id=name, key=key, sequences=(tokens_of(ids, mask, where, self.config.train_on),))
+            talk = self.encoder.led(messages_of(value, where, str(self.prompt), whole=True))
+            found, key = self.encoder.spoken(talk, self.roles, where), _key(talk[:-1])
+        return Example(id=name, key=key, sequences=(self.encoder.tokens(found, where, self.roles),))
 
     def _continued(self, prompt: str | tuple[Message, ...], talk: tuple[Message, ...], where: str) -> Encoded:
         """A prompt, and the messages that answer it: of those, what data.train_on names is learned."""
         asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-        asked, roles = _system(asked, self.config.system_prompt), self.config.train_on
-        ids, mask = spoken(self.chat, (*asked, *talk), roles, where)
-        if _all(roles):
+        asked = self.encoder.led(asked)
+        ids, mask = self.encoder.spoken((*asked, *talk), self.roles, where)
+        if "all" in self.roles:
             return ids, mask
-        before = sum(m.role in roles for m in asked)  # stretches that are the prompt's own
+        before = sum(m.role in self.roles for m in asked)  # stretches that are the prompt's own
         starts = [i for i, m in enumerate(mask) if m and (i == 0 or not mask[i - 1])]
         first = starts[before] if before < len(starts) else len(mask)
         return ids, tuple(m and i >= first for i, m in enumerate(mask))
@@ -228,18 +201,13 @@ class Texts:
         last = value[-1] if isinstance(value, list) and value else None
         return answer is not None and not (isinstance(last, dict) and last.get("role") == "assistant")
 
-    def _raw(self, whole: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """All of a text, and the token that ends it."""
-        ids = (*self.chat.render(whole), self.chat.end)
-        return ids, (False, *(True,) * (len(ids) - 1))
-
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """One row with a chosen and a rejected answer (or one answer and a label) -> Example."""
 
     config: schema.Pairs
-    chat: Chat
+    encoder: Encoder
     prompt: str | None
 
     def example(self, name: str, row: dict[str, Any], where: str) -> Example:
@@ -248,16 +216,20 @@ class Pairs:
         columns = [config.chosen_column] if label else [config.chosen_column, config.rejected_column]
         prompt, answers = self._prompt(row, where), [pick(row, c) for c in columns]
         if prompt is None and len(answers) == 2 and all(isinstance(a, str) for a in answers):
+            if not all(map(self.encoder.fits, answers)):
+                raise Unfit
             prompt, answers = _same_beginning(*answers)
         sides = [self._side(prompt, a, where, c) for a, c in zip(answers, columns, strict=True)]
         if len(sides) == 2:
             if sides[0][0] == sides[1][0]:
+                if len(sides[0][0]) > self.encoder.limit:
+                    raise Unfit
                 raise BirlError(f"{where}: `{columns[0]}` and `{columns[1]}` are the same. Remove the row.")
-            sides = _only_what_differs(sides)
-        sequences = tuple(tokens_of(i, m, where, ["assistant"]) for i, m in sides)
+            sides = only_what_differs(sides)
+        sequences = tuple(self.encoder.tokens(side, where, ["assistant"]) for side in sides)
         return Example(
             id=name,
-            key=_key(prompt) if prompt else self.chat.decode(sides[0][0][: sides[0][1].index(True)]),
+            key=_key(prompt) if prompt else self.encoder.chat.decode(sides[0][0][: sides[0][1].index(True)]),
             sequences=sequences,
             margin=self._margin(row, where),
             good=_truth(pick(row, label), where, label) if label else True,
@@ -270,16 +242,14 @@ class Pairs:
         read = text_of if isinstance(value, str) else messages_of
         return read(value, where, str(self.prompt))
 
-    def _side(
-        self, prompt: str | tuple[Message, ...] | None, value: Any, where: str, name: str
-    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    def _side(self, prompt: str | tuple[Message, ...] | None, value: Any, where: str, name: str) -> Encoded:
         if isinstance(value, str):
             if prompt is None:
                 raise BirlError(
                     f"{where}: `{name}` is an answer, but there is nothing that it answers: add a column `prompt` or "
                     "`messages`, or give whole conversations."
                 )
-            return answered(self.chat, self.config, prompt, text_of(value, where, name), ["assistant"])
+            return self.encoder.answered(prompt, text_of(value, where, name), ["assistant"])
         talk = messages_of(value, where, name, whole=True)
         if talk[-1].role != "assistant":
             raise BirlError(
@@ -287,7 +257,7 @@ class Pairs:
             )
         if prompt is not None:
             talk = _behind((Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt, talk)
-        return spoken(self.chat, _system(talk, self.config.system_prompt), ["assistant"], where)
+        return self.encoder.spoken(self.encoder.led(talk), ["assistant"], where)
 
     def _margin(self, row: dict[str, Any], where: str) -> float:
         name = self.config.margin_column if isinstance(self.config, schema.RankedPairs) else ""
@@ -309,40 +279,6 @@ def _same_beginning(chosen: str, rejected: str) -> tuple[str | None, list[Any]]:
     return chosen[:same], [chosen[same:], rejected[same:]]
 
 
-def answered(
-    chat: Chat, config: schema.Files, prompt: str | tuple[Message, ...], answer: str, roles: Sequence[str]
-) -> Encoded:
-    """A prompt and its answer, which is learned together with the token that ends it."""
-    if isinstance(prompt, str) and not (chat.has_template and config.apply_chat_template):
-        if config.system_prompt:
-            raise BirlError("data.system_prompt is set, but raw text has no place for it.")
-        before, own = chat.render(prompt), (*chat.encode(answer), chat.end)
-        return (*before, *own), (*(_all(roles),) * len(before), *(True,) * len(own))
-    asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-    talk = (*_system(asked, config.system_prompt), Message(role="assistant", content=answer))
-    return spoken(chat, talk, roles if _all(roles) else ["assistant"], "", last=not _all(roles))
-
-
-def spoken(chat: Chat, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
-    """A conversation; `last`: only what its last message says is learned."""
-    if talk[0].role == "assistant" and "assistant" in roles:
-        raise BirlError(f"{where}: the conversation begins with the assistant, so nothing comes before what it says.")
-    ids, mask = chat.conversation(talk, roles)
-    return (ids, _last_stretch(mask)) if last else (ids, mask)
-
-
-def _all(roles: Sequence[str]) -> bool:
-    return "all" in roles
-
-
-def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:
-    end = max(i for i, m in enumerate(mask) if m)
-    start = end
-    while start > 0 and mask[start - 1]:
-        start -= 1
-    return tuple(start <= i <= end for i in range(len(mask)))
-
-
 def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Message, ...]:
     """Messages of an answer behind their prompt; where they repeat its question, the longer beginning of the two."""
     asked = [i for i, m in enumerate(talk) if _key((m,)) == _key(prompt[-1:])]
@@ -351,36 +287,10 @@ def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Mes
     return talk if asked[-1] >= len(prompt) - 1 else (*prompt, *talk[asked[-1] + 1 :])
 
 
-def _only_what_differs(sides: list[Encoded]) -> list[Encoded]:
-    """Answers that both conversations begin with are their prompt: they are the same, so nothing is preferred."""
-    (a, _), (b, _) = sides
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    found = []
-    for ids, mask in sides:
-        start = same
-        while start > 0 and mask[start - 1] and start <= len(mask):  # to the beginning of the answer that differs
-            start -= 1
-        found.append((ids, tuple(m and i >= start for i, m in enumerate(mask))))
-    return found
-
-
-def _system(talk: Sequence[Message], prompt: str) -> tuple[Message, ...]:
-    if prompt and talk[0].role != "system":
-        return (Message(role="system", content=prompt), *talk)
-    return tuple(talk)
-
-
 def _key(prompt: str | Sequence[Message]) -> str:
     if isinstance(prompt, str):
-        return " ".join(prompt.split())
-    return "\n".join(" ".join(m.content.split()) for m in prompt)
-
-
-def tokens_of(ids: Sequence[int], mask: Sequence[bool], where: str, roles: Sequence[str]) -> Tokens:
-    mask = (False, *mask[1:])  # nothing comes before the first token that it could be predicted from
-    if not any(mask):
-        raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to learn. Remove the row.")
-    return Tokens(ids=array("i", ids), mask=bytes(mask))
+        return squeezed(prompt)
+    return "\n".join(squeezed(m.content) for m in prompt)
 
 
 def _truth(value: Any, where: str, name: str) -> bool:

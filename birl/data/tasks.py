@@ -214,8 +214,13 @@ def overlap(train: Iterable[Task], validation: Iterable[Task]) -> int:
 def prompt_text(task: Task) -> str:
     """What makes two prompts the same: their words, white space aside."""
     if isinstance(task.prompt, str):
-        return " ".join(task.prompt.split())
-    return "\n".join(f"{m.role}: {' '.join(m.content.split())}" for m in task.prompt)
+        return squeezed(task.prompt)
+    return "\n".join(f"{m.role}: {squeezed(m.content)}" for m in task.prompt)
+
+
+def squeezed(text: str) -> str:
+    """White space aside; a text of megabytes stays as it is, as its words would take gigabytes."""
+    return " ".join(text.split()) if len(text) < 2**20 else text
 
 
 def answer_text(value: Any) -> str:

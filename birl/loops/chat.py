@@ -8,6 +8,7 @@ from typing import Any
 
 from birl.config import schema
 from birl.errors import BirlError
+from birl.text.bounds import cannot_fit
 from birl.types import Message, SamplingParams
 
 SETTINGS = {
@@ -83,10 +84,10 @@ async def _converse(target: str, settings: dict, compute: Executor) -> None:
                 top_p=settings["top_p"],
                 seed=settings["seed"] + len(messages),
             )
-            ids = policy.chat.render(prompt)
-            if len(ids) >= policy.context:
+            ids = () if cannot_fit(prompt, policy.context) else policy.chat.render(prompt)
+            if not 0 < len(ids) < policy.context:
                 messages.pop()
-                print(f"That makes {len(ids)} tokens; the context has {policy.context}. Ask less, or start anew.")
+                print(f"That is more than the context of {policy.context} tokens holds. Ask less, or start anew.")
                 continue
             completion = await engine.generate(ids, params)
             messages.append(policy.chat.parse(completion.tokens, prompt=ids))

@@ -18,8 +18,9 @@ from torch import Tensor
 from birl.algorithms import preference
 from birl.algorithms.segments import starts, totals
 from birl.config import schema
-from birl.data.examples import Example, Tokens, load_pairs
+from birl.data.examples import Example, load_pairs
 from birl.data.pack import Batch, pack
+from birl.data.sequences import Tokens
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.lora import digest

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from birl.config import schema
-from birl.data.examples import Tokens, answered, tokens_of
 from birl.data.pack import pack
+from birl.data.sequences import Encoder, Tokens, Unfit
 from birl.data.tasks import messages_of
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -71,10 +71,13 @@ class RewardModel:
 
     def read(self, prompt: Any, completion: str) -> Tokens:
         asked = prompt if isinstance(prompt, str) else messages_of(prompt, "reward model", "prompt")
-        ids, mask = answered(self.chat, schema.Files(), asked, completion, ["assistant"])
-        if len(ids) > self.limit:
-            raise BirlError(f"an answer of {len(ids)} tokens with its prompt; the reward model reads {self.limit}")
-        return tokens_of(ids, mask, "reward model", ["assistant"])
+        encoder = Encoder(self.chat, schema.Files(), self.limit)
+        try:
+            return encoder.tokens(encoder.answered(asked, completion, ["assistant"]), "reward model", ["assistant"])
+        except Unfit as error:
+            raise BirlError(
+                f"an answer with its prompt has more than the {self.limit} tokens that the reward model reads"
+            ) from error
 
     @staticmethod
     def group(prompts: Sequence[Any], index: int) -> int:

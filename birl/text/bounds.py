@@ -1,6 +1,11 @@
 """What cannot fit into a context, known before anything of it is rendered or encoded."""
 
-from birl.types import Conversation
+from dataclasses import replace
+from typing import TypeVar
+
+from birl.types import Conversation, Message
+
+C = TypeVar("C", str, tuple[Message, ...])
 
 #: of a token, on average over a text; more are not possible in earnest
 CHARACTERS = 64
@@ -12,3 +17,17 @@ def cannot_fit(said: Conversation, tokens: int) -> bool:
         return len(said) > CHARACTERS * tokens
     texts = (t for m in said for t in (m.content, m.thinking, *(call.arguments for call in m.tool_calls)))
     return len(said) > tokens or sum(map(len, texts)) > CHARACTERS * tokens
+
+
+def beginning(said: C, tokens: int) -> C:
+    """Of a conversation that cannot fit, its first characters: as many as so many tokens hold at most."""
+    room = CHARACTERS * tokens
+    if isinstance(said, str):
+        return said[:room]
+    kept: list[Message] = []
+    for message in said[: tokens + 1]:
+        kept.append(replace(message, content=message.content[:room]))
+        room -= len(message.content)
+        if room < 0:
+            break
+    return tuple(kept)  # pyright: ignore

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from birl.errors import BirlError, HistoryRewritten
 from birl.text import formats
 from birl.text import tools as templates
+from birl.text.bounds import CHARACTERS
 from birl.text.formats import FORMATS, MARK, Dict, Format
 from birl.text.grammar import words_of
 from birl.text.thinking import Parts, tags_of
@@ -131,10 +132,10 @@ class Chat:
         return (*ids, *reply_tokens, *more)
 
     def conversation(
-        self, messages: Sequence[Message], roles: Sequence[str] = ("assistant",)
+        self, messages: Sequence[Message], roles: Sequence[str] = ("assistant",), most: int | None = None
     ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Ids of a finished conversation, and for each whether a message of one of `roles` has it. What comes behind
-        the last such message is left out.
+        the last such message is left out, and with `most` [tokens] what comes behind more than so many of them.
 
         An assistant's tokens are those that an engine would have sampled: its text up to the token that ends it,
         without the header before and the line break behind. For another role the whole message counts, its header
@@ -142,8 +143,9 @@ class Chat:
         Raises `BirlError` where the template would leave out a message, `HistoryRewritten` where it changes one later.
         """
         templates.check(self, [templates.as_dict(m) for m in messages], ())
+        bound = None if most is None else CHARACTERS * most + 1
         if "all" in roles:
-            whole = self.encode(self._text(messages, answer=False))
+            whole = self.encode(self._text(messages, answer=False)[:bound])
             return whole, (True,) * len(whole)
         ids: list[int] = []
         mask: list[bool] = []
@@ -155,13 +157,15 @@ class Chat:
             closed = self._text(messages[: n + 1], answer=False)
             if not (opened.startswith(done) and closed.startswith(opened)):
                 raise HistoryRewritten(REWRITES)
-            before, own = self.encode(opened[len(done) :]), self.encode(closed[len(opened) :])
-            cut = len(own)
-            if message.role == "assistant":
+            before, own = self.encode(opened[len(done) : bound]), self.encode(closed[len(opened) : bound])
+            cut, whole = len(own), bound is None or len(closed) <= bound
+            if message.role == "assistant" and whole:
                 cut = max((i + 1 for i, t in enumerate(own) if t in self.end_ids), default=len(own))
             ids += (*before, *own)
             mask += [False] * len(before) + [True] * cut + [False] * (len(own) - cut)
             done = closed
+            if not whole or (most is not None and len(ids) > most):
+                break
         return tuple(ids), tuple(mask)
 
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:

@@ -1,0 +1,144 @@
+"""Texts and conversations -> ids, and which of them are learned. What cannot fit is neither rendered nor encoded: it is
+known by its characters."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from birl.config import schema
+from birl.errors import BirlError
+from birl.text.bounds import beginning, cannot_fit
+from birl.text.chat import Chat
+from birl.types import Conversation, Message, Sample
+
+C = TypeVar("C", str, tuple[Message, ...])
+Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
+"""The ids of a sequence, and for each whether it is learned."""
+
+
+class Unfit(Exception):
+    """A sequence has more tokens than the limit, or nothing within it that is to be learned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """One sequence in little memory: ids, and for each whether it is learned."""
+
+    ids: array
+    mask: bytes
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def sample(self, group: int, advantage: float = 1.0) -> Sample:
+        n = len(self.ids)
+        return Sample(
+            tokens=tuple(self.ids),
+            mask=tuple(map(bool, self.mask)),
+            logprobs=(0.0,) * n,
+            versions=(-1,) * n,
+            advantage=advantage,
+            group=group,
+            episode=0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Encodes at most what `limit` tokens need, and one more. Raises `Unfit` for what is known to have more, unless
+    data.too_long=truncate."""
+
+    chat: Chat
+    config: schema.Files
+    limit: int
+
+    @property
+    def cuts(self) -> bool:
+        return getattr(self.config, "too_long", "") == "truncate"
+
+    def text(self, whole: str) -> Encoded:
+        """All of a text, and the token that ends it."""
+        text = self._bounded(whole)
+        ids = (*self.chat.render(text), *self._end(text == whole))
+        return ids, (False, *(True,) * (len(ids) - 1))
+
+    def answered(self, prompt: str | tuple[Message, ...], answer: str, roles: Sequence[str]) -> Encoded:
+        """A prompt and its answer, which is learned together with the token that ends it."""
+        asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+        said = Message(role="assistant", content=answer)
+        if isinstance(prompt, str) and not (self.chat.has_template and self.config.apply_chat_template):
+            if self.config.system_prompt:
+                raise BirlError("data.system_prompt is set, but raw text has no place for it.")
+            talk = (*asked, said)
+            heard = self._bounded(talk)
+            before, own = self.chat.render(heard[0].content), self.chat.encode("".join(m.content for m in heard[1:]))
+            own = (*own, *self._end(heard == talk))
+            return (*before, *own), (*(_all(roles),) * len(before), *(True,) * len(own))
+        return self.spoken((*self.led(asked), said), roles if _all(roles) else ["assistant"], "", last=not _all(roles))
+
+    def spoken(self, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
+        """A conversation; `last`: only what its last message says is learned."""
+        if talk[0].role == "assistant" and "assistant" in roles:
+            raise BirlError(
+                f"{where}: the conversation begins with the assistant, so nothing comes before what it says."
+            )
+        heard = self._bounded(tuple(talk))
+        if len(heard) < len(talk) and (last or not (_all(roles) or any(m.role in roles for m in heard))):
+            raise Unfit
+        ids, mask = self.chat.conversation(heard, roles, self.limit)
+        return (ids, _last_stretch(mask)) if last else (ids, mask)
+
+    def led(self, talk: Sequence[Message]) -> tuple[Message, ...]:
+        """Behind data.system_prompt, unless there is a system message."""
+        if self.config.system_prompt and talk[0].role != "system":
+            return (Message(role="system", content=self.config.system_prompt), *talk)
+        return tuple(talk)
+
+    def tokens(self, encoded: Encoded, where: str, roles: Sequence[str]) -> Tokens:
+        """Raises `BirlError` where nothing is to be learned."""
+        ids, mask = encoded
+        mask = (False, *mask[1:])  # nothing comes before the first token that it could be predicted from
+        if len(ids) > self.limit and not (self.cuts and any(mask[: self.limit])):
+            raise Unfit
+        if not any(mask):
+            raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to learn. Remove the row.")
+        return Tokens(ids=array("i", ids), mask=bytes(mask))
+
+    def fits(self, said: Conversation) -> bool:
+        return not cannot_fit(said, self.limit)
+
+    def _bounded(self, said: C) -> C:
+        if self.fits(said):
+            return said
+        if not self.cuts:
+            raise Unfit
+        return beginning(said, self.limit)
+
+    def _end(self, whole: bool) -> tuple[int, ...]:
+        return (self.chat.end,) if whole else ()
+
+
+def only_what_differs(sides: list[Encoded]) -> list[Encoded]:
+    """Answers that both conversations begin with are their prompt: they are the same, so nothing is preferred."""
+    (a, _), (b, _) = sides
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    found = []
+    for ids, mask in sides:
+        start = same
+        while start > 0 and mask[start - 1] and start <= len(mask):  # to the beginning of the answer that differs
+            start -= 1
+        found.append((ids, tuple(m and i >= start for i, m in enumerate(mask))))
+    return found
+
+
+def _all(roles: Sequence[str]) -> bool:
+    return "all" in roles
+
+
+def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:
+    end = max((i for i, m in enumerate(mask) if m), default=0)
+    start = end
+    while start > 0 and mask[start - 1]:
+        start -= 1
+    return tuple(m and start <= i for i, m in enumerate(mask))
