@@ -21,6 +21,9 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("rl folder", ["For the model of that folder: model=folder."]),
         ("rl --lr 1e-5", ["--lr: there is no such flag", "without dashes", "Did you mean optimizer.lr=...?"]),
         ("rl --helpp", ["Did you mean --help?"]),
+        ("rl --learning-rate=1e-5", ["written key=value, without dashes. Did you mean optimizer.lr?"]),
+        ("rl --optimizer.lr=1e-5", ["Did you mean optimizer.lr=1e-5?"]),
+        ("rl ++rollout.n=4", ["neither be added (+) nor removed (~). Did you mean rollout.group_size?"]),
         ("--verison", ["Did you mean --version?"]),
         ("plan --jsn", ["--jsn: `birl plan` has --memory GIB, --json"]),
         ("rl steps=-1 data.train=good.jsonl", ["steps=-1: must be at least 0."]),
@@ -97,6 +100,11 @@ def test_help_of_a_command_either_way(capsys: pytest.CaptureFixture[str]) -> Non
     page = capsys.readouterr().out
     assert main(["rl", "--help", "optimizer.lr"]) == 0
     assert page == capsys.readouterr().out and "optimizer.lr=1e-06" in page
+
+
+def test_help_of_a_word_without_a_key_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "--help", "--trust_remote_code"]) == 0
+    assert "No key contains trust_remote_code. TRL's word, without a key here: never" in capsys.readouterr().out
 
 
 def test_a_folder_of_another_command(

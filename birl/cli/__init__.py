@@ -61,7 +61,7 @@ def _dispatch(argv: list[str]) -> int:
             return _dispatch([*words, "--help"])
         print(page(), end="")
         return 0
-    if name == "--version":
+    if "--version" in (name, *words[:1]):
         print(f"birl {__version__}")
         return 0
     if name in CONFIGURED:

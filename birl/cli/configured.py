@@ -128,7 +128,7 @@ def flags_of(command: str) -> tuple[str, ...]:
 def _split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     words, known = [SHORT_FLAGS.get(word, word) for word in words], flags_of(command)
     for word in words:
-        if word in known or not word.startswith("--") or "=" in word:
+        if word in known or not word.startswith("--") or "=" in word or "--help" in words:
             continue
         if word in ONLY:
             raise BirlError(f"{word} {ONLY[word][1]}; `birl {command}` has {', '.join(known)}")
@@ -148,7 +148,7 @@ def _help(command: str, schema: type, words: list[str]) -> None:
     from birl.config.help import Own, render
 
     bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    only = tuple(word.partition("=")[0] for word in words if not word.endswith((".yaml", ".yml")))
+    only = tuple(word.lstrip("-").partition("=")[0] for word in words if not word.endswith((".yaml", ".yml")))
     kinds = [word.partition("=")[2] for word in words if word.startswith(("env=", "env.kind="))]
     own = None
     if command in ("rl", "eval") and kinds and kinds[-1]:

@@ -156,7 +156,11 @@ def render(
         also = _keys(
             [doc for doc in every if doc not in docs and any(_about(doc, word) for word in only)], width, strong
         )
-        keys = keys or f"No key contains {' or '.join(only)}. `birl {command} --help` lists them all."
+        if not keys:
+            from birl.config.nearest import suggest  # which reads this module
+
+            hint = "" if also else "".join(dict.fromkeys(suggest(word, schema) for word in only))
+            keys = f"No key contains {' or '.join(only)}.{hint} `birl {command} --help` lists them all."
         keys += f"\n\n{strong('Also about it, by text or by name in another system')}\n{also}" if also else ""
         return keys if own is None else f"{keys}\n\n{_own_keys(own, width, strong)}"
     title = " ".join((inspect.getdoc(schema) or "").split())

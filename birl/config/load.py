@@ -97,18 +97,17 @@ def is_run(folder: Path) -> bool:
 def _read_argument(argument: str, schema: type) -> Setting:
     key, equals, value = argument.partition("=")
     key = key.strip()
-    if key.startswith("-"):
-        name = key.lstrip("-")
-        hint = "" if name in documentation(schema) else suggest(name, schema)
-        raise BirlError(f"{argument}: keys are written without dashes, as key=value: {name}={value or '...'}.{hint}")
+    if key[:1] in ("-", "+", "~"):
+        name = key.lstrip("-+~")
+        hint = f" Did you mean {name}={value or '...'}?" if name in documentation(schema) else suggest(name, schema)
+        without = "without dashes" if key[0] == "-" else "and can neither be added (+) nor removed (~)"
+        raise BirlError(f"{argument}: keys are written key=value, {without}.{hint}")
     if not equals and schema in (Eval, Serve) and Path(argument).expanduser().is_dir():  # what they are about
         return Setting(key="model.path", value=argument, source=argument)
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")
     if not equals:
         raise BirlError(f"{argument}: expected key=value or a .yaml file.{suggest(key, schema)}{meant(key, schema)}")
-    if key[:1] in ("+", "~"):
-        raise BirlError(f"{argument}: keys can neither be added (+) nor removed (~), only set: {key.lstrip('+~')}=...")
     if not key:
         raise BirlError(f"{argument}: there is no key before the equals sign")
     return Setting(key=key, value=value, source=f"{key}={value}")

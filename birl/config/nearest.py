@@ -2,10 +2,11 @@
 only."""
 
 import difflib
+import re
 from pathlib import Path
 
 from birl.config import peers
-from birl.config.help import documentation
+from birl.config.help import documentation, written
 from birl.config.schema import COMMANDS, Eval
 
 
@@ -15,42 +16,64 @@ def suggest(key: str, schema: type) -> str:
     found, theirs = nearest_keys(key, schema), peers.named(key)
     about = next((row for row, one in theirs if set(found) & {one, *row.keys}), None)
     if found:
-        return f" Did you mean {' or '.join(found)}?{_differs(about) if about else ''}"
-    for row, _ in theirs:
+        return f" Did you mean {' or '.join(found)}?{_differs(about, schema) if about else ''}"
+    for row, one in theirs:
         for other, its in COMMANDS.items():
-            if keys := [k for k in row.keys if k in documentation(its)]:
-                return f" {row.peer}'s {row.names[0]} is {', '.join(keys)} of `birl {other}`."
-    return f" {theirs[0][0].peer}'s word, without a key here: {theirs[0][0].note}." if theirs else ""
+            if keys := [k for k in ((one,) if one else row.keys) if k in documentation(its)]:
+                return f" {row.peer}'s {peers.plain(key)} is {', '.join(keys)} of `birl {other}`."
+    return f" {theirs[0][0].peer}'s word, without a key here: {_in_terminal(theirs[0][0].note)}." if theirs else ""
 
 
-def _differs(row: peers.Row) -> str:
-    """What is different from the other system's key; a note of one word is our default."""
+def _differs(row: peers.Row, schema: type) -> str:
+    """What is different from the other system's key; a note that is the value of ours is its default."""
     if not row.note:
         return ""
-    return f" ({row.peer}'s word: {row.note if ' ' in row.note else f'the default here is {row.note}'})"
+    docs = documentation(schema)
+    default = any(key in docs and _same(written(docs[key].default), row.note) for key in row.keys)
+    return f" ({row.peer}'s word: {f'the default here is {row.note}' if default else _in_terminal(row.note)})"
+
+
+def _same(ours: str, note: str) -> bool:
+    try:
+        return float(ours) == float(note)
+    except ValueError:
+        return ours == note
+
+
+def _in_terminal(note: str) -> str:
+    """A page of the documentation by its file, in place of Markdown's link."""
+    return re.sub(r"\[[^\]]*\]\(([^)]*)\)", r"docs/\1", note)
 
 
 def nearest_keys(key: str, schema: type) -> list[str]:
     """At most three keys that `key` may stand for: its name in another system, same last part, similar spelling."""
     key = peers.plain(key)
     keys = list(documentation(schema))
-    last = key.rpartition(".")[2]
-    parts = {name: name.rpartition(".")[2] for name in keys}
-    same = [name for name in keys if parts[name] == last]
+    section, _, last = key.rpartition(".")
+    same = [name for name in keys if name.rpartition(".")[2] == last]
     theirs = peers.named(key)
-    if theirs and not same and not _keys(theirs, keys):
-        return []  # known, and no key of this command: the message says why
-    found = _keys(theirs, keys) if "." in key else [*same, *_keys(theirs, keys)]
-    if not found and not same and len({row.keys for row, _ in peers.ends_like(key)}) == 1:
+    if theirs and (section or not same):
+        return _few(_keys(theirs, keys))  # perhaps none: the message says why
+    found = [*same, *_keys(theirs, keys)]
+    if not found and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
         found = _keys(peers.ends_like(key), keys)
-    found = found or same
-    if not found:
-        found += difflib.get_close_matches(key, keys, n=3, cutoff=0.7)
-        close = difflib.get_close_matches(last, list(parts.values()), n=3, cutoff=0.7)
-        found += [name for part in close for name in keys if parts[name] == part]
-    if not found:
-        found = [k for near in peers.spelt_like(key) for k in _keys(peers.named(near), keys)]
+    return _few(
+        found or _spelt_like(key, keys) or [k for w in peers.spelt_like(key) for k in _keys(peers.named(w), keys)]
+    )
+
+
+def _few(found: list[str]) -> list[str]:
     return list(dict.fromkeys(found))[:3]
+
+
+def _spelt_like(key: str, keys: list[str]) -> list[str]:
+    """Under a section that is none of ours, only what is nearly the same."""
+    section, _, last = key.rpartition(".")
+    ours = difflib.get_close_matches(section, {name.rpartition(".")[0] for name in keys}, n=1, cutoff=0.7)
+    parts = {name: name.rpartition(".")[2] for name in keys}
+    close = difflib.get_close_matches(last, list(parts.values()), n=3, cutoff=0.75 if ours or not section else 0.9)
+    found = [name for part in close for name in keys if parts[name] == part]
+    return [*[name for name in difflib.get_close_matches(key, keys, n=3, cutoff=0.7) if name in found], *found]
 
 
 def _keys(theirs: list[tuple[peers.Row, str]], known: list[str]) -> list[str]:

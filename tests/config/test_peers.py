@@ -42,6 +42,14 @@ USUAL: dict[str, dict[str, str | None]] = {
         "actor_rollout_ref.rollout.name": "engine.kind",
         "trainer.logger": "track.wandb",
         "trainer.val_before_train": "validation.at_start",
+        "actor_rollout_ref.actor.optim.clip_grad": "optimizer.max_grad_norm",
+        "critic.optim.weight_decay": "optimizer.weight_decay",
+        "actor_rollout_ref.ref.fsdp_config.param_offload": "optimizer.offload",
+        "actor_rollout_ref.rollout.profiler.tool_config.npu.level": "track.trace",
+        "actor_rollout_ref.actor.fsdp_config.qat.group_size": None,
+        "ray_kwargs.ray_init.num_cpus": None,
+        "reward_model.rollout.tensor_model_parallel_size": "reward.model",
+        "actor_rollout_ref.model.lora.rank": "lora.rank",
     },
     "AReaL": {
         "train_dataset.path": "data.train",
@@ -69,6 +77,11 @@ USUAL: dict[str, dict[str, str | None]] = {
         "stats_logger.wandb.mode": "track.wandb",
         "sglang.mem_fraction_static": "engine.memory_fraction",
         "actor.reward_scaling": "reward.weights",
+        "critic.optimizer.eps": "optimizer.eps",
+        "teacher.train.mb_spec.max_tokens_per_mb": "learner.tokens_per_microbatch",
+        "rollout.scheduling_spec.cpu": None,
+        "sglang.max_lora_rank": "engine.arguments",
+        "vllm.enable_lora": "engine.arguments",
     },
     "OpenRLHF": {
         "--pretrain": "model.path",
@@ -139,6 +152,20 @@ USUAL: dict[str, dict[str, str | None]] = {
         "environment_factory": "env.kind",
         "warmup_ratio": "optimizer.warmup_steps",
         "num_generation": "rollout.group_size",
+        "max_prompt_length": "data.max_prompt_tokens",
+        "evaluation_strategy": "validation.every",
+        "neftune_noise_alpha": None,
+        "use_cache": None,
+        "label_smoothing_factor": None,
+        "lora_r": "lora.rank",
+        "lora_dropout": None,
+        "load_in_4bit": "lora.rank",
+        "model_name_or_path": "model.path",
+        "dataset_name": "data.train",
+        "num_ppo_epochs": "algorithm.passes",
+        "learning_rat": "optimizer.lr",
+        "temprature": "rollout.temperature",
+        "optimzer.lrr": "optimizer.lr",
     },
     "EasyRL": {
         "paths.train_data": "data.train",
@@ -170,8 +197,21 @@ def test_every_key_of_the_tables_exists_and_every_row_says_something() -> None:
 
 
 @pytest.mark.parametrize(
+    "word", ["sever.mount", "cluster_stages", "someone.setup_time", "a.b.scores", "ranking_project"]
+)
+def test_a_word_of_nobody_gets_no_hint(word: str) -> None:
+    assert suggest(word, RL) == ""
+
+
+@pytest.mark.parametrize(
     ("word", "schema", "said"),
     [
+        ("ld_alpha", DPO, "without a key here: the losses are those of preference.loss"),
+        ("loss_weights", DPO, "Did you mean preference.nll_coef?"),
+        ("cpo_alpha", DPO, "Did you mean preference.nll_coef?"),
+        ("formatting_func", SFT, "rows are read as they are (docs/data.md)"),
+        ("learning_rate", RL, "(TRL's word: the default here is 1e-6)"),
+        ("warmup_steps", RL, "(TRL's word: in steps; 0)"),
         ("num_generations", SFT, "TRL's num_generations is rollout.group_size of `birl rl`."),
         ("beta", DPO, "Did you mean preference.beta?"),
         ("max_length", SFT, "Did you mean model.max_length?"),

@@ -16,7 +16,7 @@ import yaml
 
 from tests.docs.pages import CODE, ROOT, tables
 
-CONFIGS = {f"{name}Config": f"{name.lower()}_config" for name in ("GRPO", "SFT", "DPO", "Reward")}
+EARLIER = "Names of earlier versions"
 
 
 def folder(package: str) -> Path:
@@ -26,9 +26,10 @@ def folder(package: str) -> Path:
 
 
 def annotated(path: Path) -> set[str]:
-    """Names of all fields of the dataclasses of a file."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    """Names of all fields of the dataclasses of a file, and of all parameters of its functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    fields = {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    return fields | {n.arg for n in nodes if isinstance(n, ast.arg)}
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> set[str]:
@@ -41,22 +42,23 @@ def dotted(tree: dict[str, Any], prefix: str = "") -> set[str]:
 
 def named(page: str, peer: str) -> list[str]:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    rows = [row for part in text.split("\n## ") for row in tables(part).get(peer, [])]
+    parts = [part for part in text.split("\n## ") if not part.startswith(EARLIER)]
+    rows = [row for part in parts for row in tables(part).get(peer, [])]
     return [key for row in rows for key in CODE.findall(row[0])]
 
 
 def trl() -> list[str]:
-    place = folder("trl") / "trainer"
-    shared = annotated(place / "base_config.py") | annotated(folder("transformers") / "training_args.py")
-    own = {name: shared | annotated(place / f"{file}.py") for name, file in CONFIGS.items()}
-    keys = [key if "." in key else f"GRPOConfig.{key}" for key in named("from_trl.md", "TRL")]
-    return [key for key in keys if key.partition(".")[2] not in own[key.partition(".")[0]]]
+    files = [*folder("trl").rglob("*.py"), folder("transformers") / "training_args.py"]
+    known = set[str]().union(*(annotated(path) for path in files))
+    return [key for key in named("from_trl.md", "TRL") if key.rpartition(".")[2] not in known]
 
 
 def verl() -> list[str]:
     text = (folder("verl") / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text(encoding="utf-8")
     known = dotted(yaml.safe_load(text))
-    return [key for key in named("from_verl.md", "verl") if key not in known]
+    sections = "".join(f".{key}." for key in known)
+    keys = named("from_verl.md", "verl")
+    return [k for k in keys if k not in known and not (k.endswith(".*") and f".{k[:-1]}" in sections)]
 
 
 def main() -> int:

@@ -2,10 +2,12 @@
 the pages docs/from_*.md are made from them. Standard library only.
 
 A line of a table: THEIR NAMES | OUR KEYS, or none | what differs | how `birl.Trainer` takes a value: `=` as it is, `-`
-as nothing to do, or THEIRS=OURS pairs; without the last column it takes none.
+as nothing to do, or THEIRS=OURS pairs; without the last column it takes none. A name that ends in `.*` stands for a
+section of theirs, wherever it is.
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+ROLE = re.compile(r"^(actor_rollout_ref\.)?(ref|critic|teacher(\.train)?)\.")  # sections with the actor's keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +101,32 @@ def _alike(name: str, keys: tuple[str, ...]) -> str:
 
 
 def spelt_like(word: str) -> list[str]:
-    """The name in a table that is spelt most like `word`, if one is close."""
-    return difflib.get_close_matches(plain(word), list(_index()[0]), n=1, cutoff=0.85)
+    """The name in a table that is spelt most like `word`, if one is close, in its last part too."""
+    word = plain(word)
+    last, close = word.rpartition(".")[2], difflib.get_close_matches(word, list(_index()[0]), n=3, cutoff=0.85)
+    return [name for name in close if difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio() > 0.8][:1]
 
 
 def named(word: str) -> list[tuple[Row, str]]:
     """The rows that have this name, whole or without its first parts (`rollout.n`), each with the one key that it
     stands for, or an empty one where it stands for all of them."""
     whole, endings = _index()
-    word = plain(word)
-    found = whole.get(word) or endings.get(word) or []
-    rest = word
-    while not found and "." in rest:  # a longer path than theirs
+    rest = word = plain(word)
+    found = whole.get(word) or endings.get(word) or _section(word, whole=True)
+    while not found and "." in rest:  # a longer path than theirs, or another role's (critic.optimizer.eps)
         rest = rest.partition(".")[2]
-        found = whole.get(rest, []) if "." in rest else []
-    return found
+        found = (whole.get(rest) or endings.get(rest) or []) if "." in rest else []
+    actors = ROLE.sub("actor.", word)
+    found = found or _section(word)
+    return found if found or actors == word else named(actors)
+
+
+def _section(word: str, whole: bool = False) -> list[tuple[Row, str]]:
+    """The rows of the innermost section (`profiler.*`) that the word is in, or begins with if `whole`."""
+    names = [name for name in _index()[0] if name.endswith(".*") and f".{name[:-1]}" in f".{word}"]
+    names = [name for name in names if not whole or word.startswith(name[:-1])]
+    inner = max(names, key=lambda name: f".{word}".rfind(f".{name[:-1]}"), default="")
+    return _index()[0][inner] if inner else []
 
 
 def ends_like(word: str) -> list[tuple[Row, str]]:
