@@ -30,7 +30,7 @@ ELSEWHERE = {
     "CPOTrainer": 'birl.DPOTrainer(loss_type="simpo"), or `birl dpo preference.loss=simpo`',
     "GKDTrainer": 'birl.Trainer(overrides={"algorithm": "distill"})',
     **dict.fromkeys(
-        ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig", "KTOConfig"),
+        ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig", "PPOConfig", "ORPOConfig"),
         "its names are parameters of the trainers, as in birl.Trainer(num_generations=8); args= takes a dict of them, "
         "or TRL's own object",
     ),
@@ -44,4 +44,6 @@ def __getattr__(name: str) -> object:
         return getattr(trainer, name)
     if name in ELSEWHERE:
         raise ImportError(f"birl has no {name}: {ELSEWHERE[name]} (docs/from_trl.md).")
+    if name.endswith("Trainer"):
+        raise ImportError(f"birl has no {name}: {', '.join(n for n in __all__ if 'Trainer' in n)} (docs/from_trl.md).")
     raise AttributeError(f"module 'birl' has no attribute {name!r}")

@@ -24,12 +24,42 @@ from birl.track.records import Records
 
 Reward = Callable[..., Sequence[float]] | str
 
+# What trainers of transformers and TRL also have, and where that is here.
+ELSEWHERE = {
+    "evaluate": "eval_dataset= is asked during training; afterwards: `birl eval RUN data.validation=FILE`",
+    "predict": "`birl eval RUN data.validation=FILE output=FILE.json`, or `birl chat RUN`",
+    "state": "trainer.metrics has the figures of every step",
+    "push_to_hub": "save_model(FOLDER) writes Hugging Face files; upload them with `hf upload`",
+    "add_callback": "trainer.metrics has the figures of every step, and log_metric of a reward function adds some",
+    "save_state": "the run folder has its checkpoints, and the same call goes on from the newest",
+    **dict.fromkeys(("log", "log_metrics", "save_metrics"), "the run folder has metrics.jsonl, and a report"),
+    **dict.fromkeys(("model", "processing_class", "tokenizer"), "save_model(FOLDER) writes Hugging Face files"),
+    **dict.fromkeys(("args", "accelerator"), "trainer.config has the keys, and train() starts its own processes"),
+}
+
 
 class Started:
     """What every trainer has: a checked configuration, and the run folder that `train` fills."""
 
     config: Any
     choices: dict[str, str]
+
+    def _begin(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        where = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+        raise AttributeError(f"birl's {type(self).__name__} has no {name}{where}.")
+
+    def train(self, resume_from_checkpoint: bool | None = None) -> dict[str, Any]:
+        """Train to the end, or go on where the run folder's newest checkpoint is, whatever `resume_from_checkpoint`
+        says, which is TRL's. Returns the summary."""
+        if isinstance(resume_from_checkpoint, str | PathLike):
+            raise BirlError(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r}: the newest checkpoint of the run folder is "
+                'taken; another one is overrides={"resume": FOLDER}.'
+            )
+        return self._begin()
 
     @property
     def run(self) -> Path:
@@ -140,6 +170,7 @@ class Trainer(Started):
         from birl.launch.program import engine_keys, launch_words, named
         from birl.loops.build import Given
 
+        model = _model(model)
         if unknown := [name for name in names if not trl.knows(name)]:
             raise BirlError(_unknown(unknown[0]))
         if loss_type and loss_type not in LOSS_TYPES:
@@ -198,7 +229,7 @@ class Trainer(Started):
         more = trl.without_tokenizer(names, model)
         more |= {"num_generations": num_generations} if num_generations != 8 else {}
         theirs = trl.keys_of(trl.Names.of(args, more), RL, "GRPO", len(rewards))
-        keys = theirs | keys | _clips(epsilon, epsilon_high) | (overrides or {})
+        keys = _fitting(theirs | keys | _clips(epsilon, epsilon_high)) | (overrides or {})
         self._keys, self._launcher, self._here = keys, launcher, dict[str, Any]()
         self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
         if launcher:
@@ -215,8 +246,7 @@ class Trainer(Started):
         """The lines of rollouts.jsonl, one for each episode: `trainer.rollouts.to_pandas()`."""
         return Records(self.run / "rollouts.jsonl")
 
-    def train(self) -> dict[str, Any]:
-        """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
+    def _begin(self) -> dict[str, Any]:
         if self._launcher:
             return self._elsewhere()
         from birl.loops.rl import train
@@ -266,6 +296,24 @@ def _started(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         thread.shutdown(wait=False)
 
 
+def _model(model: Any) -> str:
+    if isinstance(model, str | PathLike):
+        return str(model)
+    name = getattr(model, "name_or_path", "")
+    like = f", as in model={name!r}" if name else ""
+    raise BirlError(f"model: a {type(model).__name__}; give the name of a folder, a .gguf file or a hub id{like}.")
+
+
+def _fitting(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys, with micro-batches that hold the longest sequence."""
+    from birl.config.help import documentation
+    from birl.config.schema import RL
+
+    key = "learner.tokens_per_microbatch"
+    longest = keys.get("model.max_length") or 0
+    return {**({key: longest} if longest > documentation(RL)[key].default else {}), **keys}
+
+
 def _clips(low: float | None, high: float | None) -> dict[str, Any]:
     """What was given; the lower bound alone is meant for both sides."""
     given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
@@ -308,6 +356,13 @@ def _listed(rewards: Any) -> list[Reward]:
     found: Any = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     if not isinstance(found, list | tuple) or not all(isinstance(f, str) or callable(f) for f in found):
         raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
+    for one in found:
+        path = one if isinstance(one, str) and "/" in one and ":" not in one else getattr(one, "name_or_path", "FOLDER")
+        if hasattr(one, "state_dict") or path == one:
+            raise BirlError(
+                "reward_funcs: a reward model is named, not handed over: "
+                f'reward_funcs="model", overrides={{"reward.model": "{path}"}}.'
+            )
     return list(found)
 
 
@@ -382,18 +437,16 @@ class _Offline(Started):
                     f"{type(self).__name__} has no parameter {name}.{hint} "
                     f"Keys of `birl {self.command}` go into overrides."
                 )
-        if not isinstance(model, str | PathLike):
-            raise BirlError(f"model: a {type(model).__name__}; give the name of a folder, a .gguf file or a hub id.")
+        model = _model(model)
         if train_dataset is None and "data.train" not in (overrides or {}):
             raise BirlError(_no_rows(False))
         sources = {"data.train": _source(train_dataset), "data.validation": _source(eval_dataset)}
-        theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, str(model))), schema, self.prefix)
-        keys = {"model.path": str(model), **{k: v for k, v in sources.items() if v}, **theirs, **(overrides or {})}
+        theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema, self.prefix)
+        keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **_fitting(theirs), **(overrides or {})}
         self.config, self.choices = load_with_choices(schema, [f"{k}={_written(v)}" for k, v in keys.items()])
         self._given = Given(train=_rows(train_dataset), validation=_rows(eval_dataset))
 
-    def train(self) -> dict[str, Any]:
-        """Train to the end, or go on where the run folder's newest checkpoint is. Returns the summary."""
+    def _begin(self) -> dict[str, Any]:
         loop = import_module(f"birl.loops.{self.command}")
         return _started(partial(loop.train, self.config, self.choices, given=self._given))
 

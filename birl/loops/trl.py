@@ -2,6 +2,7 @@
 name comes from `birl/config/peers/trl.toml`; what follows from several names is here."""
 
 import math
+import reprlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from birl.config import peers
 from birl.config.help import documentation
 from birl.config.nearest import suggest
+from birl.config.schema import DPO
 from birl.config.words import command
 from birl.errors import BirlError
 
@@ -43,7 +45,7 @@ class Names:
     @classmethod
     def of(cls, args: Any, more: Mapping[str, Any]) -> "Names":
         """From `Trainer(args=...)`, a `GRPOConfig` or a dict, and further parameters, which win."""
-        given = {name: _plain(value) for name, value in more.items() if value is not None}
+        given = {name: _plain(value) for name, value in more.items() if value not in (None, (None, None))}
         if args is None or isinstance(args, Mapping):
             values = {**{str(k): _plain(v) for k, v in (args or {}).items() if v is not None}, **given}
             return cls(values, set(values))
@@ -77,8 +79,8 @@ def _plain(value: Any) -> Any:
 
 
 def knows(name: str) -> bool:
-    """Whether this is a name of TRL's, or of a parameter of its trainers."""
-    return any(row.peer == "TRL" for row, _ in peers.named(name))
+    """Whether this is a name of TRL's or MRL's, or of a parameter of their trainers."""
+    return any(row.peer in ("TRL", "MRL") for row, _ in peers.named(name))
 
 
 def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
@@ -114,6 +116,9 @@ def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[s
             done.add("use_bias_correction_kl")
         if names.whole and rewards > 1 and not names.get("reward_weights"):
             found["reward.weights"] = [1.0] * rewards
+    if prefix == "DPO":
+        found |= _preference(names)
+        done |= {"loss_type", "loss_weights"}
     if names.meant("output_dir") or (names.get("output_dir") and not names.whole):
         found["run"] = str(names.get("output_dir"))
     if names.get("num_iterations"):
@@ -153,7 +158,7 @@ def _taken(name: str, value: Any, schema: type, prefix: str) -> tuple[str, Any]:
 def _rows(name: str, prefix: str) -> list[tuple[peers.Row, str]]:
     """TRL's rows of this name, those of the trainer's own config first."""
     own = f"{prefix}Config.{name}"
-    found = [(row, key) for row, key in peers.named(name) if row.peer == "TRL" and name in "".join(row.names)]
+    found = [(r, key) for r, key in peers.named(name) if r.peer in ("TRL", "MRL") and name in "".join(r.names)]
     wanted = [pair for pair in found if own in pair[0].names]
     return wanted + [pair for pair in found if name in pair[0].names]
 
@@ -163,9 +168,7 @@ def _answer(stray: list[str], names: Names, schema: type) -> None:
     told = []
     for name in stray:
         hint = suggest(name, schema)
-        if names.whole and (not hint or ", without a key here:" in hint):
-            continue  # nothing is lost: the table says why there is no key, or it is about the machine
-        told.append(f"{name}={names.get(name)!r} is not taken.{hint or ' It is no word that birl knows.'}")
+        told.append(f"{name}={reprlib.repr(names.get(name))} is not taken.{hint or ' It is no word that birl knows.'}")
     if told and names.whole:
         warnings.warn(
             "\n".join([*told, 'Keys go into overrides, as in overrides={"optimizer.lr": 1e-6}.']), stacklevel=4
@@ -270,6 +273,19 @@ def _loss(names: Names) -> dict[str, Any]:
         pos, neg = names.get("sapo_temperature_pos", 1.0), names.get("sapo_temperature_neg", 1.05)
         found["algorithm.surrogate_args"] = [f"tau_positive={pos}", f"tau_negative={neg}"]
     return found
+
+
+def _preference(names: Names) -> dict[str, Any]:
+    """TRL adds several losses up; `sft` among them is ours beside any loss."""
+    losses = names.get("loss_type", [])
+    losses = [losses] if isinstance(losses, str) else list(losses)
+    weights = dict(zip(losses, names.get("loss_weights") or [1.0] * len(losses), strict=False))
+    beside, one = weights.pop("sft", 0.0), next(iter(weights), "")
+    key, loss = _taken("loss_type", one, DPO, "DPO") if one else ("", "")
+    if len(weights) > 1 or (one and not key):
+        known = ", ".join(pair.partition("=")[0] for pair in _rows("loss_type", "DPO")[0][0].take.split(", "))
+        raise BirlError(f"loss_type={losses}: choose one of {known}, with or without sft beside it.")
+    return ({key: loss} if one else {}) | ({"preference.nll_coef": beside / weights[one]} if beside and one else {})
 
 
 def _engine(names: Names) -> dict[str, Any]:

@@ -66,7 +66,9 @@ async def ask_all(
                     return NoAnswer(f"{last} ({ATTEMPTS} attempts)")
             except TimeoutError:
                 why = f"; the last attempt: {last}" if last else ""
-                return NoAnswer(f"{address} gave no answer within {SHARE * timeout:.3g} s of reward.timeout{why}")
+                return NoAnswer(
+                    f"{address} gave no answer within {round(SHARE * timeout, 2):g} s of reward.timeout{why}"
+                )
             except (NoAnswer, ValueError) as error:
                 return error if isinstance(error, NoAnswer) else NoAnswer(f"{address}: {error}")
 

@@ -437,6 +437,7 @@ def test_every_command_is_a_python_call(
             r"DPOTrainer has no parameter learning_rte.*optimizer\.lr",
         ),
         (lambda: birl.DPOTrainer(object(), ROWS), "give the name of a folder"),
+        (lambda: birl.DPOTrainer("x", ROWS, loss_type=["sigmoid", "hinge"]), "choose one of sigmoid, dpo, ipo"),
     ],
 )
 def test_a_wrong_call_of_a_command_is_refused(call: Callable[[], Any], message: str) -> None:
@@ -444,7 +445,23 @@ def test_a_wrong_call_of_a_command_is_refused(call: Callable[[], Any], message: 
         call()
 
 
-@pytest.mark.parametrize("name", ["PPOTrainer", "KTOTrainer", "RLOOTrainer", "GRPOConfig", "MRLTrainer", "GKDTrainer"])
+def test_what_a_script_of_trl_does_with_a_trainer(make: Make) -> None:
+    """A switched-off optimizer, resuming by its word; what is not here says where it is."""
+    trainer = make(optimizers=(None, None), max_samples=2, max_model_len=8000)
+    assert (trainer.config.data.max_samples, trainer.config.learner.tokens_per_microbatch) == (2, 8000)
+    with pytest.raises(AttributeError, match=r"Trainer has no evaluate: .*`birl eval RUN"):
+        trainer.evaluate()
+    with pytest.raises(BirlError, match=r"overrides=\{\"resume\": FOLDER\}"):
+        trainer.train(resume_from_checkpoint="out/checkpoint-5")
+
+
+def test_losses_of_dpo_that_trl_adds_up() -> None:
+    both = birl.DPOTrainer("x", ROWS, loss_type=["sigmoid", "sft"], loss_weights=[2.0, 1.0]).config.preference
+    assert (both.loss, both.nll_coef) == ("dpo", 0.5)
+    assert birl.DPOTrainer("x", ROWS, loss_type=["ipo"]).config.preference.loss == "ipo"
+
+
+@pytest.mark.parametrize("name", ["PPOTrainer", "KTOTrainer", "RLOOTrainer", "GRPOConfig", "MRLTrainer", "XPOTrainer"])
 def test_names_that_are_elsewhere_say_where(name: str) -> None:
     with pytest.raises(ImportError, match=f"birl has no {name}: .*[Tt]rainer.*from_trl.md"):
         getattr(birl, name)
@@ -469,6 +486,18 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
     assert make(beta=0.2, overrides=preset).config.algorithm.kl_coef == 0.2
 
 
+class Loaded:
+    """A module of transformers, as far as its name goes."""
+
+    name_or_path = "org/name"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, **_: Any) -> list[float]:
+        return []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -483,6 +512,11 @@ def test_a_preset_decides_where_no_parameter_does(make: Make) -> None:
         ({"vllm_mode": "colocate"}, r"vllm_mode='colocate' is not taken\. Did you mean engine\.attach\?"),
         ({"args": {"optim": "adafactor"}}, r"optim='adafactor' is not taken\. Did you mean optimizer\.offload\?"),
         ({"args": 3}, r"args: a int; give a GRPOConfig"),
+        ({"model": Loaded()}, r"model: a Loaded; give the name of a folder.*, as in model='org/name'"),
+        ({"reward_funcs": "org/RM-2B"}, r'reward_funcs="model", overrides=\{"reward\.model": "org/RM-2B"\}'),
+        ({"reward_funcs": [letters, Loaded()]}, r'overrides=\{"reward\.model": "org/name"\}'),
+        ({"processing_class": "x" * 500}, r"processing_class='x{1,20}\.\.\.x{1,20}' is not taken"),
+        ({"neftune_noise_alpha": 5}, r"neftune_noise_alpha=5 is not taken\..* neither noise"),
         ({"weight_sync_method": "relod"}, r"weight_sync_method='relod': choose one of auto, memory, reload"),
         ({"overrides": {"optimizer.shedule": "cosine"}}, r"Did you mean optimizer\.schedule"),
         ({"loss_type": "luspo"}, r"loss_type='luspo': choose one of grpo, bnpo, dapo, dr_grpo, cispo, sapo, gspo"),
