@@ -253,8 +253,8 @@ class Run:
             self.parts.tracker.rewind(None, 0)
             if share := self.parts.learner.rounded_share:
                 self.parts.tracker.message(
-                    f"{round(100 * share, 2):g} % of the weights were rounded to {self.config.model.dtype}, in which the model "
-                    "computes, before training."
+                    f"{round(100 * share, 2):g} % of the weights were rounded to {self.config.model.dtype}, in which "
+                    "the model computes, before training."
                 )
             await self.together("trace", str(self.parts.run), 0.0)
             return

@@ -246,7 +246,8 @@ async def _settle(function: Function, arguments: Mapping[str, Any], n: int, time
             innocent.append(i)
         except CallFailed as failure:
             if failure.outcome is Outcome.TIMEOUT and allowed < timeout:
-                whole = f"took longer than {timeout:g} s with {n - 1} other completions, and than {round(allowed, 2):g} s alone"
+                alone = f"{round(allowed, 2):g} s alone"
+                whole = f"took longer than {timeout:g} s with {n - 1} other completions, and than {alone}"
                 detail = failure.detail.replace(f"took longer than {round(allowed, 1):g} s", whole)
                 failure = CallFailed(failure.outcome, detail, seconds=failure.seconds)
             results[i] = Part(failure)

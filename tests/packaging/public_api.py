@@ -60,13 +60,16 @@ def of_class(name: str, found: type) -> Iterator[str]:
         return
     bases = [b.__name__ for b in found.__bases__ if b.__name__ not in ("object", "Protocol")]
     shown = f"class {name}" + (f" of {', '.join(bases)}" if bases else "")
+    members = {
+        n: v for base in reversed(found.__mro__) if base.__module__.startswith("birl.") for n, v in vars(base).items()
+    }
     if is_dataclass(found):
         yield f"{shown}: {', '.join(map(field, fields(found)))}"
-    elif "__init__" in vars(found) and not getattr(found, "_is_protocol", False):
+    elif "__init__" in members and not getattr(found, "_is_protocol", False):
         yield f"{shown}{signature(found)}"
     else:
         yield shown
-    for method, value in sorted(vars(found).items()):
+    for method, value in sorted(members.items()):
         if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod | staticmethod)):
             yield f"  .{method}{signature(getattr(found, method))}"
         elif not method.startswith("_") and isinstance(value, property):
