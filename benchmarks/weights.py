@@ -127,7 +127,7 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
     words += ["engine.kind=birl", "engine.threads=1", f"weights.method={method}", "steps=1", "track.console=off"]
     words += ["track.tensorboard=false", "threads=1", f"rollout.max_tokens={args.tokens}", "rollout.max_staleness=1"]
     alone = Crew(Ranks())
-    parts = await build.training(load(schema.RL, words), {}, build.Given(), False, compute, alone)
+    parts = await build.training(load(schema.RL, words), folder, build.Given(), False, compute, alone)
     loop, rows = asyncio.get_running_loop(), []
     answers: list[asyncio.Task[None]] = []
     try:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean
+from birl.foreign import undone
 
 TEMPLATES = ("hermes",)  # chat templates of the package
 
@@ -25,16 +26,14 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
         near = did_you_mean(name, table)
         raise BirlError(f"{key}={name}: must be {' | '.join(table)}, or my_file.py:my_function.{near}")
     try:
-        if place.endswith(".py"):
-            path = Path(place).expanduser()
-            if not path.is_file():
-                raise BirlError(f"{key}={name}: there is no file {place} in {Path.cwd()}.")
-            module = from_file(path)
-        else:
-            module = importlib.import_module(place)
+        path = Path(place).expanduser().absolute() if place.endswith(".py") else None
+        if path is not None and not path.is_file():
+            raise BirlError(f"{key}={name}: there is no file {place} in {Path.cwd()}.")
+        with undone():
+            module = from_file(path) if path is not None else importlib.import_module(place)
     except BirlError:
         raise
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         told = f"{key}={name}: {place} cannot be imported: {type(error).__name__}: {error}."
         raise BirlError(told.replace("..", ".") + missing(error)) from error
     function = getattr(module, attribute, None)
@@ -49,7 +48,7 @@ PACKAGES = {"bs4": "beautifulsoup4", "cv2": "opencv-python", "dotenv": "python-d
             "sklearn": "scikit-learn", "yaml": "pyyaml"}  # fmt: skip
 
 
-def missing(error: Exception) -> str:
+def missing(error: BaseException) -> str:
     """How to install what an import did not find; empty for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""

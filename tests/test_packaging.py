@@ -68,6 +68,20 @@ def test_every_import_is_declared() -> None:
     assert not undeclared
 
 
+def test_every_tensor_names_its_type() -> None:
+    """Code of users may change PyTorch's default while something is sampled or trained."""
+    makes = {"empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in set((ROOT / "birl").rglob("*.py")) - elsewhere()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makes
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if not any(keyword.arg in ("dtype", None) for keyword in node.keywords)
+    ]
+    assert not unnamed
+
+
 def test_light_layers_do_not_load_torch() -> None:
     """Static contracts cannot see what a dependency imports: so import every light module, and look."""
     light = ["birl", "birl.types", "birl.errors"]

@@ -173,8 +173,10 @@ def _batch(trees: Sequence[Branching], samples: Sequence[Sample], weights: Seque
                     trained.append((index, i))
     rows = [(samples[s], s, i) for s, i in trained]
     return Batch(
-        tokens=torch.tensor(tokens or [0]),  # a model wants a token where there is nothing to compute
-        positions=torch.tensor(positions or [0]),
+        tokens=torch.tensor(
+            tokens or [0], dtype=torch.int64
+        ),  # a model wants a token where there is nothing to compute
+        positions=torch.tensor(positions or [0], dtype=torch.int64),
         trees=tuple((len(t.prefix), tuple(map(len, t.tails))) for t in trees) or NOTHING,
         source=torch.tensor(source, dtype=torch.long),
         targets=torch.tensor([s.tokens[i] for s, _, i in rows], dtype=torch.long),

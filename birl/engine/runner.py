@@ -39,7 +39,7 @@ class Runner:
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]
-        tokens = torch.tensor([t for w in plan for t in (*w.tokens, *w.drafts)], device=device)
+        tokens = torch.tensor([t for w in plan for t in (*w.tokens, *w.drafts)], device=device, dtype=torch.int64)
         lengths = [w.start + i + 1 for w, n in zip(plan, counts, strict=True) for i in range(n)]
         if device.type == "cpu":
             tables = [w.request.pages for w, n in zip(plan, counts, strict=True) for _ in range(n)]
@@ -47,7 +47,9 @@ class Runner:
         else:
             layout = Paged.repeated(self.cache, [w.request.pages for w in plan], counts, lengths)
         with nullcontext({}) if self.routing is None else self.routing.watching() as seen:
-            hidden = hidden_states(self.model, tokens, torch.tensor(lengths, device=device) - 1, layout)
+            hidden = hidden_states(
+                self.model, tokens, torch.tensor(lengths, device=device, dtype=torch.int64) - 1, layout
+            )
         if self.routing is not None:
             record(plan, self.routing.routes(seen))
         rows: list[int] = []

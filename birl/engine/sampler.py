@@ -42,7 +42,7 @@ def checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:
     """logits [B, V] float32, tokens [B] -> log-probs [B] float32 of these tokens under what `sample` draws from, with
     the same bits where there are kernels."""
-    targets = torch.tensor(tokens, device=logits.device)
+    targets = torch.tensor(tokens, device=logits.device, dtype=torch.int64)
     temperature = params.temperature or 1.0
     if not plain(params):
         logits = torch.stack([restrict(row / temperature, params) for row in logits])
@@ -109,5 +109,5 @@ def restrict(logits: Tensor, params: SamplingParams) -> Tensor:
         probability = torch.where(keep, ranked, float("-inf")).softmax(-1)
         keep &= probability.cumsum(-1) - probability < params.top_p  # the mass before a token, so one always remains
     if params.min_p:
-        keep &= ranked >= ranked[0] + torch.tensor(params.min_p).log()
+        keep &= ranked >= ranked[0] + torch.tensor(params.min_p, dtype=torch.float32).log()
     return torch.full_like(logits, float("-inf")).scatter(0, order[keep], ranked[keep])

@@ -77,7 +77,7 @@ class Kernels:
     ) -> Tensor:
         """Add the norm's gradient to grad_x [T, H] float32, and return the weight's; `rounded` receives the new grad_x
         in this type."""
-        parts = torch.zeros(self.lib.team_size(), x.shape[1])
+        parts = torch.zeros(self.lib.team_size(), x.shape[1], dtype=torch.float32)
         self.lib.rms_norm_backward(
             _p(x), _p(weight), _p(rstd), _p(grad_h), _p(grad_x), _p(rounded), _p(parts), x.shape[0], x.shape[1]
         )
@@ -143,7 +143,7 @@ class Kernels:
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
         """The same, not rounded: [T, N] float32, `into` where it is given."""
-        y = torch.empty(x.shape[0], weight.rows) if into is None else into
+        y = torch.empty(x.shape[0], weight.rows, dtype=torch.float32) if into is None else into
         self._gemm(x, weight, bias, y, KEEP)
         return y
 
@@ -162,7 +162,7 @@ class Kernels:
         self._heads(query, key, value)
         self._segments(segments, rows)
         out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
-        lse = torch.empty(rows, heads)
+        lse = torch.empty(rows, heads, dtype=torch.float32)
         self.lib.tree_attention(
             *(_p(query), _p(key), _p(value), query.stride(0), _p(out), _p(lse)),
             *(_p(segments), len(segments), heads, key.shape[1], scale, window),
@@ -268,7 +268,7 @@ class Kernels:
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """logits [N, V] float32 -> log softmax(logits / temperature)[target], log-normaliser, entropy, each [N]."""
         self._words(targets, *logits.shape)
-        logp, norm, entropy = torch.empty(3, len(logits)).unbind()
+        logp, norm, entropy = torch.empty(3, len(logits), dtype=torch.float32).unbind()
         self.lib.logprobs(*(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape)
         return logp, norm, entropy
 
@@ -278,8 +278,11 @@ class Kernels:
         """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Same bits."""
         rows, words = len(hidden), head.rows
         self._words(targets, rows, words)
-        logp, norm, entropy = torch.empty(3, rows).unbind()
-        masses, (peaks, tilts) = torch.empty(rows, -(-words // CELL)), torch.empty(2, rows, -(-words // STRETCH))
+        logp, norm, entropy = torch.empty(3, rows, dtype=torch.float32).unbind()
+        masses, (peaks, tilts) = (
+            torch.empty(rows, -(-words // CELL), dtype=torch.float32),
+            torch.empty(2, rows, -(-words // STRETCH), dtype=torch.float32),
+        )
         self.lib.head_logprobs(
             *(_p(hidden), hidden.stride(0), _p(head.data), _p(bias), _p(targets), temperature),
             *(_p(logp), _p(norm), _p(entropy), _p(peaks), _p(masses), _p(tilts), rows, words, head.columns),
@@ -348,7 +351,7 @@ class Kernels:
 
     def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """logits [B, V] float32 -> tokens [B], and their log-probs [B] under softmax(logits / temperature)."""
-        tokens, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        tokens, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float32)
         self.lib.sample(_p(logits), _p(temperatures), _p(uniforms), _p(tokens), _p(logp), *logits.shape)
         return tokens, logp
 
@@ -357,8 +360,11 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Same bits."""
         rows, words = len(hidden), head.rows
-        tokens, logp = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        masses, peaks = torch.empty(rows, -(-words // CELL)), torch.empty(rows, -(-words // STRETCH))
+        tokens, logp = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        masses, peaks = (
+            torch.empty(rows, -(-words // CELL), dtype=torch.float32),
+            torch.empty(rows, -(-words // STRETCH), dtype=torch.float32),
+        )
         self.lib.head_sample(
             *(_p(hidden), hidden.stride(0), _p(head.data), _p(bias), _p(temperatures), _p(uniforms)),
             *(_p(tokens), _p(logp), _p(peaks), _p(masses), rows, words, head.columns),

@@ -112,7 +112,7 @@ class Adapter:
             parameter=parameter,
             weight=kept(weight, offload),
             a=a.to(device),
-            b=torch.zeros(weight.shape[0], lora.rank, device=device),
+            b=torch.zeros(weight.shape[0], lora.rank, device=device, dtype=torch.float32),
             magnitude=lengths(weight).to(device) if lora.dora else None,
             scale=lora.alpha / lora.rank,
             gradient=Sum(device),
@@ -142,7 +142,7 @@ class Adapter:
 
 def first_a(lora: Lora, width: int, random: torch.Generator) -> Tensor:
     """As in peft; on the CPU, so the same everywhere."""
-    a = torch.empty(lora.rank, width)
+    a = torch.empty(lora.rank, width, dtype=torch.float32)
     nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=random)
     return a
 
@@ -184,7 +184,7 @@ class Origin:
             )
 
     def _write(self) -> None:
-        self.marks["lora.base"].copy_(torch.tensor(list(self.base)))
+        self.marks["lora.base"].copy_(torch.tensor(list(self.base), dtype=torch.int64))
         self.marks["lora.alpha"].fill_(self.alpha)
 
 

@@ -123,7 +123,7 @@ def adapter_of(
         parameter=parameter,
         weight=kept(weight, offload),
         a=of_a.part(first_a(lora, layout.shape[1], random)).to(weight.device).clone(),
-        b=torch.zeros(len(weight), lora.rank, device=weight.device),
+        b=torch.zeros(len(weight), lora.rank, device=weight.device, dtype=torch.float32),
         magnitude=lengths(weight, total) if lora.dora else None,
         scale=lora.alpha / lora.rank,
         gradient=Sum(weight.device),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from birl.config import schema
-from birl.config.load import flatten, run_folder
+from birl.config.load import flatten
 from birl.config.rules_algorithm import CRITIC, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
@@ -73,11 +73,8 @@ class Given:
     validation: Any = None
 
 
-async def training(
-    config: schema.RL, choices: dict[str, str], given: Given, dry_run: bool, compute: Executor, crew: Crew
-) -> Parts:
+async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, compute: Executor, crew: Crew) -> Parts:
     """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
-    run = Path(run_folder(config, choices))
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
     loop = asyncio.get_running_loop()

@@ -115,12 +115,12 @@ class Credit:
         if not kept:
             return Credited(samples=[], by_episode={})
         penalties = self.penalties(kept)
-        rewards = torch.tensor([g.trajectories[i].reward for g, i in kept]) + penalties
+        rewards = torch.tensor([g.trajectories[i].reward for g, i in kept], dtype=torch.float32) + penalties
         plain = [assemble.samples(g.trajectories[i], 0.0, g.index, i) for g, i in kept]
         samples = [s for own in plain for s in own]
-        owner = torch.tensor([e for e, own in enumerate(plain) for _ in own])
+        owner = torch.tensor([e for e, own in enumerate(plain) for _ in own], dtype=torch.int64)
         batches = self._packed(samples) if self._needs_models() else []
-        kl, episode_kl = self._kl(batches, samples), torch.zeros(len(kept))
+        kl, episode_kl = self._kl(batches, samples), torch.zeros(len(kept), dtype=torch.float32)
         if kl is not None:
             episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))
         if keys.advantage == "returns":
@@ -148,13 +148,15 @@ class Credit:
     def penalties(self, kept: Sequence[Episode]) -> Tensor:
         """What length adds to or takes from each reward."""
         keys = self.config.algorithm
-        last = torch.tensor([float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept])
+        last = torch.tensor(
+            [float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept], dtype=torch.float32
+        )
         found = estimate.overlong_penalty(
             last, limit=self.config.rollout.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
         )
         if keys.length_penalty:
             units: list[Unit] = [(g, i, None) for g, i in kept]
-            right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept])
+            right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept], dtype=torch.bool)
             found = found + keys.length_penalty * estimate.length_penalty(_lengths(units), right, _places(units))
         return found
 
@@ -163,7 +165,7 @@ class Credit:
         units: list[Unit] = []
         returns: list[Tensor] = []
         for (g, i), penalty in zip(kept, penalties.tolist(), strict=True):
-            rewards = torch.tensor(assemble.turn_rewards(g.trajectories[i]))
+            rewards = torch.tensor(assemble.turn_rewards(g.trajectories[i]), dtype=torch.float32)
             rewards[-1] += penalty
             returns.append(estimate.rewards_to_go(rewards, self.config.algorithm.turn_discount))
             units += [(g, i, number) for number in range(len(rewards))]
@@ -182,10 +184,12 @@ class Credit:
         weights = self.weights or told  # without functions, the figures of the environment
         tensors = {
             "lengths": _lengths(units),
-            "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order]),
-            "parts": torch.tensor([[g.trajectories[i].parts.get(n, 0.0) for n in weights] for g, i, _ in units]),
-            "weights": torch.tensor(list(weights.values())),
-            "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units]),
+            "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order], dtype=torch.float32),
+            "parts": torch.tensor(
+                [[g.trajectories[i].parts.get(n, 0.0) for n in weights] for g, i, _ in units], dtype=torch.float32
+            ),
+            "weights": torch.tensor(list(weights.values()), dtype=torch.float32),
+            "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units], dtype=torch.bool),
         }
         try:
             found = self.estimator.bound(tensors)(rewards, _places(units))
@@ -223,9 +227,9 @@ class Credit:
         """REINFORCE++, arXiv:2501.03262 eq. 8: A_t = r - beta sum_{i >= t} KL_i over the episode's tokens, less the
         mean and over the deviation of all tokens of the batch. `rewards`, `owner`: of each sample its episode's."""
         sizes = [sum(s.mask) for s in samples]
-        each = [torch.full((n,), r) for n, r in zip(sizes, rewards.tolist(), strict=True)]
+        each = [torch.full((n,), r, dtype=torch.float32) for n, r in zip(sizes, rewards.tolist(), strict=True)]
         if kl is not None:
-            later = torch.zeros(int(owner.max()) + 1)  # the KL of what the episode said afterwards
+            later = torch.zeros(int(owner.max()) + 1, dtype=torch.float32)  # the KL of what the episode said afterwards
             for i in reversed(range(len(samples))):
                 ahead = kl[i].flip(0).cumsum(0).flip(0) + later[owner[i]]
                 each[i] = each[i] - kl_coef * ahead
@@ -248,10 +252,11 @@ class Credit:
         values = by_sample(batches, self.critic(batches), len(samples))
         turns = by_sample(batches, [b.turn for b in batches], len(samples))
         sizes = [len(v) for v in values]
-        sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
+        sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes, dtype=torch.int64))
         flat = torch.cat(values)
         earned = torch.tensor(
-            [reward for (g, i), p in zip(kept, penalties.tolist(), strict=True) for reward in _earned(g, i, p)]
+            [reward for (g, i), p in zip(kept, penalties.tolist(), strict=True) for reward in _earned(g, i, p)],
+            dtype=torch.float32,
         )
         if kl is not None:
             earned = critics.token_rewards(earned, torch.cat(kl), kl_coef)
@@ -276,7 +281,7 @@ class Credit:
             says = by_sample(batches, self.teacher.each(batches, self.teacher.forward), len(samples))
         found = []
         for sample, theirs in zip(samples, says, strict=True):
-            own = torch.tensor(trained(sample, per_token(sample)))
+            own = torch.tensor(trained(sample, per_token(sample)), dtype=torch.float32)
             found.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
         return found
 
@@ -297,7 +302,7 @@ class Credit:
 
 def by_sample(batches: Sequence[Batch], outputs: Sequence[Tensor], count: int) -> list[Tensor]:
     """[N] of each micro-batch -> for each sample of the step the values of its trained tokens, on the CPU."""
-    found: list[Tensor] = [torch.empty(0)] * count
+    found: list[Tensor] = [torch.empty(0, dtype=torch.float32)] * count
     for batch, output in zip(batches, outputs, strict=True):
         number, size = torch.unique_consecutive(batch.sample, return_counts=True)
         for n, values in zip(number.tolist(), output.cpu().split(size.tolist()), strict=True):
@@ -307,7 +312,7 @@ def by_sample(batches: Sequence[Batch], outputs: Sequence[Tensor], count: int) -
 
 def behaviour(sample: Sample) -> Tensor:
     """Log-probs of the trained tokens under the weights that sampled them."""
-    return torch.tensor(trained(sample, sample.logprobs))
+    return torch.tensor(trained(sample, sample.logprobs), dtype=torch.float32)
 
 
 def trained(sample: Sample, column: Sequence[float]) -> list[float]:
@@ -338,7 +343,7 @@ def _places(units: Sequence[Unit]) -> Tensor:
     """What each unit is compared with, counted from 0: the same turn, or all, of its group and agent."""
     names = [(g.index, g.agent, turn) for g, _, turn in units]
     order = {name: n for n, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([order[name] for name in names])
+    return torch.tensor([order[name] for name in names], dtype=torch.int64)
 
 
 def _lengths(units: Sequence[Unit]) -> Tensor:
@@ -347,7 +352,7 @@ def _lengths(units: Sequence[Unit]) -> Tensor:
     for g, i, turn in units:
         turns = g.trajectories[i].turns
         found.append(float(sum(len(x.completion.tokens) for x in (turns if turn is None else turns[turn : turn + 1]))))
-    return torch.tensor(found)
+    return torch.tensor(found, dtype=torch.float32)
 
 
 def _earned(group: Group, episode: int, penalty: float) -> list[float]:

@@ -151,7 +151,7 @@ class Preferences:
 
     def _sums(self, learner: Learner, samples: Sequence[Sample]) -> Tensor:
         """Sum of each sample's log-probs, [samples] float32, no gradient."""
-        found = torch.empty(len(samples))
+        found = torch.empty(len(samples), dtype=torch.float32)
         batches = pack(samples, [0.0] * len(samples), self.capacity, learner.ranks.shares, self.policy.pair_cost)
         for batch, logp in zip(batches, learner.each(batches, learner.forward), strict=True):
             a = answers(logp.cpu(), batch)
@@ -165,7 +165,7 @@ class Preferences:
             return [answers(logp.cpu(), batch).total for batch, logp in zip(batches, said, strict=True)]
         found = [answers(batch.logprobs, batch) for batch in batches]
         if self.kind == "precomputed":
-            sums = torch.tensor([x for e in examples for x in self.known[_identity(e)]])
+            sums = torch.tensor([x for e in examples for x in self.known[_identity(e)]], dtype=torch.float32)
             return [sums[a.number] for a in found]
         return [torch.zeros_like(a.total) for a in found]
 
@@ -192,7 +192,7 @@ class Preferences:
     def _good(self, examples: Sequence[Example]) -> Tensor:
         """[answers of the step]: a pair has a good and a bad one."""
         pairs = [(True, False) if len(e.sequences) == 2 else (e.good,) for e in examples]
-        return torch.tensor([good for pair in pairs for good in pair])
+        return torch.tensor([good for pair in pairs for good in pair], dtype=torch.bool)
 
     def _divergence(self, examples: Sequence[Example]) -> float:
         """KTO's reference point: KL(policy || reference), estimated on prompts with the answers of the next row."""
@@ -218,7 +218,7 @@ class Preferences:
             each = preference.kto(
                 gained,
                 mine,
-                torch.tensor(divergence),
+                torch.tensor(divergence, dtype=torch.float32),
                 beta=keys.beta,
                 desirable_weight=keys.desirable_weight,
                 undesirable_weight=keys.undesirable_weight,

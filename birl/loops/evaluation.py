@@ -148,7 +148,7 @@ def run(config: schema.Eval) -> None:
 
 
 async def _run(config: schema.Eval, compute: Executor) -> None:
-    output = Path(config.output)
+    output = Path(config.output).absolute()
     with _writing(output):  # better to know now than when the answers are there
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.is_file():

@@ -131,7 +131,7 @@ async def _main(
     objective: Callable[[Any, Policy, int], Objective],
 ) -> dict[str, Any]:
     stop = Stop()
-    folder = Path(run_folder(config, choices))
+    folder = Path(run_folder(config, choices)).absolute()
     with (
         nullcontext() if dry_run else saving_signals(stop),
         nullcontext() if dry_run else held(folder),

@@ -26,6 +26,7 @@ from birl.config import schema
 from birl.config.load import run_folder
 from birl.data.pack import Batch, pack, packing
 from birl.errors import BirlError
+from birl.foreign import undone
 from birl.learner.learner import Learner, Stats
 from birl.loops import build, checks, ranks
 from birl.loops import plan as planning
@@ -66,21 +67,22 @@ def train(
     """
     keep_memory()
     try:
-        return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given()))
+        with undone():
+            return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given()))
     except BaseExceptionGroup as group:
         raise _first(group) from None
 
 
 async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given: build.Given) -> dict[str, Any]:
     stop = Stop()
-    folder = Path(run_folder(config, choices))
+    folder = Path(run_folder(config, choices)).absolute()
     with (
         nullcontext() if dry_run else saving_signals(stop),
         nullcontext() if dry_run else held(folder),
         crew(config, folder) as together,
         compute_thread(learner_threads(config)) as compute,
     ):
-        parts = await build.training(config, choices, given, dry_run, compute, together)
+        parts = await build.training(config, folder, given, dry_run, compute, together)
         try:
             if dry_run:
                 return planning.dry_run(parts)

@@ -54,7 +54,7 @@ class Ranking:
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
-        margins = torch.tensor([e.margin for e in examples])
+        margins = torch.tensor([e.margin for e in examples], dtype=torch.float32)
         weights = [1 / len(examples)] * len(samples)
         batches = pack(samples, weights, self.capacity, self.config.parallel.shares, self.policy.pair_cost)
         return [(batch, self._loss(margins)) for batch in batches]

@@ -310,7 +310,7 @@ class Run:
         summary = {
             "finished": finished,
             "signal": None if finished else int(self.stop.number),
-            "run": str(self.parts.run),
+            "run": str(self.parts.tracker.shown),
             "step": self.step,
             "seconds": self.spent,
             "before": self.first_validation,
@@ -319,7 +319,10 @@ class Run:
             "best_step": self.best_step,
             "totals": dict(self.totals),
             "next": next_commands(
-                self.parts.run, finished, not isinstance(self.config, schema.RM), self.config.track.tensorboard
+                self.parts.tracker.shown,
+                finished,
+                not isinstance(self.config, schema.RM),
+                self.config.track.tensorboard,
             ),
         }
         self.parts.tracker.finish(summary)

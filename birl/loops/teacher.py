@@ -52,7 +52,7 @@ class ServedTeacher:
                 f"algorithm.teacher={self.address}: gave no prompt_logprobs of these tokens ({type(error).__name__}: "
                 f"{error}): {json.dumps(found)[:200]}. The server must be vLLM's, with the policy's vocabulary."
             ) from error
-        return torch.tensor(each)
+        return torch.tensor(each, dtype=torch.float32)
 
     def _ask(self, body: dict[str, Any]) -> Any:
         words = json.dumps(body | ({"model": self.model} if self.model else {})).encode()

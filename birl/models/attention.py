@@ -145,18 +145,20 @@ class Packed:
 def tree_mask(tree: Tree, window: int | None, first: int = 0, last: int | None = None) -> Tensor:
     """mask[i, j] = token first + i may attend to token j: j is not later, and belongs to the prefix or to i's own
     branch. bool [last - first, last]; without `last` to the tree's end."""
-    branch = torch.tensor([-1] * tree.prefix + [b for b, n in enumerate(tree.branches) for _ in range(n)])[:last]
+    branch = torch.tensor(
+        [-1] * tree.prefix + [b for b, n in enumerate(tree.branches) for _ in range(n)], dtype=torch.int64
+    )[:last]
     order = torch.arange(len(branch))
     mask = (order[first:, None] >= order) & ((branch == -1) | (branch[first:, None] == branch))
     if window is not None:
-        position = torch.tensor(tree.positions())[:last]
+        position = torch.tensor(tree.positions(), dtype=torch.int64)[:last]
         mask &= position[first:, None] - position < window
     return mask
 
 
 def bias(mask: Tensor) -> Tensor:
     """0 where a mask is true and -inf elsewhere, float32."""
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
 
 
 def attention(

@@ -74,7 +74,7 @@ class Decoder:
         self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
         self.checkpointing = False
         self.addresses: Tensor | None = None  # of weights and cache, while they are steady
-        self.cosine = self.sine = torch.empty(0)  # of each position
+        self.cosine = self.sine = torch.empty(0, dtype=torch.float32)  # of each position
 
     def _layer(self, index: int, module: Any) -> Layer:
         attention, mlp = module.self_attn, module.mlp
@@ -143,7 +143,7 @@ class Decoder:
         needed = int(positions.max()) + 1
         if needed > len(self.cosine):
             every = torch.arange(-(-needed // 256) * 256)
-            cosine, sine = self.body.rotary_emb(torch.empty(0), every[None])
+            cosine, sine = self.body.rotary_emb(torch.empty(0, dtype=torch.float32), every[None])
             half = self.kernels.head_dim // 2
             self.cosine, self.sine = cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
         return self.cosine[positions], self.sine[positions]
@@ -153,7 +153,7 @@ class Decoder:
     ) -> tuple[Tensor, Kept | None]:
         """One layer: x [T, H] float32 -> the same. In place nothing is kept."""
         k = self.kernels
-        rstd1, rstd2 = (None, None) if in_place else torch.empty(2, len(x)).unbind()
+        rstd1, rstd2 = (None, None) if in_place else torch.empty(2, len(x), dtype=torch.float32).unbind()
         h = k.rms_norm(x, layer.norm1.weight, layer.norm1.variance_epsilon, rstd1)
         qkv = layer.qkv(h)
         k.rotary(qkv, layer.heads + layer.kv_heads, cosine, sine)
@@ -256,7 +256,7 @@ class _Embed(torch.autograd.Function):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, k: Kernels) -> Tensor:
-        rstd = torch.empty(len(x))
+        rstd = torch.empty(len(x), dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
         ctx.kernels = k
         return k.rms_norm(x, weight, eps, rstd)

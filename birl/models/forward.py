@@ -98,7 +98,7 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
     device, n = head(model).weight.device, tree.prefix
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, head(model).weight.shape[0], (len(tree) + len(other),), generator=generator).to(device)
-    positions = torch.tensor(tree.positions() + other.positions(), device=device)
+    positions = torch.tensor(tree.positions() + other.positions(), device=device, dtype=torch.int64)
     first, second = tree.branches
     sequences = [ids[: n + first], torch.cat([ids[:n], ids[n + first : len(tree)]]), ids[len(tree) :]]
 
@@ -154,7 +154,7 @@ def decoded(model: nn.Module, ids: Tensor) -> Tensor:
     for begin, end in pairwise(cuts):
         places = list(range(begin, end))
         layout = Paged.of(cache, table * len(places), [i + 1 for i in places], [len(places)], [0])
-        hidden = hidden_states(model, ids[begin:end], torch.tensor(places, device=device), layout)
+        hidden = hidden_states(model, ids[begin:end], torch.tensor(places, device=device, dtype=torch.int64), layout)
         rows.append(head(model)(hidden).float())
     return torch.cat(rows).log_softmax(-1)
 

@@ -26,9 +26,9 @@ def add_score_head(model: nn.Module, seed: int, name: str = "score") -> None:
     if score_head(model, name) is not None:
         return
     width = head(model).weight.shape[1]
-    score = nn.Linear(width, 1, bias=False, device=device_of(model))
+    score = nn.Linear(width, 1, bias=False, device=device_of(model), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    score.weight.data.copy_(torch.randn(1, width, generator=generator) / (width + 1))
+    score.weight.data.copy_(torch.randn(1, width, generator=generator, dtype=torch.float32) / (width + 1))
     model.add_module(name, score)
 
 

@@ -195,7 +195,7 @@ class _KernelLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int,
         head: Matrix,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        logprobs, entropy, norm = torch.empty(3, len(hidden)).unbind()
+        logprobs, entropy, norm = torch.empty(3, len(hidden), dtype=torch.float32).unbind()
         wide = CELL if head.kernels.dtype == torch.bfloat16 else 1  # of a cell of words one number is kept
         for rows in _chunks(len(hidden), chunk * wide // len(weight)):
             found = head.logprobs(hidden[rows], targets[rows], temperature)
@@ -217,8 +217,10 @@ class _KernelLogprobs(torch.autograd.Function):
         norm, entropy = pad(norm, (0, extra)), pad(entropy, (0, extra))
         by_logp, by_entropy = (None if g is None else pad(g, (0, extra)).contiguous() for g in grads)
         into, add = gradient_place(weight) if ctx.needs_input_grad[1] else (None, False)
-        by_bias = torch.empty(bias.shape) if ctx.needs_input_grad[2] else None
-        by_hidden = torch.zeros(hidden.shape[1], len(hidden))  # all products here have the words as rows
+        by_bias = torch.empty(bias.shape, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        by_hidden = torch.zeros(
+            hidden.shape[1], len(hidden), dtype=torch.float32
+        )  # all products here have the words as rows
         rounded = k.dtype == torch.bfloat16
         context = (targets, ctx.temperature, norm, entropy, by_logp, by_entropy)
         if rounded:

@@ -150,8 +150,8 @@ def gradient_place(parameter: Tensor) -> tuple[Tensor, bool]:
     """Where a parameter's float32 gradient is, and whether there is something in it already."""
     master = getattr(parameter, "master", None)
     if master is None:
-        return torch.empty(parameter.shape), False
+        return torch.empty(parameter.shape, dtype=torch.float32), False
     add = master.grad is not None
     if not add:
-        master.grad = torch.empty(parameter.shape)
+        master.grad = torch.empty(parameter.shape, dtype=torch.float32)
     return master.grad, add

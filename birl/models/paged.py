@@ -71,7 +71,7 @@ class Cache:
         """(from, to); no page is both."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs).to(self.keys[0].device).unbind(1)
+        sources, targets = torch.tensor(pairs, dtype=torch.int64).to(self.keys[0].device).unbind(1)
         for layer in (*self.keys, *self.values):
             layer.index_copy_(0, targets, layer.index_select(0, sources))
 
@@ -115,7 +115,7 @@ class Paged:
         device = cache.keys[0].device
         width = max(map(len, tables))
         table = torch.tensor([[*t, *[0] * (width - len(t))] for t in tables], dtype=torch.int32).to(device)
-        sequence = torch.tensor([i for i, n in enumerate(counts) for _ in range(n)]).to(device)
+        sequence = torch.tensor([i for i, n in enumerate(counts) for _ in range(n)], dtype=torch.int64).to(device)
         return cls.plain(cache, table[sequence], torch.tensor(lengths, dtype=torch.int32).to(device))
 
     @classmethod

@@ -18,7 +18,7 @@ class GlooReduceScatter(ReduceScatter):
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0)
+        self._buffer = torch.empty(0, dtype=torch.float32)
         self._filling = False  # the buffer has been given away for the call that follows
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

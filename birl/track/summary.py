@@ -205,13 +205,13 @@ def tally(all_pairs: list[Pair]) -> str:
 
 
 def closing(
-    run: Path, title: str, found: Mapping[str, Any], report: Path | None, ascii_only: bool
+    run: Path, shown_as: Path, title: str, found: Mapping[str, Any], report: Path | None, ascii_only: bool
 ) -> Iterator[RenderableType]:
     """The end of a run as the terminal shows it."""
     how = "done" if found.get("finished", True) else f"stopped after step {found.get('step', 0)}"
     yield Text(f"\n{visible(title)}: {how}", style="bold")
     grid = Table.grid(padding=(0, 2))
-    for label, words in [*lines(found), ("run folder", str(run)), *([("report", str(report))] if report else [])]:
+    for label, words in [*lines(found), ("run folder", str(shown_as)), *([("report", str(report))] if report else [])]:
         grid.add_row(Text("  " + label, style="bright_black"), Text(words, overflow="fold"))
     yield grid
     all_pairs = pairs(stored(run / "validation.jsonl"))

@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import os
 import secrets
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -36,7 +37,8 @@ class Tracker:
     def __init__(
         self, run: Path, track: Reports, *, title: str, total_steps: int | None, config: dict[str, object]
     ) -> None:
-        self.run, self.track, self.title, self.config = Path(run), track, title, config
+        self.run, self.track, self.title, self.config = Path(run).absolute(), track, title, config
+        self.shown = Path(os.path.relpath(self.run)) if self.run.is_relative_to(Path.cwd()) else self.run
         self._console = Terminal()
         self._progress = Progress(title=title, total=total_steps)
         self._view = open_view(track.console, self._progress, self._console)
@@ -167,11 +169,11 @@ class Tracker:
             from birl.track.report import write_report
 
             with only_shown(f"{self.run}/report.html"):
-                report = write_report(self.run)
+                report = self.shown / write_report(self.run).name
         if self.track.console != "off":
             plain = not self._console.encoding.startswith("utf")
             with only_shown("the summary of the run"):
-                for part in closing(self.run, self.title, found, report, plain):
+                for part in closing(self.run, self.shown, self.title, found, report, plain):
                     self._console.print(part)
 
     def close(self, failed: bool = False, summary: Figures | None = None) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from birl.config import schema
 from birl.config.load import load
@@ -118,6 +119,59 @@ def test_an_episode_fits_into_a_micro_batch(
     words = ("env=sums.py:Sums", "data.train=rows.jsonl", "learner.tokens_per_microbatch=300")
     run(tiny, tmp_path, *words, "model.max_length=0", "steps=1")
     assert "Episodes have at most 300 tokens, as learner.tokens_per_microbatch=300 says" in capsys.readouterr().out
+
+
+HARM = """
+import os, random
+import numpy, torch
+from birl.types import Feedback
+
+def harm(number):
+    pass
+
+harm(0)
+
+class Harmful:
+    def __init__(self, task):
+        harm(1)
+    async def start(self):
+        harm(2)
+        return "x"
+    def step(self, reply):  # in a thread
+        harm(3)
+        return Feedback(reward=reply.content.count("a") / max(len(reply.content), 1))
+    async def close(self):
+        harm(4)
+"""
+CHANGES = """
+    torch.manual_seed(number); numpy.random.seed(number); random.seed(number)
+    torch.set_default_dtype((torch.float64, torch.bfloat16, torch.float16)[number % 3])
+    torch.set_grad_enabled(False); torch.set_num_threads(2); os.chdir("/")
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "ppo"])
+def test_what_an_environment_changes_of_the_process_changes_no_bit(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    seen = {}
+    for name, changes in (("nice", "    pass"), ("nasty", CHANGES)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        Path("harm.py").write_text(HARM.replace("    pass", changes, 1))
+        Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+        words = ("env=harm.py:Harmful", "data.train=rows.jsonl", "validation.every=1", "data.validation=rows.jsonl",
+                 f"algorithm={algorithm}", "lora.rank=2", "track.report=true")  # fmt: skip
+        threads = torch.get_num_threads()
+        try:
+            episodes = run(tiny, Path(), *words)
+        finally:
+            torch.set_grad_enabled(True)
+            torch.set_num_threads(threads)
+        assert Path.cwd() == tmp_path / name and torch.get_default_dtype() == torch.float32
+        tensors = sorted(Path("run/checkpoints/step-000002/tensors").iterdir())
+        seen[name] = episodes, [file.read_bytes() for file in tensors]
+    assert seen["nice"] == seen["nasty"] and seen["nice"][1]
 
 
 CHOOSY = """
