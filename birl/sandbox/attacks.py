@@ -422,8 +422,8 @@ FORGERIES = {
     "                sys.stderr.write('FOUND')\n                return 3\n        frame = frame.f_back",
     "the request in frames": FRAMES,
     "the request in /proc/self/mem": OWN_MEMORY,
-    "reading the tests": "import os\ndef add(a, b):\n    for name in os.listdir('.'):\n"
-    "        if 'add(1' in open(name).read().replace('reading', '') and name != 'solution.py':\n            return 3",
+    "reading the tests": "import glob, os\ndef add(a, b):\n    for name in glob.glob('**', recursive=True):\n"
+    "        if os.path.isfile(name) and name != 'solution.py' and 'add(1' in open(name).read():\n            return 3",
     "the checker's file": "open('checker.py', 'w').write('print(1)')\ndef add(a, b):\n    return 99",
     "a module for the checker": "open('math.py', 'w').write('isclose = lambda *_: True')\n"
     "def add(a, b):\n    return 99",

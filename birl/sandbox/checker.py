@@ -6,163 +6,35 @@ This process runs the test; a call of the solution's function is a message to th
 decides is `==` of plain data on this side, so an object that is equal to everything is equal to nothing here. Who
 started the run gets the verdict alone: nothing that a solution made is ever read outside of the sandbox.
 
-Standard library only; nothing of birl. Its standard output is one JSON object with the nonce.
+Standard library only, beside `names.py` and `values.py`. Its standard output is one JSON object with the nonce.
 """
 
-import ast
 import builtins
 import collections
 import contextlib
 import ctypes
-import decimal
-import fractions
 import importlib
 import io
 import json
-import math
 import os
-import re
-import reprlib
 import socket
-import symtable
 import sys
 import types
-from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+from birl.sandbox.names import Unfit, names_of
+from birl.sandbox.values import pack, same_value, short, shown, unpack
+
 LONGEST = 1 << 24  # bytes of one message
-DEEPEST = 200  # lists within lists
-LARGEST = 1 << 16  # bits of the numbers of a fraction, whose divisor has to be worked out
-DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?([eE][+-]?\d{1,6})?|Infinity|s?NaN\d{0,9})", re.ASCII)
-CLOSE = 1e-9  # relative difference at which two floats are the same
+PLAIN = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, Decimal, Fraction, type(None))
 PR_SET_DUMPABLE = 4
 NAMES = ("collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "bisect", "operator")
-HELPERS = ("math", "collections", "itertools", "functools", "copy", "decimal", "fractions", "statistics")
-OTHERS = ("np", "numpy", "pd", "pandas", "scipy", "sympy", "torch", "pytest")  # modules that no solution stands in for
-MARKED = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 
 
 class SolutionFailed(BaseException):
     """The solution's process ended, or answers nonsense. No `except Exception` of a test hides it."""
-
-
-# ---- plain data as JSON: lists as they are, what JSON has not as {"t": type, "v": value} -----------------------------
-
-
-def pack(value: Any, keep: Any) -> Any:
-    """Subclasses become their base, by the base's own methods: what they override has no say. `keep` takes what is no
-    plain data and gives what stands for it."""
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        value = int.__int__(value)
-        return value if -(1 << 63) <= value < 1 << 63 else {"t": "int", "v": f"{value:x}"}  # decimals take n^2 steps
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, list):
-        return [pack(item, keep) for item in list.__iter__(value)]
-    for name, base in MARKED.items():
-        if isinstance(value, base):
-            return {"t": name, "v": [pack(item, keep) for item in base.__iter__(value)]}
-    if isinstance(value, dict):
-        return {"t": "dict", "v": [[pack(k, keep), pack(v, keep)] for k, v in dict.items(value)]}
-    if kind in (bytes, bytearray):
-        return {"t": kind.__name__, "v": value.hex()}
-    if kind is complex:
-        return {"t": "complex", "v": [value.real, value.imag]}
-    if kind is range:
-        return {"t": "range", "v": [pack(end, keep) for end in (value.start, value.stop, value.step)]}
-    if kind is decimal.Decimal:
-        return {"t": "Decimal", "v": str(value)}
-    if kind is fractions.Fraction:
-        return {"t": "Fraction", "v": [pack(value.numerator, keep), pack(value.denominator, keep)]}
-    return keep(value)
-
-
-def unpack(value: Any, find: Any, depth: int = 0) -> Any:
-    """The value again. Its size is at most that of the message: no text becomes a number that takes more room or time
-    than the text. Raises `ValueError`, `KeyError` or `TypeError` for what `pack` never makes."""
-    if depth > DEEPEST:
-        raise ValueError("too deep")
-    if isinstance(value, list):
-        return [unpack(item, find, depth + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind, inner = value["t"], value["v"]
-    if kind in MARKED and isinstance(inner, list):
-        return MARKED[kind](unpack(item, find, depth + 1) for item in inner)
-    if kind == "dict" and isinstance(inner, list):
-        return {unpack(k, find, depth + 1): unpack(v, find, depth + 1) for k, v in inner}
-    if kind == "int" and isinstance(inner, str):
-        return int(inner, 16)
-    if kind in ("bytes", "bytearray") and isinstance(inner, str):
-        return getattr(builtins, kind).fromhex(inner)
-    if kind == "Decimal" and isinstance(inner, str) and DECIMAL.fullmatch(inner):
-        return decimal.Decimal(inner)
-    if kind in ("complex", "range", "Fraction") and isinstance(inner, list):
-        parts = [unpack(part, find, DEEPEST) for part in inner]
-        numbers = (int, float) if kind == "complex" else (int,)
-        if len(parts) > 3 or not all(isinstance(part, numbers) for part in parts):
-            raise ValueError(f"no {kind}")
-        if kind == "Fraction":
-            if max(part.bit_length() for part in parts) > LARGEST:
-                raise ValueError("a fraction that is too large")
-            return fractions.Fraction(*parts)
-        return getattr(builtins, kind)(*parts)
-    if kind in ("object", "function") and type(inner) is int:
-        return find(kind, inner)
-    raise ValueError(f"no {str(kind)[:20]}")
-
-
-def _short(digits: str) -> int:
-    """Of a number in JSON: `pack` makes long ones hexadecimal."""
-    if len(digits) > 20:
-        raise ValueError("a number of many digits")
-    return int(digits)
-
-
-def same_value(value: Any, expected: Any) -> bool:
-    """Equal, where a tuple is as good as a list (JSON has none), a key that is a number as good as its text, and floats
-    may differ in the last digits. True is not 1, and a set is no list."""
-    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
-        return len(value) == len(expected) and all(map(same_value, value, expected))
-    if isinstance(value, dict) and isinstance(expected, dict):
-        named = {key if isinstance(key, str) else str(key): item for key, item in value.items()}
-        wanted = {key if isinstance(key, str) else str(key): item for key, item in expected.items()}
-        return named.keys() == wanted.keys() and all(same_value(named[key], wanted[key]) for key in wanted)
-    if isinstance(value, collections.deque) and isinstance(expected, collections.deque):
-        return same_value(list(value), list(expected))
-    for kinds in ((set, frozenset), (bytes, bytearray), (range,), (str,)):
-        if isinstance(value, kinds) or isinstance(expected, kinds):
-            return isinstance(value, kinds) and isinstance(expected, kinds) and value == expected
-    if isinstance(value, bool) or isinstance(expected, bool) or value is None or expected is None:
-        return type(value) is type(expected) and value == expected
-    numbers = (int, float, complex, decimal.Decimal, fractions.Fraction)
-    if not isinstance(value, numbers) or not isinstance(expected, numbers):
-        return False
-    if isinstance(value, complex) or isinstance(expected, complex):
-        pairs = ((value.real, expected.real), (value.imag, expected.imag))
-        return all(same_value(a, b) for a, b in pairs)
-    if isinstance(value, float) and isinstance(expected, int | float):
-        return value == expected or (abs(expected) < 1e300 and math.isclose(value, expected, rel_tol=CLOSE))
-    return value == expected
-
-
-class Short(reprlib.Repr):
-    """What a verdict shows of a value: never all the digits of a long number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 80, 80, 80
-
-    def repr_int(self, x: int, level: int) -> str:
-        return super().repr_int(x, level) if x.bit_length() < 4096 else f"(a number of {x.bit_length()} bits)"
-
-
-short = Short()
 
 
 def write(pipe: io.BufferedWriter, message: dict[str, Any]) -> None:
@@ -173,7 +45,7 @@ def write(pipe: io.BufferedWriter, message: dict[str, Any]) -> None:
 def read(pipe: io.BufferedReader) -> dict[str, Any]:
     line = pipe.readline(LONGEST)
     try:
-        message = json.loads(line, parse_int=_short)
+        message = json.loads(line, parse_int=short)
     except (ValueError, RecursionError) as error:
         raise SolutionFailed("the solution's process ended" if not line else "no message") from error
     if not isinstance(message, dict):
@@ -215,8 +87,9 @@ class Solution:
         try:
             reply = action()
         except BaseException as error:
-            kinds = [kind.__name__ for kind in type(error).__mro__]
-            reply = {"raised": kinds, "text": f"{type(error).__name__}: {error}"[:500]}
+            reply = {"raised": [kind.__name__ for kind in type(error).__mro__], "args": []}
+            with contextlib.suppress(BaseException):  # they may be anything
+                reply["args"] = self.packed(list(error.args))
         write(self.output, reply)
 
     def do_find(self, name: str) -> dict[str, Any]:
@@ -228,8 +101,9 @@ class Solution:
 
     def do_call(self, what: int, args: list[Any], words: dict[str, Any]) -> dict[str, Any]:
         given = [self.unpacked(value) for value in args]
-        value = self.objects[what](*given, **{k: self.unpacked(v) for k, v in words.items()})
-        return {"value": self.packed(value), "args": [self.packed(value) for value in given]}
+        named = {name: self.unpacked(value) for name, value in words.items()}
+        value = self.objects[what](*given, **named)
+        return {"value": self.packed(value), "args": [self.packed(value) for value in (*given, *named.values())]}
 
     def do_get(self, what: int, name: str) -> dict[str, Any]:
         return {"value": self.packed(getattr(self.objects[what], name))}
@@ -262,6 +136,10 @@ class Solution:
 # ---- the test's side -------------------------------------------------------------------------------------------------
 
 
+class Ended(Exception):
+    """The solution raised StopIteration. Anywhere but in `next`, that would end a loop of the test without a word."""
+
+
 class Remote:
     """An object of the solution. It is equal to itself only, and its arithmetic is not forwarded."""
 
@@ -291,13 +169,19 @@ class Remote:
         return self.__getattr__("__getitem__")(key)
 
     def __iter__(self) -> Any:
-        following = self.__getattr__("__iter__")().__getattr__("__next__")
+        iterator = self.__getattr__("__iter__")()
         while True:
             try:
-                item = following()
+                item = next(iterator)
             except StopIteration:
                 return
             yield item
+
+    def __next__(self) -> Any:
+        try:
+            return self.__getattr__("__next__")()
+        except Ended:
+            raise StopIteration from None
 
 
 class Link:
@@ -315,7 +199,7 @@ class Link:
         self.calls += 1
         sent = {"what": number, "args": [self.packed(a) for a in args]}
         reply = self.exchange({"do": "call", "with": sent | {"words": {k: self.packed(v) for k, v in words.items()}}})
-        for value, after in zip(args, reply.get("args", ()), strict=False):
+        for value, after in zip((*args, *words.values()), reply.get("args", ()), strict=False):
             _overwrite(value, self.find(after))
         return self.find(reply.get("value"))
 
@@ -327,7 +211,7 @@ class Link:
             write(self.output, {"value": self.packed(value)})
             reply = read(self.input)
         if "raised" in reply:
-            raise _exception(reply)
+            raise _exception(reply["raised"], self.find(reply.get("args", [])))
         return reply
 
     def packed(self, value: Any) -> Any:
@@ -352,84 +236,36 @@ def _overwrite(value: Any, after: Any) -> None:
     """A function may change its arguments: a copy went over, and comes back."""
     if type(value) is not type(after):
         return
-    if isinstance(value, list):
+    if isinstance(value, list | bytearray):
         value[:] = after
+    elif isinstance(value, collections.deque):
+        value.clear()
+        value.extend(after)
     elif isinstance(value, dict | set):
         value.clear()
         value.update(after)
 
 
-def _exception(reply: dict[str, Any]) -> BaseException:
+def _exception(names: list[str], args: list[Any]) -> BaseException:
     """The nearest built-in exception. What would end this process is an error of the solution."""
-    for name in reply["raised"]:
+    for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, Exception):
-            return kind(str(reply.get("text", "")))
-    return SolutionFailed(str(reply.get("text", "")))
+            with contextlib.suppress(TypeError):  # it takes others
+                return Ended() if kind is StopIteration else kind(*args)
+    return SolutionFailed(f"{str(names[0])[:80]}: {shown.repr(args)}")
 
 
-def wanted_names(source: str) -> tuple[set[str], dict[str, Any]]:
-    """What a test reads and neither makes nor imports: names of the solution, and what stands for the others. Those are
-    modules that are only asked for what is in them, as in `math.isclose`, and functions of the library that take what
-    the solution gave, as in `isclose(f(1), 2)`. They do not come from the solution, whose own could say anything."""
-    tree = ast.parse(source)
-    found = set(_globals(symtable.symtable(source, "test", "exec")))
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    held = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    asked = found - {node.id for node in nodes if node not in held}
-    given: dict[str, Any] = {name: importlib.import_module(name) for name in asked if name in sys.stdlib_module_names}
-    if missing := sorted(asked.intersection(OTHERS)):
-        raise Unfit(f"it uses {missing[0]} without importing it")
-    found -= given.keys()
-    made = {symbol.get_name() for symbol in symtable.symtable(source, "test", "exec").get_symbols() if _is_made(symbol)}
-    library = {name: item for module in HELPERS for name, item in vars(importlib.import_module(module)).items()}
-    possible = found.intersection(library) - made
-    of_solution = found - possible - made
-    if of_solution:  # else the function under test is called like one of the library
-        results = _results(tree, of_solution)
-        taking = {
-            call.func.id
-            for call in ast.walk(tree)
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-            if any(_names(word) & results for word in (*call.args, *call.keywords))
-        }
-        given |= {name: library[name] for name in taking & possible}
-    return found - given.keys(), given
+def _agreeing(function: Any, own: Any) -> Any:
+    """A function of the library, where the solution's of the same name gives the same."""
 
+    def both(*args: Any, **words: Any) -> Any:
+        expected = function(*args, **words)
+        if type(expected) in PLAIN and not same_value(value := own(*args, **words), expected):
+            raise AssertionError(f"{function.__name__} returned {shown.repr(value)}, not {shown.repr(expected)}")
+        return expected
 
-def _results(tree: ast.AST, functions: set[str]) -> set[str]:
-    """Names of what the solution may have given: its functions, what is assigned from them, and parameters."""
-    found = functions | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    size = 0
-    while len(found) > size:
-        size = len(found)
-        for node in ast.walk(tree):
-            source = getattr(node, "value", None) or getattr(node, "iter", None)
-            if isinstance(source, ast.AST) and _names(source) & found:
-                for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
-                    found |= _names(target) if target is not None else set()
-    return found
-
-
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def _globals(table: symtable.SymbolTable) -> Iterator[str]:
-    for symbol in table.get_symbols():
-        name = symbol.get_name()
-        if symbol.is_referenced() and symbol.is_global() and not hasattr(builtins, name):
-            yield name
-    for inner in table.get_children():
-        yield from _globals(inner)
-
-
-def _is_made(symbol: symtable.Symbol) -> bool:
-    return symbol.is_assigned() or symbol.is_imported()
-
-
-class Unfit(Exception):
-    """A test that says nothing about a solution."""
+    return both
 
 
 def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
@@ -445,13 +281,15 @@ def attempt(job: dict[str, Any], link: Link) -> dict[str, Any]:
         passed = same_value(value, expected)
         return {
             "passed": passed,
-            "detail": "" if passed else f"returned {short.repr(value)}, not {short.repr(expected)}",
+            "detail": "" if passed else f"returned {shown.repr(value)}, not {shown.repr(expected)}",
         }
-    wanted, names = wanted_names(job["snippet"])
-    for name in sorted(wanted):
+    names = names_of(job["snippet"])
+    known = {"__name__": "test", **names.given, **names.either}
+    for name in sorted(names.wanted | names.either.keys()):
         with contextlib.suppress(NameError):
-            names[name] = link.ask("find", name=name)
-    exec(compile(job["snippet"], "test", "exec"), names | {"__name__": "test"})  # this is the sandbox
+            own = link.ask("find", name=name)
+            known[name] = _agreeing(names.either[name], own) if name in names.either else own
+    exec(compile(job["snippet"], "test", "exec"), known)  # this is the sandbox
     if not link.calls:
         raise Unfit("it calls nothing of the solution")  # it would pass with any
     return {"passed": True}
@@ -490,7 +328,3 @@ def main() -> None:
         found = {"passed": False, "detail": f"{type(error).__name__}: {error}"[:500]}
     os.write(1, json.dumps({"nonce": job["nonce"], **found}).encode())
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
-from birl.sandbox import checker
-from birl.sandbox.checker import same_value as same_value
+from birl.sandbox import values
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
 
-CHECKER = Path(checker.__file__).read_bytes()
+CHECKER = {  # a zygote has imported its own
+    "checker.py": b"import sys\nsys.dont_write_bytecode = True\nfrom birl.sandbox.checker import main\nmain()\n",
+    **dict.fromkeys(("birl/__init__.py", "birl/sandbox/__init__.py"), b""),
+    **{f"birl/sandbox/{n}.py": (Path(__file__).parent / f"{n}.py").read_bytes() for n in ("checker", "names", "values")},
+}
 BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 PYTHON = ("python", "py", "python3")
 LONGEST = 1 << 16  # bytes of a verdict
@@ -177,11 +180,11 @@ async def run_test(sandbox: Sandbox, solution: str, case: Case, limits: Limits) 
     nonce = secrets.token_hex(16)
     job: dict[str, Any] = {"nonce": nonce}
     if case.call:
-        args, expected = (checker.pack(value, _no_object) for value in (list(case.args), case.expected))
+        args, expected = (values.pack(value, _no_object) for value in (list(case.args), case.expected))
         job |= {"call": case.call, "args": args, "expected": expected}
     else:
         job |= {"snippet": case.snippet}
-    files = {"checker.py": CHECKER, "solution.py": solution}
+    files = {**CHECKER, "solution.py": solution}
     result = await sandbox.run(files, ["python", "checker.py"], limits, json.dumps(job))
     return _verdict(result, _failure_of_job(result, case, nonce))
 

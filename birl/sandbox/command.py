@@ -13,10 +13,11 @@ HERE = Path(__file__).parent
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NOBODY = "65534"
 GUEST = "/run/birl"  # where the guest's code is inside of bubblewrap
+NAMES = ("confine", "folder", "guest", "program", "watch", "checker", "names", "values")
 SOURCES = {
     "birl/__init__.py": None,
     "birl/sandbox/__init__.py": None,
-    **{f"birl/sandbox/{name}.py": HERE / f"{name}.py" for name in ("confine", "folder", "guest", "program", "watch")},
+    **{f"birl/sandbox/{name}.py": HERE / f"{name}.py" for name in NAMES},
 }
 GUEST_MB = 32  # what the guest itself may need beside the run
 FIRST_UID, UIDS = 61200, 4000  # within the range that systemd sets apart for users that come and go
@@ -85,6 +86,8 @@ def bubblewrap(
     for place in readable(python):
         words += ["--ro-bind", place, place]
     words += ["--proc", "/proc", "--dev", "/dev"]
+    if not keep:  # a zygote's runs mount their own
+        words += ["--ro-bind-try", "/proc/sys", "/proc/sys"]
     size = str(limits.file_mb << 20)
     words += ["--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", "/tmp"]
     words += ["--remount-ro", "/dev"]

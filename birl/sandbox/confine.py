@@ -78,8 +78,11 @@ def own_files(file_mb: int) -> None:
     mount("tmpfs", "/tmp", MS_NOSUID | MS_NODEV, size)
     mount("tmpfs", "/dev/shm", MS_NOSUID | MS_NODEV, size)
     mount("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for place, flags in [*((device, 0) for device in (*DEVICES, "/dev/tty")), ("/dev/pts", MS_NOEXEC)]:
-        flags |= MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID  # their modes and times would be there in the next run
+    settings = b"/proc/sys"
+    check(libc.mount(settings, settings, None, ctypes.c_ulong(MS_BIND), None), "mount /proc/sys")
+    places = [*((device, 0) for device in (*DEVICES, "/dev/tty")), ("/dev/pts", MS_NOEXEC)]
+    for place, flags in [*places, ("/proc/sys", MS_NODEV | MS_NOEXEC)]:
+        flags |= MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID  # what is changed there would be so in the next run
         check(libc.mount(None, place.encode(), None, ctypes.c_ulong(flags), None), f"mount {place} read-only")
 
 

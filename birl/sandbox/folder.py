@@ -56,9 +56,10 @@ def _regular(parts: list[str], limit: int) -> bytes | None:
             os.close(fd)
 
 
-def size(folder: int, depth: int = 0) -> int:
+def size(folder: int, most: int, depth: int = 0) -> int:
     """Bytes of all files below an open folder, links not followed; every entry counts as 4096 at least, as folders take
-    room too. Raises `OSError` for a folder that cannot be read, or lies too deep."""
+    room too. It stops once they are more than `most`: who adds files meanwhile could keep it busy. Raises `OSError`
+    for a folder that cannot be read, or lies too deep."""
     if depth > DEEPEST:
         raise OSError(f"more than {DEEPEST} folders within each other")
     total = 0
@@ -70,9 +71,11 @@ def size(folder: int, depth: int = 0) -> int:
                 if stat.S_ISDIR(about.st_mode):
                     inner = os.open(entry.name, FOLDER, dir_fd=folder)
                     try:
-                        total += size(inner, depth + 1)
+                        total += size(inner, most - total, depth + 1)
                     finally:
                         os.close(inner)
+            if total > most:
+                break
     return total
 
 

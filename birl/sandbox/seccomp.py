@@ -23,6 +23,8 @@ X86_64 = {
     "ioctl": 16, "clone": 56, "memfd_create": 319, "sched_setaffinity": 203, "sched_setscheduler": 144,
     "chmod": 90, "fchmodat": 268, "chown": 92, "lchown": 94, "fchownat": 260, "setxattr": 188, "lsetxattr": 189,
     "removexattr": 197, "lremovexattr": 198, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
+    "socketpair": 53, "connect": 42, "bind": 49, "listen": 50, "fcntl": 72, "truncate": 76, "inotify_init": 253,
+    "inotify_init1": 294, "fanotify_init": 300, "io_setup": 206, "sync": 162, "syncfs": 306,
 }  # fmt: skip
 ARM64 = {
     "socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "unshare": 97,
@@ -36,6 +38,8 @@ ARM64 = {
     "ioctl": 29, "clone": 220, "memfd_create": 279, "sched_setaffinity": 122, "sched_setscheduler": 119,
     "fchmodat": 53, "fchownat": 54,
     "setxattr": 5, "lsetxattr": 6, "removexattr": 14, "lremovexattr": 15, "utimensat": 88,
+    "socketpair": 199, "connect": 203, "bind": 200, "listen": 201, "fcntl": 25, "truncate": 45,
+    "inotify_init1": 26, "fanotify_init": 262, "io_setup": 0, "sync": 81, "syncfs": 267,
 }  # fmt: skip
 EVERYWHERE = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
@@ -53,6 +57,9 @@ REFUSED = (
     *("userfaultfd", "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot"),
     *("swapon", "swapoff", "syslog", "acct", "quotactl", "quotactl_fd", "name_to_handle_at", "open_by_handle_at"),
     *("iopl", "ioperm", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_secret"),
+    *("connect", "bind", "listen"),  # what a pair of sockets has no need of, and could be reached or seen outside
+    *("inotify_init", "inotify_init1", "fanotify_init"),  # they tell what others do to files
+    *("io_setup", "sync", "syncfs"),  # they take what the whole machine shares
 )
 # Where no namespace ends everything that was started: nobody may leave the group, and nothing may outlive it.
 REFUSED_WITHOUT_NAMESPACES = ("setsid", "setpgid")
@@ -60,7 +67,7 @@ SHARED_MEMORY = ("shmget", "semget", "msgget", "mq_open")  # stays when its make
 # Landlock does not cover these; a program of the user's own id could do them to the user's files.
 OF_OWNERS = (
     *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "setxattr", "lsetxattr", "setxattrat"),
-    *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat", "utimensat"),
+    *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat", "utimensat", "truncate"),
 )
 SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
 # Limits and priorities of other processes: that which watches the program has its user id. 0 is the caller itself.
@@ -68,7 +75,9 @@ OF_THE_CALLER = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_
 PRIORITIES = ("setpriority", "ioprio_set")  # of a process, a group or a user
 
 NEW_NAMESPACES = 0x7E020080  # CLONE_NEW: USER PID NET IPC UTS CGROUP NS TIME
-TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX put words into a terminal's input
+CONTROLS = (0x5412, 0x541C, 0x8901, 0x8902)  # TIOCSTI and TIOCLINUX type into a terminal; FIOSETOWN, SIOCSPGRP
+DUTIES = (8, 10, 15, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to anybody; F_NOTIFY: what happens in a folder
+NO_STREAM = 0xE  # the bits of SOCK_DGRAM and its like, which can send to an address without being connected
 
 EPERM, ENOSYS = 1, 38
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -106,7 +115,9 @@ def assemble(
         if name in table:
             program += _refuse(EQUAL, table[name], EPERM)
     program += _argument(table["clone"], FIRST, ANY_BIT, (NEW_NAMESPACES,))
-    program += _argument(table["ioctl"], SECOND, EQUAL, TERMINAL)
+    program += _argument(table["ioctl"], SECOND, EQUAL, CONTROLS)
+    program += _argument(table["fcntl"], SECOND, EQUAL, DUTIES)
+    program += _argument(table["socketpair"], SECOND, ANY_BIT, (NO_STREAM,))
     for name in OF_THE_CALLER:
         program += _argument(table[name], FIRST, UNLESS, (0,))
     for name, kind in zip(PRIORITIES, (0, 1), strict=True):  # PRIO_PROCESS, IOPRIO_WHO_PROCESS

@@ -100,8 +100,9 @@ class Watch:
         if self.kind in NAMESPACES and sum(map(_entries, MEMORY_FILES)) > MOST_FILES:
             self.stop("output", f"more than {MOST_FILES} files and folders")
         if self.kind not in NAMESPACES:
+            most = self.limits["file_mb"] << 20
             try:
-                if folder.size(self.folder) > self.limits["file_mb"] << 20:
+                if folder.size(self.folder, most) > most:
                     self.stop("output", f"files of more than {self.limits['file_mb']} MiB")
             except OSError as error:
                 self.stop("output", f"files that cannot be counted: {error}")

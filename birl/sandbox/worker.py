@@ -31,7 +31,7 @@ PRELOAD = (
     *("typing", "dataclasses", "enum", "decimal", "fractions", "statistics", "datetime", "calendar", "copy"),
     *("operator", "io", "ast", "array", "traceback", "contextlib", "hashlib", "textwrap", "threading", "queue"),
     *("atexit", "types", "unittest", "tempfile", "shutil", "inspect", "numbers", "abc", "time", "timeit", "struct"),
-    *("socket", "warnings"),
+    *("socket", "warnings", "birl.sandbox.checker"),
 )
 
 
@@ -149,6 +149,8 @@ class Worker:
         return self.group is not None and self.group.killed()
 
     async def _ask(self, request: Request, limits: Limits) -> dict[str, Any]:
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()  # it ended while nothing ran: no fault of this program
         if self._control is None:
             await self._start(limits)
         assert self._control is not None

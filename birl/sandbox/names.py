@@ -1,0 +1,94 @@
+"""Which names of a test come from the solution, and which from Python's library: the solution's own could say anything.
+
+Standard library only, and nothing of birl: it runs in the sandbox beside `checker.py`.
+"""
+
+import ast
+import builtins
+import importlib
+import symtable
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+HELPERS = ("math", "collections", "itertools", "functools", "copy", "decimal", "fractions", "statistics")
+OTHERS = ("np", "numpy", "pd", "pandas", "scipy", "sympy", "torch", "pytest")  # modules that no solution stands in for
+
+
+class Unfit(Exception):
+    """A test that says nothing about a solution."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a test reads and neither makes nor imports."""
+
+    wanted: set[str]
+    """Of the solution."""
+    given: dict[str, Any]
+    """Of the library alone."""
+    either: dict[str, Any]
+    """Functions of the library. The solution may have its own, which then must give the same."""
+
+
+def names_of(source: str) -> Names:
+    """Names of modules that are only asked for what is in them, as in `math.isclose`, are the library's. So are names
+    of `HELPERS`, once there is another name that only the solution can have: else they are what is tested. Functions
+    that take what the solution gave, as in `isclose(f(1), 2)`, and classes are never the solution's then. Raises
+    `Unfit`."""
+    try:
+        tree, table = ast.parse(source), symtable.symtable(source, "test", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Unfit(f"it is no Python: {error}") from None
+    found = set(_globals(table))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    held = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    asked = found - {node.id for node in nodes if node not in held}
+    given: dict[str, Any] = {name: importlib.import_module(name) for name in asked if name in sys.stdlib_module_names}
+    if missing := sorted(asked.intersection(OTHERS)):
+        raise Unfit(f"it uses {missing[0]} without importing it")
+    found -= given.keys()
+    made = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    library = {name: item for module in HELPERS for name, item in vars(importlib.import_module(module)).items()}
+    possible = found.intersection(library) - made
+    of_solution = found - possible - made
+    if not of_solution:
+        return Names(found, given, {})
+    results = _results(tree, of_solution)
+    taking = {
+        call.func.id
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if any(_names(word) & results for word in (*call.args, *call.keywords))
+    }
+    either = {name for name in possible - taking if not isinstance(library[name], type) and callable(library[name])}
+    given |= {name: library[name] for name in possible - either}
+    return Names(found - possible, given, {name: library[name] for name in either})
+
+
+def _results(tree: ast.AST, functions: set[str]) -> set[str]:
+    """Names of what the solution may have given: its functions, what is assigned from them, and parameters."""
+    found = functions | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    size = 0
+    while len(found) > size:
+        size = len(found)
+        for node in ast.walk(tree):
+            source = getattr(node, "value", None) or getattr(node, "iter", None)
+            if isinstance(source, ast.AST) and _names(source) & found:
+                for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
+                    found |= _names(target) if target is not None else set()
+    return found
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _globals(table: symtable.SymbolTable) -> Iterator[str]:
+    for symbol in table.get_symbols():
+        name = symbol.get_name()
+        if symbol.is_referenced() and symbol.is_global() and not hasattr(builtins, name):
+            yield name
+    for inner in table.get_children():
+        yield from _globals(inner)
