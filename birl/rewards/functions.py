@@ -200,6 +200,8 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     if not callable(function):
         raise BirlError(f"reward {spec!r}: {name!r} in {place} is a {type(function).__name__}, not a function")
     bound = {OPTIONS[key][1]: value for key, value in options.items() if OPTIONS[key][0] == spec}
+    if spec in BUILTINS and (prepare := getattr(module, "prepare", None)) is not None:
+        prepare(**bound)
     return functools.partial(function, **bound) if bound else function
 
 

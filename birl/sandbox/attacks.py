@@ -1,15 +1,16 @@
 """What hostile programs do: each tries one thing and prints `BROKEN: ...` for whatever of it works.
 
 They get facts about the outside as JSON on standard input: `port` and `path` of servers, a `secret` file, `token` (in
-the environment of the launcher), a `victim` process, a `folder` that everybody may write to. They are run by
-`birl/sandbox/hostile.py`, and never without a boundary.
+the environment of the launcher), a `victim` process, a `folder` that everybody may write to, seconds to `sleep` that
+make a process known. They are run by `birl/sandbox/hostile.py`, and never without a boundary.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from birl.sandbox.protocol import Limits
 
 LIMITS = Limits(seconds=2, cpu_seconds=1, memory_mb=256, processes=20, file_mb=16, output_bytes=1 << 16)
+SHORT = replace(LIMITS, seconds=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,18 @@ def connect(family, kind, place, data=b"x"):
             link.settimeout(1)
             link.connect(place) if kind == socket.SOCK_STREAM else link.sendto(data, place)
     return action
+def paired(place):
+    def action():
+        link, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        link.sendto(b"x", place)
+    return action
 attempt("loopback", connect(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", facts["port"])))
 attempt("unix", connect(socket.AF_UNIX, socket.SOCK_STREAM, facts["path"]))
 attempt("abstract", connect(socket.AF_UNIX, socket.SOCK_STREAM, "\\0" + facts["path"]))
+for place in (facts["path"] + "-dgram", "\\0" + facts["path"] + "-dgram"):
+    attempt("datagram", connect(socket.AF_UNIX, socket.SOCK_DGRAM, place))
+    attempt("datagram of a pair", paired(place))
+attempt("a name for one of a pair", lambda: socket.socketpair()[0].bind("\\0birl-hostile"))
 attempt("udp", connect(socket.AF_INET, socket.SOCK_DGRAM, ("1.1.1.1", 53)))
 attempt("tcp", connect(socket.AF_INET, socket.SOCK_STREAM, ("1.1.1.1", 80)))
 attempt("netlink", lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0)))
@@ -176,7 +186,10 @@ attempt("cgroup", lambda: os.mkdir("/sys/fs/cgroup/memory/birl-escape"))
 attempt("mknod", lambda: os.mknod("disk", 0o60600, os.makedev(8, 0)))
 attempt("setuid", lambda: os.setuid(0))
 attempt("chroot", lambda: os.chroot("."))
+attempt("watching files", lambda: 1 // (libc.inotify_init1(0) >= 0))
+attempt("setuid program", lambda: 1 // (libc.prctl(39, 0, 0, 0, 0) == 0))  # PR_GET_NO_NEW_PRIVS
 calls = dict(bpf=321, io_uring=425, keyctl=250, add_key=248, userfaultfd=323, perf=298, open_by_handle=304, reboot=169)
+calls |= dict(fanotify=300, io_setup=206, sync=162, syncfs=306)
 if os.uname().machine == "x86_64":
     for name, number in calls.items():
         if libc.syscall(number, 0, 0, 0, 0, 0) >= 0 or ctypes.get_errno() not in (1, 38):
@@ -186,6 +199,16 @@ SIGNALS = """
 for pid in (facts["victim"], facts["launcher"]):
     attempt(f"signal 0 to {pid}", lambda: os.kill(pid, 0) or "sent")
 attempt("SIGKILL", lambda: os.kill(facts["victim"], signal.SIGKILL) or "sent")
+import fcntl
+reader, writer = os.pipe()
+for owner in (facts["victim"], facts["launcher"]):
+    def deliver():
+        fcntl.fcntl(reader, 10, int(signal.SIGKILL))  # F_SETSIG
+        fcntl.fcntl(reader, fcntl.F_SETOWN, owner)
+        fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC)
+        os.write(writer, b"x")
+        return "by the kernel"
+    attempt(f"SIGKILL to {owner}", deliver)
 attempt("pidfd", lambda: signal.pidfd_send_signal(os.pidfd_open(facts["victim"]), signal.SIGKILL) or "sent")
 attempt("limits", lambda: __import__("resource").prlimit(facts["victim"], 7, (0, 0)) and "set")
 attempt("SIGTERM to the parent", lambda: os.kill(os.getppid(), signal.SIGTERM) if os.getppid() != 1 else 1 / 0)
@@ -221,8 +244,11 @@ os.write(1, b"x" * 300000)
 time.sleep(1000)
 """
 DAEMON = """
-for way in range(3):
-    if os.fork() == 0:
+for way in range(4):
+    if way == 3:
+        libc.prctl(36, 1, 0, 0, 0)  # its children's orphans go to itself, and not to who watches
+    parents = 0x8000 if way == 2 and os.getppid() != 1 and os.uname().machine == "x86_64" else 0  # CLONE_PARENT
+    if (libc.syscall(56, parents | 17, 0, 0, 0, 0) if parents else os.fork()) == 0:
         try:
             os.setsid() if way else None
         except OSError:
@@ -239,6 +265,7 @@ for way in range(3):
 OUTPUT = """
 while True:
     os.write(1, b"x" * 65536)
+    os.write(2, b"x" * 65536)
 """
 NAMESPACES = """
 for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x8000000, 0x4000000, 0x2000000):
@@ -298,6 +325,14 @@ for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx"):
         except OSError:
             pass
 libc.shmget(4711, 4096, 0o1666)
+libc.semget(4711, 1, 0o1666)
+for root, _, names in os.walk("/proc/sys"):
+    for name in names:
+        try:
+            with open(f"{root}/{name}", "w") as file:
+                file.write("4711")
+        except OSError:
+            pass
 """
 FIND = """
 for place in PLACES:
@@ -307,10 +342,25 @@ for name in ("null", "zero", "full", "random", "urandom", "tty", "pts/ptmx"):
     about = os.stat(f"/dev/{name}") if os.path.exists(f"/dev/{name}") else None
     if about is not None and (about.st_mtime == 1234 or about.st_mode & 0o777 == 0o604):
         broken(f"/dev/{name} was changed")
-if libc.shmget(4711, 4096, 0o666) >= 0:
+if libc.shmget(4711, 4096, 0o666) >= 0 or libc.semget(4711, 1, 0o666) >= 0:
     broken("shared memory")
+for root, _, names in os.walk("/proc/sys"):
+    for name in names:
+        try:
+            with open(f"{root}/{name}") as file:
+                found = "4711" in file.read().split()
+        except (OSError, ValueError):
+            continue
+        if found:
+            broken(f"{root}/{name}")
 """
 SLEEP = "time.sleep(1000)"
+LATE = """
+import atexit, threading
+atexit.register(time.sleep, 1000)
+threading.Thread(target=time.sleep, args=(1000,)).start()
+sys.exit(0)
+"""
 SILENT = """
 for fd in range(3, 64):
     try:
@@ -351,9 +401,9 @@ ATTACKS = (
     Attack(name="core_pattern, devices, kernel calls", program=KERNEL),
     Attack(name="signals to outside", program=SIGNALS),
     Attack(name="the watching process", program=WATCHER),
-    Attack(name="breaking the watching process", program=BREAKING, endings=("output",)),
+    Attack(name="breaking the watching process", program=BREAKING, endings=("output", "timeout")),
     Attack(name="daemons that survive", program=DAEMON),
-    Attack(name="huge output", program=OUTPUT, endings=("output",)),
+    Attack(name="huge output", program=OUTPUT, endings=("output", "timeout")),
     Attack(name="nested namespaces, mounts", program=NAMESPACES),
     Attack(
         name="links in collected files",
@@ -361,77 +411,8 @@ ATTACKS = (
         collect=("secret", "etc/passwd", "pipe", "environ", "up/x", "hard", "twice", "main.py"),
     ),
     Attack(name="something left for the next run", program=PLACES + LEAVE, after=START + PLACES + FIND),
-    Attack(name="sleeping forever", program=SLEEP, endings=("timeout",)),
-    Attack(name="closing stdout, then sleeping", program=SILENT, endings=("timeout",)),
+    Attack(name="sleeping forever", program=SLEEP, endings=("timeout",), limits=SHORT),
+    Attack(name="closing stdout, then sleeping", program=SILENT, endings=("timeout",), limits=SHORT),
+    Attack(name="threads and exit handlers that stay", program=LATE, endings=("timeout",), limits=SHORT),
     Attack(name="busy, all signals ignored", program=BUSY, endings=("timeout",)),
 )
-
-# What a solution finds of the test in the frames above it, and in the memory of its process.
-FRAMES = """
-import base64, sys
-def add(a, b):
-    mark = "non" + "ce"
-    frame = sys._getframe()
-    while frame:
-        for value in frame.f_locals.values():
-            for held in value.values() if isinstance(value, dict) else ():
-                try:
-                    text = base64.b64decode(held).decode()
-                except Exception:
-                    text = str(held)
-                if mark in text and "def add" not in text and "checker" not in text:
-                    return 3
-        frame = frame.f_back
-"""
-OWN_MEMORY = """
-import base64
-def add(a, b):
-    begin = '{"non' + 'ce": "'
-    marks = [base64.b64encode(begin[:9].encode()), begin.encode()]
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-        for words in map(str.split, maps):
-            low, high = (int(end, 16) for end in words[0].split("-"))
-            try:
-                memory.seek(low)
-                held = memory.read(high - low if "rw" in words[1] else 0)
-            except (OSError, ValueError, OverflowError):
-                continue
-            for mark in marks:
-                for rest in held.split(mark)[1:]:
-                    if len(rest) > 30 and rest[:24].isalnum():
-                        return 3
-"""
-
-# Solutions that are wrong and try to look right; the test is `add(1, 2) == 3`, asked for in every form.
-FORGERIES = {
-    "sys.exit(0)": "import sys\nsys.exit(0)",
-    "os._exit(0)": "import os\nos._exit(0)",
-    "exit when called": "import os\ndef add(a, b):\n    os._exit(0)",
-    "printing passed": 'print(\'{"passed": true}\')\ndef add(a, b):\n    print("passed 3")',
-    "__eq__": "class A:\n    __eq__ = __bool__ = lambda *_: True\n    __hash__ = None\ndef add(a, b):\n    return A()",
-    "a subclass of int": "class A(int):\n    __eq__ = __le__ = lambda *_: True\ndef add(a, b):\n    return A(99)",
-    "builtins": "import builtins\nbuiltins.abs = lambda x: x\n"
-    "builtins.max = lambda *_: 3\ndef add(a, b):\n    return 99",
-    "assertions": "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(a, b):\n    return 99",
-    "own math": "class math:\n    isclose = lambda *_: True\ndef add(a, b):\n    return 99",
-    "all descriptors": "import os\ndef add(a, b):\n    for fd in range(64):\n        try:\n"
-    "            os.write(fd, b'{\"passed\": true}\\n')\n        except OSError:\n            pass",
-    "frames and memory": "import gc, sys\ndef add(a, b):\n    frame = sys._getframe()\n    while frame:\n"
-    "        for value in [*frame.f_locals.values(), *gc.get_objects()]:\n"
-    "            if isinstance(value, dict) and 'nonce' in value and 'snippet' in value:\n"
-    "                sys.stderr.write('FOUND')\n                return 3\n        frame = frame.f_back",
-    "the request in frames": FRAMES,
-    "the request in /proc/self/mem": OWN_MEMORY,
-    "reading the tests": "import glob, os\ndef add(a, b):\n    for name in glob.glob('**', recursive=True):\n"
-    "        if os.path.isfile(name) and name != 'solution.py' and 'add(1' in open(name).read():\n            return 3",
-    "the checker's file": "open('checker.py', 'w').write('print(1)')\ndef add(a, b):\n    return 99",
-    "a module for the checker": "open('math.py', 'w').write('isclose = lambda *_: True')\n"
-    "def add(a, b):\n    return 99",
-    "the parent": "import os, signal\ndef add(a, b):\n    os.kill(os.getppid(), signal.SIGKILL)",
-}
-FORGED = [
-    "assert add(1, 2) == 3",
-    "import math\nassert math.isclose(max(add(1, 2), 2), abs(3))",
-    {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]},
-    {"input": "1 2", "output": "3"},
-]

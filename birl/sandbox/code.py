@@ -19,7 +19,9 @@ from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
 CHECKER = {  # a zygote has imported its own
     "checker.py": b"import sys\nsys.dont_write_bytecode = True\nfrom birl.sandbox.checker import main\nmain()\n",
     **dict.fromkeys(("birl/__init__.py", "birl/sandbox/__init__.py"), b""),
-    **{f"birl/sandbox/{n}.py": (Path(__file__).parent / f"{n}.py").read_bytes() for n in ("checker", "names", "values")},
+    **{
+        f"birl/sandbox/{n}.py": (Path(__file__).parent / f"{n}.py").read_bytes() for n in ("checker", "names", "values")
+    },
 }
 BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 PYTHON = ("python", "py", "python3")

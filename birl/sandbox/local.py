@@ -1,12 +1,15 @@
 """A sandbox on this machine: several workers of one kind."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from birl.allocator import cores
 from birl.sandbox.protocol import Ending, Limits, Result
 from birl.sandbox.worker import Worker
+
+_slots = itertools.count()  # of all sandboxes of this process: two programs at once never have one user id
 
 
 class LocalSandbox:
@@ -20,7 +23,7 @@ class LocalSandbox:
         self.kind = kind
         self.python = python
         self.workers = workers or cores()
-        self._workers = [Worker(kind, python=python, slot=slot) for slot in range(self.workers)]
+        self._workers = [Worker(kind, python=python, slot=next(_slots)) for _ in range(self.workers)]
         self._free = list(self._workers)
         self._turn = asyncio.Semaphore(len(self._workers))
         self._closed = False

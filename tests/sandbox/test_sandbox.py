@@ -12,6 +12,7 @@ import pytest
 
 from birl.errors import BirlError
 from birl.sandbox import cgroup, folder
+from birl.sandbox.command import interpreters
 from birl.sandbox.local import LocalSandbox
 from birl.sandbox.open import LOCAL, open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox, inside
@@ -192,8 +193,7 @@ def test_a_killed_guest_takes_its_program_with_it(kind: str, monkeypatch: pytest
         monkeypatch.setattr(cgroup, "_places", lambda: [])
 
     async def run() -> tuple[Result, Result, list[str]]:
-        sandbox = await open_sandbox(kind, workers=1)
-        assert isinstance(sandbox, LocalSandbox)
+        sandbox = LocalSandbox(kind, python=interpreters()[-1], workers=1)
         worker = sandbox._workers[0]
         program = f"import os\nos.fork()\nos.execvp('sleep', ['sleep', '{word}'])"
         task = asyncio.create_task(sandbox.run({"main.py": program}, ["python", "main.py"], Limits(seconds=60)))
@@ -258,7 +258,7 @@ def test_without_control_groups_the_processes_are_watched(kind: str, monkeypatch
     monkeypatch.setattr(cgroup, "_places", lambda: [])
 
     async def run() -> Result:
-        sandbox = await open_sandbox(kind, workers=1)
+        sandbox = LocalSandbox(kind, python=interpreters()[-1], workers=1)
         program = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        held = bytearray(60 << 20)\n"
         program += "        for i in range(0, len(held), 4096): held[i] = 1\n        time.sleep(9)\ntime.sleep(9)"
         try:
