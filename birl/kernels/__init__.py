@@ -6,7 +6,9 @@ use them. Where there is no C compiler, or the model's shape does not fit, every
 
     kernels = birl.kernels.load(torch.bfloat16, head_dim=64)     # None where they cannot be had; why: `problem()`
 
-All tensors are contiguous unless a stride is passed. T rows, H hidden size, I inner size, D head size, V vocabulary.
+All tensors are contiguous unless a stride is passed. Each method checks types, shapes and indexes once a call, before
+its kernel runs, and raises `BirlError` for what would lead the kernel out of memory. T rows, H hidden size, I inner
+size, D head size, V vocabulary.
 """
 
 import ctypes
@@ -33,6 +35,8 @@ FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errn
 PAGE = 32  # positions in a page of the KV cache (attention.c)
 CELL, STRETCH = 64, 1024  # words of a vocabulary that are summed together (vocabulary.h)
 PANEL = 16  # rows of a weight that are packed together (tile.h)
+LANES = 16  # numbers that are computed together (common.h)
+BLOCK = 32  # columns of a weight that are packed together (tile.h)
 ROUND, KEEP, ADD, HALVES, SWIGLU = 0, 1, 2, 3, 4  # what gemm does with its float32 sums (layers.h)
 
 
@@ -68,6 +72,7 @@ class Kernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, rstd: Tensor | None = None) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight: x [T, H] float32 -> [T, H]; `rstd` [T] receives the first factor."""
+        self._norm(x, weight, rstd)
         h = torch.empty(x.shape, dtype=self.dtype)
         self.lib.rms_norm(_p(x), _p(weight), _p(h), _p(rstd), x.shape[0], x.shape[1], eps)
         return h
@@ -77,6 +82,11 @@ class Kernels:
     ) -> Tensor:
         """Add the norm's gradient to grad_x [T, H] float32, and return the weight's; `rounded` receives the new grad_x
         in this type."""
+        self._norm(x, weight, rstd)
+        expect(grad_h, self.dtype, *x.shape)
+        expect(grad_x, torch.float32, *x.shape)
+        if rounded is not None:
+            expect(rounded, self.dtype, *x.shape)
         parts = torch.zeros(self.lib.team_size(), x.shape[1], dtype=torch.float32)
         self.lib.rms_norm_backward(
             _p(x), _p(weight), _p(rstd), _p(grad_h), _p(grad_x), _p(rounded), _p(parts), x.shape[0], x.shape[1]
@@ -85,18 +95,27 @@ class Kernels:
 
     def rotary(self, rows: Tensor, heads: int, cosine: Tensor, sine: Tensor, inverse: bool = False) -> None:
         """Rotate the first heads of each row [T, ...] in place. cosine, sine [T, D / 2] float32."""
+        expect(rows, self.dtype, len(rows), rows.shape[-1], apart=True)
+        self._angles(cosine, sine, len(rows))
+        require(0 <= heads * self.head_dim <= rows.shape[1], f"{heads} heads in rows of {rows.shape[1]}")
         direction = -1.0 if inverse else 1.0
         self.lib.rotary(_p(rows), _p(cosine), _p(sine), rows.shape[0], heads, rows.stride(0), direction)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 I] -> [T, I]."""
         rows, width = gate_up.shape
+        expect(gate_up, self.dtype, rows, width)
+        multiple(width, 2 * LANES)
         y = torch.empty(rows, width // 2, dtype=self.dtype)
         self.lib.swiglu(_p(gate_up), _p(y), rows, width // 2)
         return y
 
     def swiglu_backward(self, gate_up: Tensor, grad_y: Tensor) -> Tensor:
         """gate_up becomes its own gradient. Returns the forward result, which was not kept."""
+        rows, width = grad_y.shape
+        expect(grad_y, self.dtype, rows, width)
+        expect(gate_up, self.dtype, rows, 2 * width)
+        multiple(width, LANES)
         y = torch.empty_like(grad_y)
         self.lib.swiglu_backward(_p(gate_up), _p(grad_y), _p(y), *grad_y.shape)
         return y
@@ -112,10 +131,18 @@ class Kernels:
         an earlier result of the same shape, to use its memory. `halves` is for two weights of 16 n rows (gemm.c)."""
         sizes = [w.shape[0] for w in weights]
         inner = weights[0].shape[1]
+        for weight in weights:
+            expect(weight, torch.bfloat16, len(weight), inner)
+        multiple(inner if transposed else 0, PANEL)
+        for n in sizes if halves else sizes[:-1]:
+            multiple(n, BLOCK if transposed else PANEL)
+        require(
+            not halves or (not transposed and len(sizes) == 2 and sizes[0] == sizes[1]), "halves that are not alike"
+        )
         rows, columns = (inner, sum(sizes)) if transposed else (sum(sizes), inner)
-        size = -(-rows // 16) * 16 * (-(-columns // 32) * 32)
+        size = packed_size(rows, columns)
         data = torch.empty(size, dtype=torch.bfloat16) if into is None else into.data
-        assert len(data) == size
+        expect(data, torch.bfloat16, size)
         done = 0
         for weight, size in zip(weights, sizes, strict=True):
             self.lib.gemm_pack(_p(weight), _p(data), size, inner, done, columns, int(transposed), 2 if halves else 1)
@@ -125,6 +152,11 @@ class Kernels:
     def outer(self, grad: Tensor, x: PackedWeight, into: Tensor, add: bool) -> None:
         """into [N, K] float32 (+)= grad' x, the gradient of a weight: grad [T, N], rows may be apart, x [T, K] packed
         transposed."""
+        expect(grad, self.dtype, x.columns, len(into), apart=True)
+        expect(into, torch.float32, len(into), x.rows, apart=True)
+        expect(x.data, torch.bfloat16, packed_size(x.rows, x.columns))
+        multiple(len(into), PANEL)
+        multiple(x.rows, PANEL)
         mode = ADD if add else KEEP
         self.lib.gemm_outer(
             *(_p(grad), grad.stride(0), _p(x.data), _p(into), into.stride(0)),
@@ -133,7 +165,7 @@ class Kernels:
 
     def gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
         """x W' + bias: [T, K] -> [T, N], or added to `add_to` [T, N] float32. Rows of x may be apart."""
-        assert not weight.halves or (bias is None and add_to is None)
+        require(not weight.halves or (bias is None and add_to is None), "halves and a bias, or a sum")
         mode = ADD if add_to is not None else HALVES if weight.halves else ROUND
         y = torch.empty(x.shape[0], weight.rows, dtype=self.dtype) if add_to is None else add_to
         self._gemm(x, weight, bias, y, mode)
@@ -148,7 +180,10 @@ class Kernels:
         return y
 
     def _gemm(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, y: Tensor, mode: int) -> None:
-        assert x.shape[1] == weight.columns and x.stride(1) == 1 and y.stride(1) == 1
+        expect(x, self.dtype, len(x), weight.columns, apart=True)
+        width = weight.rows // 2 if mode == SWIGLU else weight.rows
+        expect(y, torch.float32 if mode in (KEEP, ADD) else self.dtype, len(x), width, apart=True)
+        self._product(weight, bias)
         self.lib.gemm(
             _p(x), x.stride(0), _p(weight.data), _p(bias), _p(y), y.stride(0), x.shape[0], weight.rows, x.shape[1], mode
         )
@@ -160,6 +195,7 @@ class Kernels:
         stride -> out [T, heads * D], log-sum-exp [T, heads] float32. `segments`: see `birl.models.attention`."""
         rows, heads, _ = query.shape
         self._heads(query, key, value)
+        self._groups(heads, key.shape[1], value.shape[1], window)
         self._segments(segments, rows)
         out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
         lse = torch.empty(rows, heads, dtype=torch.float32)
@@ -186,6 +222,9 @@ class Kernels:
         self._heads(query, key, value)
         self._heads(*grads, like=query)
         rows, heads, _ = query.shape
+        self._groups(heads, key.shape[1], value.shape[1], window)
+        shapes = [x.shape for x in grads]
+        require(shapes == [query.shape, key.shape, value.shape], f"gradients of the shapes {[list(s) for s in shapes]}")
         for each in (out, grad_out):
             expect(each, self.dtype, rows, heads * self.head_dim)
         expect(lse, torch.float32, rows, heads)
@@ -198,6 +237,7 @@ class Kernels:
     def cache_write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, pages: Tensor, places: Tensor):
         """Rows of key and value [T, kv_heads, D] go to place places[t] of page pages[t] (int32)."""
         self._heads(key, value)
+        self._groups(key.shape[1], key.shape[1], value.shape[1])
         self.check_pages(keys, values, key.shape[1])
         self._places(pages, places, key.shape[0], keys.shape[0])
         self.lib.cache_write(
@@ -222,8 +262,7 @@ class Kernels:
         rows, heads, _ = query.shape
         self._heads(query)
         self.check_pages(keys, values)
-        if heads % keys.shape[1]:
-            raise BirlError(f"A kernel was given {heads} query heads for {keys.shape[1]} key heads.")
+        self._groups(heads, keys.shape[1], values.shape[1], window)
         self._table((table, lengths, starts, shared), rows, keys.shape[0])
         out = torch.empty(rows, heads * self.head_dim, dtype=self.dtype)
         self.lib.paged_attention(
@@ -256,8 +295,10 @@ class Kernels:
         pages, places, table, lengths, starts, shared = where
         expect(layers, torch.int64, len(layers), 9)
         expect(x, torch.float32, len(x), hidden)
-        for each in (cosine, sine):
-            expect(each, torch.float32, len(x), self.head_dim // 2)
+        self._groups(heads, kv_heads, kv_heads)
+        multiple(hidden, BLOCK)
+        multiple(inner, BLOCK)
+        self._angles(cosine, sine, len(x))
         self._places(pages, places, len(x), total)
         self._table((table, lengths, starts, shared), len(x), total)
         self.lib.paged_stack(
@@ -267,6 +308,7 @@ class Kernels:
 
     def logprobs(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """logits [N, V] float32 -> log softmax(logits / temperature)[target], log-normaliser, entropy, each [N]."""
+        expect(logits, torch.float32, *logits.shape[:2])
         self._words(targets, *logits.shape)
         logp, norm, entropy = torch.empty(3, len(logits), dtype=torch.float32).unbind()
         self.lib.logprobs(*(_p(logits), _p(targets), temperature, _p(logp), _p(norm), _p(entropy)), *logits.shape)
@@ -277,6 +319,8 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Same bits."""
         rows, words = len(hidden), head.rows
+        expect(hidden, self.dtype, rows, head.columns, apart=True)
+        self._product(head, bias)
         self._words(targets, rows, words)
         logp, norm, entropy = torch.empty(3, rows, dtype=torch.float32).unbind()
         masses, (peaks, tilts) = (
@@ -303,6 +347,11 @@ class Kernels:
         """Gradient by the logits of the words first, first + 1, ...: words are rows, [W, N] -> [W, N] in this type, N
         padded to 32 with zeros."""
         words, count = logits.shape
+        expect(logits, torch.float32, words, count)
+        expect(targets, torch.int64, count)
+        for each in (norm, entropy, grad_logp, grad_entropy):
+            if each is not None:
+                expect(each, torch.float32, count)
         grad = torch.empty(words, -(-count // 32) * 32, dtype=self.dtype)
         self.lib.logprobs_backward(
             *(_p(logits), _p(targets), temperature, _p(norm), _p(entropy), _p(grad_logp), _p(grad_entropy)),
@@ -321,6 +370,29 @@ class Kernels:
                     f"A kernel for heads of {self.head_dim} in {self.dtype} was given {x.dtype} {list(x.shape)} with "
                     f"strides {x.stride()}."
                 )
+
+    def _groups(self, heads: int, kv_heads: int, value_heads: int, window: int = 0) -> None:
+        shared = kv_heads > 0 and heads % kv_heads == 0 and value_heads == kv_heads and window >= 0
+        require(shared, f"{heads} query, {kv_heads} key and {value_heads} value heads, window {window}")
+
+    def _norm(self, x: Tensor, weight: Tensor, rstd: Tensor | None) -> None:
+        rows, width = x.shape
+        expect(x, torch.float32, rows, width)
+        expect(weight, self.dtype, width)
+        multiple(width, LANES)
+        if rstd is not None:
+            expect(rstd, torch.float32, rows)
+
+    def _angles(self, cosine: Tensor, sine: Tensor, rows: int) -> None:
+        for each in (cosine, sine):
+            expect(each, torch.float32, rows, self.head_dim // 2)
+
+    def _product(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        expect(weight.data, torch.bfloat16, packed_size(weight.rows, weight.columns))
+        multiple(weight.rows, PANEL)
+        multiple(weight.columns, BLOCK)
+        if bias is not None:
+            expect(bias, self.dtype, weight.rows)
 
     def check_pages(self, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> None:
         pages, heads = len(keys), keys.shape[1] if kv_heads is None else kv_heads
@@ -349,8 +421,14 @@ class Kernels:
         expect(words, torch.int64, rows)
         obey(self.lib.check_words(_p(words), rows, vocabulary))
 
+    def _draws(self, temperatures: Tensor, uniforms: Tensor, rows: int) -> None:
+        for each in (temperatures, uniforms):
+            expect(each, torch.float32, rows)
+
     def sample(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """logits [B, V] float32 -> tokens [B], and their log-probs [B] under softmax(logits / temperature)."""
+        expect(logits, torch.float32, *logits.shape[:2])
+        self._draws(temperatures, uniforms, len(logits))
         tokens, logp = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.float32)
         self.lib.sample(_p(logits), _p(temperatures), _p(uniforms), _p(tokens), _p(logp), *logits.shape)
         return tokens, logp
@@ -360,6 +438,9 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Same bits."""
         rows, words = len(hidden), head.rows
+        expect(hidden, self.dtype, rows, head.columns, apart=True)
+        self._product(head, bias)
+        self._draws(temperatures, uniforms, rows)
         tokens, logp = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
         masses, peaks = (
             torch.empty(rows, -(-words // CELL), dtype=torch.float32),
@@ -412,6 +493,7 @@ RULES = (  # of bounds.c, by number from 1
     "a sequence has no position, or more than its row of the table has pages for",
     "the table names a page that the cache does not have",
     "a target is no word of the vocabulary",
+    "a branch does not see exactly the prefix of its tree",
 )
 
 
@@ -421,10 +503,25 @@ def obey(rule: int) -> None:
         raise BirlError(f"A kernel was given a wrong index: {RULES[rule - 1]}. This is a mistake in birl.")
 
 
-def expect(x: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """A contiguous tensor of this type and shape on the CPU. Raises `BirlError` for anything else: behind a wrong one a
-    kernel would read, or write, memory that is not its own."""
-    if x.shape != shape or x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous():
+def require(fits: bool, given: str) -> None:
+    if not fits:
+        raise BirlError(f"A kernel was given {given}. This is a mistake in birl.")
+
+
+def multiple(size: int, of: int) -> None:
+    require(size % of == 0, f"a width of {size}, which is no multiple of {of}")
+
+
+def packed_size(rows: int, columns: int) -> int:
+    """Numbers of a weight in whole panels and blocks."""
+    return -(-rows // PANEL) * PANEL * (-(-columns // BLOCK) * BLOCK)
+
+
+def expect(x: Tensor, dtype: torch.dtype, *shape: int, apart: bool = False) -> None:
+    """A contiguous tensor of this type and shape on the CPU, or with rows that are `apart`. Raises `BirlError` for
+    anything else: behind a wrong one a kernel would read, or write, memory that is not its own."""
+    laid_out = x.is_contiguous() or (apart and x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
+    if x.shape != shape or x.dtype != dtype or x.device.type != "cpu" or not laid_out:
         raise BirlError(
             f"A kernel expected {dtype} {list(shape)}, contiguous, and was given {x.dtype} {list(x.shape)} with "
             f"strides {x.stride()}."

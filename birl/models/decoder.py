@@ -74,6 +74,7 @@ class Decoder:
         self.head = Matrix(kernels, [cast(Any, model).get_output_embeddings()])
         self.checkpointing = False
         self.addresses: Tensor | None = None  # of weights and cache, while they are steady
+        self.cache: Cache | None = None
         self.cosine = self.sine = torch.empty(0, dtype=torch.float32)  # of each position
 
     def _layer(self, index: int, module: Any) -> Layer:
@@ -97,7 +98,7 @@ class Decoder:
         x: Tensor = _Embed.apply(tokens, self.body.embed_tokens.weight)  # pyright: ignore
         cosine, sine = self.rotations(positions)
         if not (torch.is_grad_enabled() and any(p.requires_grad for layer in self.layers for p in layer.parameters())):
-            if self.addresses is not None and isinstance(layout, Paged):
+            if isinstance(layout, Paged) and layout.cache is self.cache:
                 self.all_layers(x, cosine, sine, layout)
             else:
                 for layer in self.layers:
@@ -113,11 +114,11 @@ class Decoder:
         """Within, weights and cache stay where and as they are, so that their addresses can be passed on."""
         if self.kernels.dtype == torch.bfloat16:
             rows = [[0 if t is None else t.data_ptr() for t in self._tensors(layer, cache)] for layer in self.layers]
-            self.addresses = torch.tensor(rows, dtype=torch.int64)
+            self.addresses, self.cache = torch.tensor(rows, dtype=torch.int64), cache
         try:
             yield
         finally:
-            self.addresses = None
+            self.addresses = self.cache = None
 
     def _tensors(self, layer: Layer, cache: Cache) -> list[Tensor | None]:
         """In the order of gemm_stack.c."""

@@ -24,10 +24,12 @@ from birl.models import paged_triton
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one call of attention keeps of a token: its layer's number, key heads, and the width of a key and a value.
-    `models/slots.py` takes them from what a model's layers hand over."""
+    """What one call of attention keeps of a token: its layer's number, key heads, and the width of a key and a value;
+    `heads` is the number of query heads that read it. `models/slots.py` takes them from what a model's layers hand
+    over."""
 
     layer: int
+    heads: int
     kv_heads: int
     key: int
     value: int

@@ -28,7 +28,7 @@ class Witness:
     windows: set[int | None] = field(default_factory=set)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.slots.append(Slot(layer, key.shape[1], key.shape[3], value.shape[3]))
+        self.slots.append(Slot(layer, query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
         self.windows.add(window)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -49,8 +49,8 @@ def page_bytes(model: nn.Module) -> int:
 
 def _of_llama(model: nn.Module) -> tuple[Slot, ...]:
     modules = [layer.self_attn for layer in cast(Any, model).base_model.layers]
-    sizes = [(m.k_proj.out_features // m.head_dim, m.head_dim) for m in modules]
-    return tuple(Slot(i, heads, size, size) for i, (heads, size) in enumerate(sizes))
+    rows = [(m.q_proj.out_features, m.k_proj.out_features, m.head_dim) for m in modules]
+    return tuple(Slot(i, q // size, k // size, size, size) for i, (q, k, size) in enumerate(rows))
 
 
 def _seen(model: nn.Module) -> list[Slot]:

@@ -18,7 +18,7 @@ D head size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from birl.errors import BirlError
 from birl.models import varlen
 from birl.models.attention import Layout, Packed, Tree, bias, tree_mask
 from birl.models.forward import packed
+from birl.models.slots import slots_of
 from birl.models.tree_attention import Area, tree_attention
 from birl.parallel.exchange import gather, join, swap
 from birl.parallel.pieces import Piece, zigzag
@@ -168,7 +169,5 @@ def copies(heads: int, kv_heads: int, ranks: int) -> int:
 def check_heads(model: nn.Module, ranks: Ranks) -> None:
     """Refuse a model before the first step. Raises `BirlError`."""
     if ranks.grid.context == "ulysses" and ranks.grid.cp > 1:
-        config = cast(Any, model).config.get_text_config()
-        heads, tp = config.num_attention_heads, ranks.grid.tp
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        copies(heads // tp, max(1, kv_heads // tp), ranks.grid.cp)
+        for slot in slots_of(model):
+            copies(slot.heads // ranks.grid.tp, max(1, slot.kv_heads // ranks.grid.tp), ranks.grid.cp)

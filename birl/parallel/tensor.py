@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from transformers import PreTrainedConfig
 
 from birl.errors import BirlError
-from birl.models.decoder import head_dim
 from birl.models.logprobs import first_row
+from birl.models.slots import slots_of
 from birl.parallel.ranks import Ranks
 from birl.parallel.regions import Regions
 
@@ -68,34 +67,28 @@ def split(model: nn.Module, ranks: Ranks) -> list[str]:
 def check(model: nn.Module, tp: int) -> dict[str, str]:
     """How each module is split (`plan`). Raises `BirlError` for a model that cannot be split over so many ranks; needs
     no weights."""
-    check_sizes(cast(Any, model).config, tp)
-    return plan(cast(Any, model).base_model)
-
-
-def check_sizes(config: PreTrainedConfig, tp: int) -> None:
-    """Raises `BirlError` where a rank would have to take a part of a head or of a block of features."""
-    text: Any = config.get_text_config()
-    heads = text.num_attention_heads
-    sizes = {
-        "query heads": heads,
-        "key/value heads": getattr(text, "num_key_value_heads", None) or heads,
-        "inner features": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-    }
-    most = math.gcd(*sizes.values())
-    for what, size in sizes.items():
+    body, slots = cast(Any, model).base_model, slots_of(model)
+    kinds = plan(body, {s.key for s in slots})
+    inner = [body.get_submodule(path).in_features for path, kind in kinds.items() if kind == "rowwise"]
+    sizes = [(s.heads, "query heads") for s in slots] + [(s.kv_heads, "key/value heads") for s in slots]
+    sizes += [(size, "inner features") for size in inner]
+    most = math.gcd(*(size for size, _ in sizes))
+    for size, what in sizes:
         if size % tp:
             raise BirlError(
-                f"parallel.tp={tp} does not divide the {size} {what} of this model ({text.model_type}), which the "
-                f"ranks would have to share out. Set parallel.tp to a divisor of {most}, and parallel.fsdp for the "
-                "rest."
+                f"parallel.tp={tp} does not divide the {size} {what} of this model ({body.config.model_type}), which "
+                f"the ranks would have to share out. Set parallel.tp to a divisor of {most}, and parallel.fsdp for "
+                "the rest."
             )
+    return kinds
 
 
-def plan(body: nn.Module) -> dict[str, str]:
+def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
     """Path -> kind of each module of the layers that has parameters, but for norms between the blocks: by
-    transformers' own plan where it has one, else by ours. Raises `BirlError` for a module in neither."""
+    transformers' own plan where it has one, else by ours. `widths`: those of its heads. Raises `BirlError` for a module
+    in neither."""
     own: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
-    size = head_dim(body)
+    wide = {(width,) for width in widths}
     found: dict[str, str] = {}
     for path, module in body.named_modules():
         shapes = [p.shape for p in module.parameters(recurse=False)]
@@ -105,7 +98,8 @@ def plan(body: nn.Module) -> dict[str, str]:
         kind = next((k for pattern, k in own.items() if fnmatch(path, pattern)), PLAN.get(last))
         if kind is None and all(len(shape) == 1 for shape in shapes) and path.count(".") == 2:
             continue  # a norm between the blocks
-        fits = isinstance(module, nn.Linear) if kind in ("colwise", "rowwise") else shapes == [(size,)]
+        matrix = kind in ("colwise", "rowwise")
+        fits = isinstance(module, nn.Linear) if matrix else len(shapes) == 1 and tuple(shapes[0]) in wide
         if kind not in set(PLAN.values()) or not fits:
             raise BirlError(
                 f"parallel.tp: {path} of {type(body).__name__} is nothing that birl can split over several ranks. Set "

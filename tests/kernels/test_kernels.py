@@ -180,7 +180,7 @@ def test_paged_attention_gives_the_bits_of_tree_attention(k: Kernels, window: in
     rows = inputs(k)
     out, _ = k.tree_attention(*split(rows), Packed(TREES).segments, 0.3, window)
     tree = TREES[0]
-    cache = Cache.make(12, [Slot(0, KV_HEADS, SIZE, SIZE)], k.dtype, torch.device("cpu"))
+    cache = Cache.make(12, [Slot(0, HEADS, KV_HEADS, SIZE, SIZE)], k.dtype, torch.device("cpu"))
     for store in (*cache.keys, *cache.values):
         store.fill_(torch.nan)  # what was never written must not matter
     tables = [[9, 3, 1], [9, 5, 2], [9, 7, 4]]

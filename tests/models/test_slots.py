@@ -42,15 +42,16 @@ MLA = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
-# architecture, its options, what each call of attention keeps: (layer, key heads, key, value)
-MODELS: dict[str, tuple[str, dict[str, Any], list[tuple[int, int, int, int]]]] = {
-    "keys as wide as values": ("deepseek_v3", MLA | {"v_head_dim": 64}, [(i, 4, 64, 64) for i in range(2)]),
-    "wider keys than values": ("deepseek_v3", MLA | {"v_head_dim": 16}, [(i, 4, 64, 16) for i in range(2)]),
-    "an ignored number of key heads": ("gpt_neox", {"num_key_value_heads": 2}, [(i, 4, 16, 16) for i in range(2)]),
+# architecture, its options, what each call of attention keeps: (layer, query heads, key heads, key,
+# value)
+MODELS: dict[str, tuple[str, dict[str, Any], list[tuple[int, ...]]]] = {
+    "keys as wide as values": ("deepseek_v3", MLA | {"v_head_dim": 64}, [(i, 4, 4, 64, 64) for i in range(2)]),
+    "wider keys than values": ("deepseek_v3", MLA | {"v_head_dim": 16}, [(i, 4, 4, 64, 16) for i in range(2)]),
+    "an ignored number of key heads": ("gpt_neox", {"num_key_value_heads": 2}, [(i, 4, 4, 16, 16) for i in range(2)]),
     "two calls in a layer": (
         "diffllama",
         {"num_key_value_heads": 2},
-        [(i // 2, 2, 16, 16) for i in range(4)],
+        [(i // 2, 4, 2, 16, 16) for i in range(4)],
     ),
 }
 
@@ -88,7 +89,7 @@ def test_the_cache_has_the_shape_of_what_attention_hands_over(name: str) -> None
     kind, options, slots = MODELS[name]
     model = build(kind, **options)
     assert slots_of(model) == tuple(Slot(*each) for each in slots)
-    assert page_bytes(model) == PAGE * 4 * sum(heads * (key + value) for _, heads, key, value in slots)
+    assert page_bytes(model) == PAGE * 4 * sum(heads * (key + value) for _, _, heads, key, value in slots)
     ids = torch.randint(0, 64, (45,), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(decoded(model, ids), own(model, ids), atol=2e-4, rtol=0)
 
@@ -101,7 +102,7 @@ def test_a_model_without_weights_has_the_same_slots(tmp_path: Any) -> None:
 
 def test_other_keys_than_the_cache_was_made_for_are_refused() -> None:
     model = build("deepseek_v3", **MLA, v_head_dim=64)
-    cache = Cache.make(4, [Slot(i, 4, 32, 32) for i in range(2)], torch.float32, torch.device("cpu"))
+    cache = Cache.make(4, [Slot(i, 4, 4, 32, 32) for i in range(2)], torch.float32, torch.device("cpu"))
     layout = Paged.of(cache, [[0]], [1], [1], [0])
     with torch.no_grad(), pytest.raises(BirlError, match=r"\(4, 64, 64\) instead of \(4, 32, 32\)"):
         hidden_states(model, torch.tensor([3]), torch.tensor([0]), layout)
@@ -134,7 +135,7 @@ def test_kernels_do_not_leave_the_cache(dtype: torch.dtype, change: dict[str, An
         pytest.skip("no kernels here")
     given = {"table": [[1, 3]], "lengths": [40], "starts": [0, 1], "shared": [0], "pages": [3], "places": [7]}
     given |= {"heads": 2, "size": 64} | change
-    cache = Cache.make(4, [Slot(0, 2, 64, 64)], dtype, torch.device("cpu"))
+    cache = Cache.make(4, [Slot(0, 4, 2, 64, 64)], dtype, torch.device("cpu"))
     keys, values = cache.keys[0].zero_(), cache.values[0].zero_()
     row = torch.ones(1, given["heads"], given["size"], dtype=dtype)
     n = {name: torch.tensor(given[name], dtype=torch.int32) for name in ("table", "lengths", "starts", "shared")}

@@ -15,6 +15,7 @@ from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
 from birl.models.heads import add_score_head
+from birl.parallel.context import check_heads
 from birl.parallel.ranks import Grid, Ranks
 from birl.parallel.tensor import check
 from tests.data.test_pack import groups
@@ -36,6 +37,10 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
     "pad_token_id": None,
 }
+GLOBAL: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 MODELS: dict[str, dict[str, Any]] = {
     "many heads": {"model_type": "llama", "num_key_value_heads": 4},
@@ -191,6 +196,18 @@ def test_heads_are_not_cut(options: dict[str, Any], tp: int, said: str) -> None:
         model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **options}))  # pyright: ignore
     with pytest.raises(BirlError, match=said):
         check(model, tp)
+
+
+def test_heads_are_counted_in_what_attention_is_given() -> None:
+    """transformers ignores the key heads of GPT-NeoX's config, and Gemma 4's full layers have heads of their own."""
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 3}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt_neox"](**sizes))
+    check_heads(model, Ranks(Grid(cp=4, context="ulysses")))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma4_text"](**SIZES, **GLOBAL))
+    with pytest.raises(BirlError, match=r"parallel.tp=2 does not divide the 1 key/value heads"):
+        check(model, 2)
 
 
 def test_what_nobody_knows_to_split_is_refused() -> None:
