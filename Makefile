@@ -31,7 +31,7 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
+.PHONY: setup-agents demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
 .PHONY: docs api notices sbom lint-docker check-install check-extras
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo "make setup-cloud  install Ray, aws and moto into .venv-cloud, for the tests of birl launch aws"
 	@echo "make setup-skypilot  install SkyPilot into .venv-skypilot, for the tests of birl launch skypilot"
 	@echo "make setup-trackers  install W&B, MLflow, Trackio and SwanLab into .venv-trackers, for their tests"
+	@echo "make setup-agents  install agent packages and lm-eval into .venv-agents, for the tests of agents"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the site of the documentation into site/"
 	@echo "make api     write the list of the public API anew; make notices: the third-party licences; make sbom: sbom.json"
@@ -145,6 +146,17 @@ setup-trackers: .venv-trackers/setup.done
 	@echo "Installing W&B, MLflow, Trackio and SwanLab into .venv-trackers (once)"
 	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	@.venv-trackers/bin/python $(PIP) -r tests/track/requirements.txt
+	@touch $@
+
+setup-agents: .venv-agents/setup.done
+
+# On top of .venv: birl runs there, too.
+.venv-agents/setup.done: tests/serve/requirements.txt .venv/dev.done
+	@echo "Installing agent packages and lm-eval into .venv-agents (once)"
+	@test -x .venv-agents/bin/python || $(BIN)/python -m venv .venv-agents
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$(.venv-agents/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
+	@.venv-agents/bin/python $(PIP) --no-deps -r tests/serve/requirements.txt
 	@touch $@
 
 demo: setup

@@ -62,8 +62,7 @@ class Direct(Visit):
 async def messages(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
     context = service.engine.context
-    own = SamplingParams(max_tokens=context, seed=ask.typed(data, "seed", int, None))
-    visit = Direct(session=Alone(own, Limits(context)), service=service)
+    visit = Direct(session=Alone(SamplingParams(max_tokens=context), Limits(context)), service=service)
 
     def read() -> Reply:
         check_bulk(data, context)

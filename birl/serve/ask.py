@@ -7,12 +7,11 @@ from typing import Any
 
 from birl.errors import BirlError
 from birl.serve.bulk import check_bulk, check_text, too_large
-from birl.serve.limits import Refused, outside, problem
+from birl.serve.limits import Refused, outside
 from birl.serve.messages import invalid, message, typed
 from birl.serve.parameters import FORMS
 from birl.serve.service import Service
-from birl.serve.terms import Terms, speaker, stop_ids
-from birl.serve.terms import known as known_tools
+from birl.serve.terms import Terms, speaker
 from birl.text.grammar import whole
 from birl.types import SamplingParams
 
@@ -49,9 +48,7 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/chat/completions. Raises `Refused`."""
     check_bulk(data, service.engine.context)
     known(data, (*SHARED, *CHAT), service)
-    given, choice = typed(data, "tools", list, []), data.get("tool_choice")
-    tools = service.terms.tools(given, choice)
-    form = service.terms.form(data, [t for t in given if t["function"]["name"] in known_tools(tools)], choice)
+    tools, form = service.terms.tools(data, typed(data, "tools", list, []), data.get("tool_choice"))
     messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
     if not messages:
         raise invalid("messages", "is empty")
@@ -59,13 +56,10 @@ def chat(data: Mapping[str, Any], service: Service) -> Ask:
         ids = service.chat.render(messages, tools)
     except BirlError as error:
         raise Refused(400, str(error), param="tools" if tools else "messages") from error
-    limit = data.get("max_completion_tokens")
-    if limit is not None and data.get("max_tokens") not in (None, limit):
-        raise invalid("max_tokens", "and max_completion_tokens differ; max_completion_tokens is the newer name")
-    key = "max_tokens" if limit is None else "max_completion_tokens"
     return common(
-        data, service, chat=True, prompts=(ids,), key=key, default=None, logprobs=typed(data, "logprobs", bool, False),
-        tools=tuple(tools), grammar=form and whole(service.chat, form, service.chat.thinks(ids)),
+        data, service, chat=True, prompts=(ids,), key=limit_of(data), default=service.engine.context,
+        logprobs=typed(data, "logprobs", bool, False), tools=tuple(tools),
+        grammar=form and whole(service.chat, form, service.chat.thinks(ids)),
     )  # fmt: skip
 
 
@@ -73,7 +67,7 @@ def completion(data: Mapping[str, Any], service: Service) -> Ask:
     """POST /v1/completions. Raises `Refused`."""
     check_bulk(data, service.engine.context, ("prompt",))
     known(data, (*SHARED, "prompt", "echo"), service)
-    echo, form = typed(data, "echo", bool, False), service.terms.form(data, [], None)
+    echo, (_, form) = typed(data, "echo", bool, False), service.terms.tools(data, [], None)
     given = prompts(data.get("prompt"), choices(data), service)
     return common(
         data, service, chat=False, prompts=given, key="max_tokens", default=16,
@@ -88,36 +82,31 @@ def common(
     chat: bool,
     prompts: tuple[tuple[int, ...], ...],
     key: str,
-    default: int | None,
+    default: int,
     logprobs: bool,
     tools: tuple[Mapping[str, Any], ...] = (),
     echo: bool = False,
     grammar: str = "",
 ) -> Ask:
-    """`key` names the limit of an answer; without it and a `default`, what the context leaves."""
+    """`key` names the limit of an answer; `default` counts without it."""
     for ids in prompts:
         try:
             service.check_prompt(ids)
         except BirlError as error:
             code = "context_length_exceeded" if ids else None
             raise Refused(400, str(error), param="messages" if chat else "prompt", code=code) from error
-    n, stream = choices(data), typed(data, "stream", bool, False)
+    n, (stream, usage) = choices(data), streaming(data, service.terms)
     mute = echo and data.get(key) == 0 and type(data[key]) is int
     data = {**data, key: 1} if mute else data
-    options = typed(data, "stream_options", dict, {})
-    if options and not stream:
-        raise invalid("stream_options", "goes with stream=true only")
-    for option in sorted(set(options) - {"include_usage", "include_obfuscation"}):
-        service.terms.vain(f"stream_options.{option}", options[option])
     if echo and stream:
         raise invalid("echo", "goes without stream only")
     return Ask(
         chat=chat,
         prompts=prompts,
-        params=params(data, service, key, default),
+        params=service.terms.params(data, SamplingParams(max_tokens=default), stops(data), key),
         n=n,
         stream=stream,
-        usage=bool(options.get("include_usage")),
+        usage=usage,
         logprobs=logprobs,
         token_ids=typed(data, "return_token_ids", bool, False),
         tools=tools,
@@ -128,22 +117,22 @@ def common(
     )
 
 
-def params(data: Mapping[str, Any], service: Service, key: str, default: int | None) -> SamplingParams:
-    seed, top_k = typed(data, "seed", int, None), typed(data, "top_k", int, 0)
-    found = SamplingParams(
-        max_tokens=typed(data, key, int, service.engine.context if default is None else default),
-        temperature=typed(data, "temperature", float, 1.0),
-        top_p=typed(data, "top_p", float, 1.0),
-        top_k=max(top_k, 0) if top_k == -1 else top_k,  # vLLM's -1: off
-        min_p=typed(data, "min_p", float, 0.0),
-        stop=stops(data),
-        stop_ids=stop_ids(data),
-        ignore_eos=typed(data, "ignore_eos", bool, False),
-        seed=None if seed is None else seed % 2**64,  # OpenAI's may be negative
-    )
-    if wrong := problem(found, service.vocabulary):
-        raise invalid({"max_tokens": key, "stop_ids": "stop_token_ids"}.get(wrong[0], wrong[0]), wrong[1])
-    return found
+def limit_of(data: Mapping[str, Any]) -> str:
+    """The key of a chat's longest answer. Raises `Refused` where both say something else."""
+    limit = data.get("max_completion_tokens")
+    if limit is not None and data.get("max_tokens") not in (None, limit):
+        raise invalid("max_tokens", "and max_completion_tokens differ; max_completion_tokens is the newer name")
+    return "max_tokens" if limit is None else "max_completion_tokens"
+
+
+def streaming(data: Mapping[str, Any], terms: Terms) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether its end counts tokens."""
+    stream, options = typed(data, "stream", bool, False), typed(data, "stream_options", dict, {})
+    if options and not stream:
+        raise invalid("stream_options", "goes with stream=true only")
+    for option in sorted(set(options) - {"include_usage", "include_obfuscation"}):
+        terms.vain(f"stream_options.{option}", options[option])
+    return stream, bool(options.get("include_usage"))
 
 
 def choices(data: Mapping[str, Any]) -> int:
@@ -200,7 +189,7 @@ def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]
 
 def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> None:
     """Refuse another model than ours, and what would be another answer altogether; `keys` are honoured."""
-    model = data.get("model")
+    model = typed(data, "model", str, None)
     if model not in (None, *ANY, service.name) and not speaker(model):
         raise Refused(
             404, f"There is no model {str(model)[:100]!r}; this server has {service.name!r} (served_name=NAME)."[:300],

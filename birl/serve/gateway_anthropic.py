@@ -84,11 +84,12 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
     words = {None: None, "auto": "auto", "none": "none", "any": "required"}
     wanted = words.get(choice.get("type"), choice)
     params = terms.params(data, visit.session.params, stop, "max_tokens")
+    seen, form = terms.tools(openai_form(data, choice), tools, wanted)
     return AnthropicReply(
         said=said,
         params=params,
-        tools=terms.tools(tools, wanted),
-        form=terms.form(openai_form(data, choice), tools, wanted) if terms.served else "",
+        tools=seen,
+        form=form,
         agent=speaker(data.get("model")),
         stream=typed(data, "stream", bool, False),
         ping=event("ping"),
@@ -101,7 +102,7 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
 def openai_form(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Block:
     """What of a request forces the form of its answer, in OpenAI's words."""
     form = data.get("output_format") or typed(data, "output_config", dict, {}).get("format")
-    found: Block = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+    found: Block = {"parallel_tool_calls": not typed(choice, "disable_parallel_tool_use", bool, False)}
     if isinstance(form, dict) and form.get("type") == "json_schema":
         found["response_format"] = {**form, "json_schema": {"schema": form.get("schema"), "strict": True}}
     return found

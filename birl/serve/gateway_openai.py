@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from birl.serve.ask import Ask, choices, sampled_logprobs, stops
+from birl.serve.ask import Ask, choices, limit_of, sampled_logprobs, stops, streaming
 from birl.serve.limits import Refused
 from birl.serve.messages import invalid, message, typed
 from birl.serve.pieces import Pieces, event
@@ -82,9 +82,8 @@ def chat(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
     said = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
     if not said:
         raise invalid("messages", "is empty")
-    limit = "max_tokens" if data.get("max_completion_tokens") is None else "max_completion_tokens"
     logprobs = typed(data, "logprobs", bool, False)
-    return _reply(data, terms, visit, said=said, limit=limit, logprobs=logprobs, talk=True)
+    return _reply(data, terms, visit, said=said, limit=limit_of(data), logprobs=logprobs, talk=True)
 
 
 def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
@@ -101,16 +100,18 @@ def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIRep
 
 
 def _reply(data: Mapping[str, Any], terms: Terms, visit: Visit, *, limit: str, **own: Any) -> OpenAIReply:
-    options = typed(data, "stream_options", dict, {})
+    stream, usage = streaming(data, terms)
+    tools, form = terms.tools(data, typed(data, "tools", list, []), data.get("tool_choice"))
     return OpenAIReply(
         params=terms.params(data, visit.session.params, stops(data), limit),
-        tools=terms.tools(typed(data, "tools", list, []), data.get("tool_choice")),
+        tools=tools,
+        form=form,
         agent=speaker(data.get("model")),
         n=choices(data),
-        stream=typed(data, "stream", bool, False),
+        stream=stream,
         chat=terms.chat,
         model=str(data.get("model") or "birl"),
-        usage=bool(options.get("include_usage")),
+        usage=usage,
         token_ids=typed(data, "return_token_ids", bool, False),
         **own,
     )

@@ -55,12 +55,14 @@ def call(given: Any, where: str) -> ToolCall:
     arguments = function.get("arguments") or "{}"
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        text = json.dumps(read, ensure_ascii=False)
+        text.encode()  # half of a surrogate pair, which JSON within JSON may have, is no text
     except (ValueError, RecursionError):
-        read = None
+        read, text = None, ""
     if not isinstance(read, dict):
         raise invalid(f"{where}.function.arguments", "must be JSON text of an object")
     own = given["id"] if isinstance(given.get("id"), str) else ""
-    return ToolCall(name=function["name"], arguments=json.dumps(read, ensure_ascii=False), id=own)
+    return ToolCall(name=function["name"], arguments=text, id=own)
 
 
 def check_tool(tool: Any, place: int) -> None:
@@ -68,6 +70,8 @@ def check_tool(tool: Any, place: int) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"tools.{place}", 'must be {"type": "function", "function": {"name": ...}}')
+    if not isinstance(function.get("parameters"), dict | None):
+        raise invalid(f"tools.{place}.function.parameters", "must be a JSON schema: an object")
 
 
 def typed(data: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

@@ -64,7 +64,7 @@ class Service:
     _moved: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.terms = Terms(chat=self.chat, sampling="client")
+        self.terms = Terms(chat=self.chat, sampling="client", vocabulary=self.vocabulary)
 
     @property
     def version(self) -> int:

@@ -23,6 +23,8 @@ class Terms:
 
     chat: Chat
     sampling: str = "run"
+    vocabulary: int = 0  # valid token ids; 0: the tokenizer's
+    seen: dict[str, str] = field(default_factory=dict)  # bodies of grammars, and what is wrong with each
     said: set[str] = field(default_factory=set)
 
     @property
@@ -40,74 +42,87 @@ class Terms:
 
     def check(self, data: Mapping[str, Any], honoured: Collection[str]) -> None:
         """Raises `Refused` for what would be another answer altogether."""
+        typed(data, "model", str, None)
         check(data, honoured, self.vain)
 
     def params(self, data: Mapping[str, Any], own: SamplingParams, stop: Sequence[str], limit: str) -> SamplingParams:
-        """The run's, with the client's ends, and its limit if that is lower. Raises `Refused`."""
-        most = typed(data, limit, int, None)
-        found = replace(
+        """The client's; where a run trains, the run's with the client's ends, and its limit if that is lower. `limit`
+        names the key of the longest answer. Raises `Refused` for values that cannot be."""
+        seed = typed(data, "seed", int, None)
+        values = {key: typed(data, key, kind, getattr(own, key)) for key, kind in SAMPLING.items()}
+        values["top_k"] = 0 if values["top_k"] == -1 else values["top_k"]  # vLLM's -1: off
+        asked = replace(
             own,
-            stop=tuple(dict.fromkeys((*own.stop, *stop))),
-            stop_ids=tuple(dict.fromkeys((*own.stop_ids, *stop_ids(data)))),
-            max_tokens=own.max_tokens if most is None else min(most, own.max_tokens),
+            **values,
+            stop=(*own.stop, *stop),
+            stop_ids=(*own.stop_ids, *stop_ids(data)),
+            max_tokens=typed(data, limit, int, own.max_tokens),
+            ignore_eos=typed(data, "ignore_eos", bool, own.ignore_eos),
+            seed=own.seed if seed is None else seed % 2**64,  # OpenAI's may be negative
         )
-        for key, kind in SAMPLING.items():
-            value = typed(data, key, kind, None)
-            value = 0 if key == "top_k" and value == -1 else value  # vLLM's: off
-            if value is None or value == getattr(own, key):
-                continue
-            if self.sampling != "run":
-                found = replace(found, **{key: value})
-            else:
-                self.note(key, f"{value:g}; the run's {key} is {getattr(own, key):g} and counts (env.sampling=run).")
-        if wrong := problem(found, len(self.chat.tokenizer)):
+        if wrong := problem(asked, self.vocabulary or len(self.chat.tokenizer)):
             names = {"max_tokens": limit, "stop_ids": "stop_token_ids"}
             raise invalid(names.get(wrong[0], wrong[0]), wrong[1])
+        if self.served:
+            return asked
+        found = replace(own, stop=asked.stop, stop_ids=asked.stop_ids, max_tokens=min(asked.max_tokens, own.max_tokens))
+        if self.sampling == "agent":
+            return replace(found, **values)
+        for key, value in values.items():
+            if value != getattr(own, key):
+                self.note(key, f"{value:g}; the run's {key} is {getattr(own, key):g} and counts (env.sampling=run).")
         return found
 
-    def tools(self, given: Sequence[Any], choice: Any) -> list[Any]:
-        """Those that the model sees. `choice`: a client's tool_choice in OpenAI's words."""
+    def tools(self, data: Mapping[str, Any], given: Sequence[Any], choice: Any) -> tuple[list[Any], str]:
+        """The tools that the model sees, and the body of the grammar of its answer (`birl.text.grammar`), empty where
+        that is free, as where a run trains. `given` and `choice`: a client's tools and tool_choice, in OpenAI's words.
+        Raises `Refused`, also where a run trains, for what a server could not keep."""
         for place, tool in enumerate(given):
             check_tool(tool, place)
         found = list(given)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            listed = choice.get("allowed_tools", choice)
-            names = [chosen(one) for one in listed.get("tools") or [] if isinstance(one, dict)]
+            listed = typed(choice, "allowed_tools", dict, choice)
+            names = [chosen(one) for one in typed(listed, "tools", list, [])]
             found = [tool for tool in found if tool["function"]["name"] in names]
             choice = listed.get("mode")
-        if self.served and choice not in (None, "auto", "none", "required") and chosen(choice) not in known(found):
+        if choice not in (None, "auto", "none", "required") and chosen(choice) not in known(found):
             raise invalid("tool_choice", f"{json.dumps(choice)[:80]} is none of auto, none, required and the tools")
-        if self.served and choice == "required" and not found:
+        if choice == "required" and not found:
             raise invalid("tool_choice", "is required, and there are no tools")
         if choice not in (None, "auto", "none") and not self.served:
             self.note("tool_choice", f"{json.dumps(choice)[:60]}; the model decides.")
-        if any(tool["function"].get("strict") for tool in found) and not self.served:
+        if strict(found) and not self.served:
             self.note("strict", "true; arguments are not forced into a schema.")
-        return [] if choice == "none" else [plain(tool) for tool in found]
+        found = [] if choice == "none" else found
+        form = self.form(data, found, choice)
+        return [plain(tool) for tool in found], form if self.served else ""
 
     def form(self, data: Mapping[str, Any], tools: Sequence[Any], choice: Any) -> str:
-        """The body of the grammar of an answer (`birl.text.grammar`), empty where it is free; `tools` and `choice` in
-        OpenAI's words, before `tools`. Only of a server. Raises `Refused`."""
-        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            choice = choice.get("allowed_tools", choice).get("mode")
         key, body = answer_form(data)
-        if tools and choice != "none" and (body or choice not in (None, "auto") or strict(tools)):
+        if tools and (body or choice not in (None, "auto") or strict(tools)):
             forced = choice not in (None, "auto")
             own = [t for t in tools if chosen(choice) in ("", t["function"]["name"])]
-            many = data.get("parallel_tool_calls") is not False and not chosen(choice)
+            many = typed(data, "parallel_tool_calls", bool, True) and not chosen(choice)
             calls = grammar.calls_of(self.chat, own, many=many, text="" if forced else body or "any")
             if calls is None:
-                self.note("tool_choice", f"{json.dumps(choice)[:60]}; calls in this model's format cannot be forced.")
+                if self.served:
+                    what = f"{json.dumps(choice)[:60]}; calls in this model's format cannot be forced."
+                    self.note("tool_choice", what)
                 return ""
             key, body = "tool_choice" if forced else key or "tools", calls
-        elif tools and data.get("parallel_tool_calls") is False:
+        elif tools and not typed(data, "parallel_tool_calls", bool, True):
             self.vain("parallel_tool_calls", False)
-        return self.sound(key, body) if body else ""
-
-    def sound(self, key: str, body: str) -> str:
-        if wrong := grammar.problem(self.chat, f"start: body\nbody: {body}\n"):
+        if body and (wrong := self.wrong(body)):
             raise invalid(key, f"cannot be made into a grammar: {wrong[:300]}")
         return body
+
+    def wrong(self, body: str) -> str:
+        """What is wrong with the body of a grammar, which takes milliseconds to see; agents ask for the same again."""
+        if body not in self.seen:
+            if len(self.seen) >= 64:
+                self.seen.clear()
+            self.seen[body] = grammar.problem(self.chat, f"start: body\nbody: {body}\n")
+        return self.seen[body]
 
 
 def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:

@@ -120,5 +120,9 @@ def _object(function: Mapping[str, Any], key: str) -> str:
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-    return json_of({"type": "object"} | dict(schema), strict=bool(function.get("strict")))
+    schema = function.get("parameters") or {"properties": {}}
+    closed = "properties" in schema and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}  # arguments have names
+    return json_of(
+        {"type": "object"} | ({"additionalProperties": False} if closed else {}) | dict(schema),
+        strict=bool(function.get("strict")),
+    )

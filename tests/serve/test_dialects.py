@@ -16,11 +16,11 @@ from birl.text.chat import Chat
 from birl.text.grammar import Guide, calls_of, whole
 from tests.rollout.scripted import Scripted
 from tests.serve.running import Running, running
-from tests.serve.test_gateway import HI, Place, played
+from tests.serve.test_gateway import HI, TOOLED, Place, played
 from tests.text.families import FAMILIES
 from tests.text.test_families import chat as family
 from tests.text.test_tools import QWEN
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_model_folder, tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [3, 4]}}, "required": ["a"], "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
@@ -95,6 +95,68 @@ def test_the_gateway_takes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for key in ("frequency_penalty", "reasoning", "guided_json", "response_format", "tool_choice", "top_logprobs"):
         assert told.count(f"An agent asks for {key}=") == 1
+
+
+NAMELESS = {"type": "function", "function": {"name": "x", "parameters": "x"}}
+CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": "x"}
+WRONG: list[tuple[str, dict[str, Any], str]] = [  # of which dialect, what is asked, and what is named
+    ("chat/completions", {"temperature": -1}, "temperature"),
+    ("chat/completions", {"top_k": 10**400}, "top_k"),
+    ("chat/completions", {"seed": "x"}, "seed"),
+    ("chat/completions", {"ignore_eos": 1}, "ignore_eos"),
+    ("chat/completions", {"model": 5}, "model"),
+    ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+    ("chat/completions", {"response_format": "json"}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat/completions", {"guided_json": {"$ref": "#/none"}}, "guided_json"),
+    ("chat/completions", {"guided_regex": "("}, "guided_regex"),
+    ("chat/completions", {"tools": [NAMELESS]}, "tools.0.function.parameters"),
+    ("chat/completions", {"tools": [ADD], "tool_choice": ALLOWED}, "allowed_tools"),
+    ("chat/completions", {"tools": [ADD], "tool_choice": "odd"}, "tool_choice"),
+    ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
+    (
+        "chat/completions",
+        {"tools": [ADD], "parallel_tool_calls": "no", "tool_choice": "required"},
+        "parallel_tool_calls",
+    ),
+    (
+        "chat/completions",
+        {"messages": [*HI, {"role": "assistant", "tool_calls": [CALLED]}]},
+        "messages.1.tool_calls.0.function.arguments",
+    ),
+    ("completions", {"prompt": "x", "top_p": 0}, "top_p"),
+    ("messages", {"temperature": -1}, "temperature"),
+    ("messages", {"top_k": 10**400}, "top_k"),
+    ("messages", {"output_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+]
+
+
+def test_both_refuse_the_same(server: Running) -> None:
+    """By name and in the dialect's own words, also where the run's own values count: a server would refuse it later."""
+
+    async def body(here: Place) -> None:
+        for path, keys, param in WRONG:
+            sent = ({} if path == "completions" else {"messages": HI}) | {"max_tokens": 4} | keys
+            for reply in (server.http.post(f"/v1/{path}", json=sent), await here.http.post(f"/{path}", json=sent)):
+                assert reply.status_code == 400, (keys, reply.text)
+                error = reply.json()["error"]
+                assert error["message"].startswith(f"{param}: "), (keys, error)
+                assert error["type"] == "invalid_request_error" and len(error["message"]) < 600
+
+    played(Scripted(["Hello."] * len(WRONG), TOOLED), body, turns=100)
+
+
+def test_arguments_that_no_schema_names_are_not_made_up() -> None:
+    own = Chat(tiny_tokenizer(template=QWEN))
+    for more, good in (({}, False), ({"additionalProperties": True}, True)):
+        schema = {"type": "object", "properties": {"a": {"enum": [3, 4]}}, "required": ["a"], **more}
+        body = calls_of(own, [{"type": "function", "function": {"name": "add", "parameters": schema}}], many=False)
+        matcher = Guide(own, whole(own, body or "", False)).matcher
+        ids = own.encode('<tool_call>\n{"name": "add", "arguments": {"a": 3, "')
+        assert (matcher.try_consume_tokens(list(ids)) == len(ids)) == good
 
 
 def test_a_server_says_once_what_has_no_effect(client: openai.OpenAI, server: Running, capsys) -> None:
