@@ -126,25 +126,57 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.train=nosuch.jsonl"], "nosuch.jsonl: no such file or folder"),
-        (["data.train=rows.jsonl", "data.validation=nosuch.csv"], "nosuch.csv: no such file or folder"),
-        (["data.train=rows.jsonl", "env=nosuch"], "env.kind=nosuch: must be"),
-        (["data.train=rows.jsonl", "env=agent.py:act"], "-m pip install no_such_package"),
-        (["data.train=rows.jsonl", "reward=nosuch.py:score"], "there is no file nosuch.py"),
-        (["data.train=rows.jsonl", "reward=mine.py:scores"], "has no function scores. Did you mean score?"),
+        ("rl data.train=nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+        ("rl DATA data.validation=nosuch.csv", "nosuch.csv: no such file or folder"),
+        ("rl DATA env=nosuch", "env.kind=nosuch: must be"),
+        ("rl DATA env=agent.py:act", "-m pip install no_such_package"),
+        ("rl DATA reward=nosuch.py:score", "there is no file nosuch.py"),
+        ("rl DATA reward=mine.py:scores", "has no function scores. Did you mean score?"),
+        ("rl DATA reward=no.such:score", "there is no module no.such"),
+        ("rl DATA reward=birl.rewards.nosuch:score", "there is no module birl.rewards.nosuch"),
+        ("rl DATA algorithm.surrogate=mine.py:scores", "has no function scores. Did you mean score?"),
+        ("rl DATA algorithm.surrogate=clp", "Did you mean clip?"),
+        ("rl DATA algorithm.advantage=relativ", "Did you mean relative?"),
+        ("rl DATA checkpoint.store=s4://bucket", "fsspec knows no s4://. Write a URL"),
+        ("rl DATA resume=s4://bucket", "fsspec knows no s4://"),
+        ("rl DATA resume=nosuch", "resume=nosuch: there is no such checkpoint folder"),
+        ("rl DATA resume=file:///nosuch", "resume=file:///nosuch: there is no such folder"),
+        ("rl data.train=nosuch", "nosuch: no such file or folder here, and the Hugging Face hub"),
+        ("rl DATA data.validation=test@no/such", "no/such: no such file or folder here, and the Hugging Face hub"),
+        ("rl DATA model=no/such", "model.path=no/such: there is no such folder here, and the Hugging Face hub"),
+        ("rl DATA model=rows.jsonl", "model.path=rows.jsonl is a file"),
+        ("rl DATA reward=model reward.model=nosuch", "reward.model=nosuch: there is no such folder here"),
+        ("rl DATA algorithm=ppo critic.path=nosuch", "critic.path=nosuch: there is no such folder here"),
+        ("rl DATA algorithm=distill algorithm.teacher=nosuch", "algorithm.teacher=nosuch: there is no such folder"),
+        ("sft data.train=nosuch", "nosuch: no such file or folder here"),
+        ("rm DATA model=nosuch", "model.path=nosuch: there is no such folder here"),
+        ("dpo DATA model=nosuch.gguf", "model.path=nosuch.gguf: there is no such file"),
+        ("dpo DATA preference.loss=dop", "Did you mean dpo?"),
+        ("eval data.validation=nosuch", "nosuch: no such file or folder here"),
+        ("eval data.validation=rows.jsonl model=nosuch", "model.path=nosuch: there is no such folder here"),
+        ("serve model=nosuch", "model.path=nosuch: there is no such folder here"),
+        ("chat nosuch", "model.path=nosuch: there is no such folder here"),
+        ("plan model=nosuch", "model.path=nosuch: there is no such folder here"),
+        ("checkpoints nosuch export last new", "There is no folder nosuch"),
+        ("launch local rl data.train=nosuch", "nosuch: no such file or folder here"),
+        ("launch torchrun sft DATA model=nosuch", "model.path=nosuch: there is no such folder here"),
     ],
 )
 def test_what_is_not_there_is_told_before_torch_is_imported(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loaded(name: str) -> None:
         raise AssertionError(f"{name} was imported first")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "birl.loops.rl", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("torch", "transformers", "datasets")]:
+        monkeypatch.setitem(sys.modules, name, None)  # an import would be an ImportError
+    for name in ("rl", "sft", "rm", "dpo", "evaluation", "serve", "plan", "machine"):
+        monkeypatch.delitem(sys.modules, f"birl.loops.{name}", raising=False)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
     (tmp_path / "mine.py").write_text(REWARD)
     (tmp_path / "agent.py").write_text("import no_such_package\n\ndef act(task, base_url):\n    return 0.0\n")
     monkeypatch.setattr("birl.cli.configured.load", loaded)
-    assert main(["rl", *words]) == 2
+    assert main(words.replace("DATA", "data.train=rows.jsonl").split()) == 2
     assert said in capsys.readouterr().err

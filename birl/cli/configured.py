@@ -1,6 +1,5 @@
 """Training, `eval` and `serve`: words are flags, YAML files and key=value."""
 
-import ast
 import os
 import shutil
 import sys
@@ -43,6 +42,8 @@ def run(command: str, words: list[str]) -> int:
         print(to_yaml(config), end="")
         return 0
     if LOOPS.get(command, f"birl.loops.{command}") not in sys.modules:  # else it tells as soon
+        from birl.loops.names import check_names
+
         check_names(config)
     if "--validate" in flags:
         return load("birl.loops.validate").run(config)
@@ -58,43 +59,6 @@ def run(command: str, words: list[str]) -> int:
         else:
             loop.follow(config)
     return 0
-
-
-def check_names(config: Any) -> None:
-    """Files, environments and reward functions that are not there are told before torch is imported, which takes
-    seconds. Raises `BirlError`."""
-    data = getattr(config, "data", None)
-    if data is not None:
-        from birl.data.sources import check_place
-
-        for path in (*data.train, *data.validation):
-            check_place(path)
-    if hasattr(config, "env"):
-        from birl.envs.open import check_world
-
-        check_world(config.env)
-    for name in config.reward.functions if hasattr(config, "reward") else ():
-        file, colon, function = name.rpartition(":")
-        if colon and file.endswith(".py"):
-            check_function("reward.functions", file, function)
-
-
-def check_function(key: str, file: str, name: str) -> None:
-    """Without running the file: it may be slow, and belongs into a worker. Raises `BirlError`."""
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise BirlError(f"{key}={file}:{name}: there is no file {file} in {Path.cwd()}.")
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return  # the worker says where
-    known = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    source = path.read_text("utf-8", "replace")
-    if name not in source:  # nor assigned, nor imported
-        raise BirlError(
-            f"{key}={file}:{name}: {file} has no function {name}.{did_you_mean(name, known)} "
-            f"It has: {', '.join(sorted(known)) or 'none'}."
-        )
 
 
 def exit_code(summary: dict[str, Any] | None) -> int:

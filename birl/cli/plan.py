@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from math import inf
 
+from birl.config.load import load
+from birl.config.schema import RL
 from birl.flags import JSON, Flag, taken
+from birl.hub import check_model
 
 
 def gib(text: str) -> float:
@@ -32,8 +35,9 @@ def run(words: Sequence[str]) -> int:
         flags, words = taken("plan --cluster", words, (CLUSTER, JSON))
         planning.run(words, as_json=JSON.name in flags)
     else:
+        flags, words = taken("plan", words, (MEMORY, JSON, SIMULATE, CLUSTER))
+        check_model("model.path", load(RL, ["data.train=unread.jsonl", *words]).model.path)
         from birl.loops import plan
 
-        flags, words = taken("plan", words, (MEMORY, JSON, SIMULATE, CLUSTER))
         plan.run(words, as_json=JSON.name in flags, available=flags.get(MEMORY.name))
     return 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from birl.config.help import documentation, presets
 from birl.config.load import SHORTHANDS
-from birl.config.ranges import CHOICES
+from birl.config.ranges import CHOICES, PARTS
 from birl.config.schema import COMMANDS
 
 NOTHING = ("int", "float")  # types of keys that only the user knows the value of
@@ -71,7 +71,7 @@ def _keys(schema: type) -> tuple[str, ...]:
 
 def _values(environments: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     booleans = {key for schema in COMMANDS.values() for key, doc in documentation(schema).items() if doc.type == "bool"}
-    known = {**CHOICES, **dict.fromkeys(sorted(booleans), ("true", "false"))}
+    known = {**CHOICES, **PARTS, **dict.fromkeys(sorted(booleans), ("true", "false"))}
     for schema in COMMANDS.values():
         known |= {group: tuple(files) for group, files in presets(schema).items() if group != "model"}
     return known | dict.fromkeys(("env", "env.kind"), environments) | {"resume": ("auto", "never")}

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from birl.config.help import documentation, written
-from birl.config.ranges import CHOICES, RANGES
+from birl.config.ranges import CHOICES, PARTS, RANGES
 from birl.config.rules_algorithm import algorithm_problems
 from birl.config.rules_engine import asynchronous_problems, engine_problems
 from birl.config.rules_experts import experts_problems
@@ -76,6 +76,11 @@ def _choices(config: Config) -> list[str]:
         if key in documentation(type(config)) and (value := value_of(config, key)) not in allowed:
             hint = " To run once for each value, add --multirun." if "," in value else did_you_mean(value, allowed)
             found.append(f"{key}={value}: must be {' | '.join(allowed)}.{hint}")
+    for key, known in PARTS.items():
+        if isinstance(config, RL) and (value := value_of(config, key)) not in known and ":" not in value:
+            found.append(
+                f"{key}={value}: must be {' | '.join(known)}, or my_file.py:my_function.{did_you_mean(value, known)}"
+            )
     return found
 
 
@@ -370,6 +375,8 @@ def _run(config: RL | Stage) -> list[str]:
     for key, url in (("checkpoint.store", config.checkpoint.store), ("resume", config.resume)):
         if url.startswith("s3://") and find_spec("s3fs") is None:
             found.append(f"{key}={url}: s3fs is not installed; pip install 'birl[s3]'.")
+        if key == "resume" and url.startswith("file://") and not Path(url.removeprefix("file://")).is_dir():
+            found.append(f"{key}={url}: there is no such folder.")
     if config.resume not in RESUME and "://" not in config.resume and not Path(config.resume).is_dir():
         found.append(
             f"resume={config.resume}: there is no such checkpoint folder; use auto, never or an existing one "

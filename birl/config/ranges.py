@@ -44,6 +44,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+#: those of the package; a function of one's own may take their place
+PARTS: dict[str, tuple[str, ...]] = {
+    "algorithm.advantage": (
+        *("relative", "gdpo", "pass_at_k", "best_and_worst", "zero"),
+        *("returns", "gae", "turn_gae"),
+    ),
+    "algorithm.surrogate": (
+        *("clip", "gspo", "gmpo", "cispo", "sapo", "reinforce", "importance", "dppo", "online_dpo"),
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """The numbers a key allows; `open_low` and `open_high` leave the bound itself out."""

@@ -11,6 +11,7 @@ from typing import Any
 from birl.data.files import FORMATS, no_column, quiet, read_file, undecoded
 from birl.data.rows import Part, Rows, part, reason
 from birl.errors import BirlError
+from birl.hub import missing
 from birl.regular import check_all
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -42,12 +43,16 @@ def read(
 
 
 def check_place(path: str) -> None:
-    """Raises `BirlError` where `path` can only be a file or folder, and there is none. Reads nothing."""
+    """Raises `BirlError` where there is no such file or folder, nor a data set of the hub. Reads nothing."""
     place = _parse(path)[1]
     local = Path(place).expanduser()
-    if not local.exists() and (local.suffix.lower() in FORMATS or not HUB_NAME.fullmatch(place)):
-        missing = "" if local.parent.is_dir() else f"The folder {local.parent} does not exist."
-        raise BirlError(f"{place}: no such file or folder. {missing or _nearest(local)}".rstrip())
+    if local.exists():
+        return
+    if local.suffix.lower() in FORMATS or not HUB_NAME.fullmatch(place):
+        parent = "" if local.parent.is_dir() else f"The folder {local.parent} does not exist."
+        raise BirlError(f"{place}: no such file or folder. {parent or _nearest(local)}".rstrip())
+    if why := missing(place, "dataset"):
+        raise BirlError(f"{place}: no such file or folder here, and {why}. {_nearest(local)}".rstrip())
 
 
 def _parse(path: str) -> tuple[str, str]:

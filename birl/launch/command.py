@@ -10,13 +10,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from birl.config.help import documentation, written
+from birl.config.load import load_with_choices
 from birl.config.schema import TRAINING
 from birl.errors import BirlError, did_you_mean
 from birl.flags import Flag, taken
 from birl.launch.job import Job, derive
 from birl.launch.launcher import FILE, WHERE, find, launcher
+from birl.loops.names import check_names
 
 PREFIX = "launch."
+HERE = ("local", "torchrun")  # what a configuration names must be on this machine
 DRY, HELP, FOLLOW = Flag(name="--dry-run"), Flag(name="--help"), Flag(name="--follow")
 
 
@@ -36,6 +39,8 @@ def run(words: list[str]) -> int:
     if DRY.name in flags:
         print(shown(job, place.render(job, keys)), end="")
         return 0
+    if where in HERE:
+        check_names(load_with_choices(TRAINING[command], others)[0])
     handle = place.submit(job, keys)
     handle.save()
     print(f"{job.name} was handed to {where} as {handle.id}. Its run folder: {job.run}")

@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 
 from birl.errors import BirlError
-from birl.learner import checkpoint
 
 SCORES = ("validation/all/score", "validation/accuracy", "validation/nll")
 
@@ -46,6 +45,8 @@ def _list(root: Path) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from birl.learner import checkpoint
+
     entries, states = checkpoint.saved(root), {}
     for entry in entries:
         with suppress(BirlError):  # a damaged one is listed as that
@@ -72,11 +73,15 @@ def _list(root: Path) -> int:
 def best_step(root: Path) -> int | None:
     """The step of the best validation; None where there was none. Raises `BirlError` where the newest checkpoint cannot
     tell."""
+    from birl.learner import checkpoint
+
     found = checkpoint.saved(root)
     return checkpoint.read_state(found[-1].path).get("best_step") if found else None
 
 
 def _verify(root: Path, steps: Sequence[str]) -> int:
+    from birl.learner import checkpoint
+
     chosen = [find(root, steps[0])] if steps else [s.path for s in checkpoint.saved(root)]
     bad = 0
     for path in chosen:
@@ -87,6 +92,7 @@ def _verify(root: Path, steps: Sequence[str]) -> int:
 
 
 def _convert(root: Path) -> int:
+    from birl.learner import checkpoint
     from birl.learner.convert import convert
 
     for entry in checkpoint.saved(root):
@@ -95,6 +101,8 @@ def _convert(root: Path) -> int:
 
 
 def find(root: Path, step: str) -> Path:
+    from birl.learner import checkpoint
+
     found = {s.step: s.path for s in checkpoint.saved(root)}
     if step == "last":
         newest = checkpoint.latest(root)
@@ -131,6 +139,8 @@ def _export(root: Path, step: str, target: Path, adapter: bool, shard_gb: float 
 
 
 def _prune(root: Path, count: int) -> int:
+    from birl.learner import checkpoint
+
     best = best_step(root)
     for path in checkpoint.prune(root, count, {best} if best is not None else set()):
         print(f"deleted {path}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from birl.config import schema
 from birl.errors import BirlError
+from birl.hub import check_model
 from birl.text.bounds import cannot_fit
 from birl.types import Message, SamplingParams
 
@@ -34,10 +35,12 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 def run(words: list[str]) -> int:
     """`birl chat [MODEL or RUN] [key=value ...]`: a run folder, a checkpoint of a run, or anything that `model.path`
     takes; then keys of `SETTINGS`."""
-    from birl.loops.machine import compute_thread
-
     named = bool(words) and "=" not in words[0]
     settings = read_settings(words[named:])
+    if named:
+        check_model("model.path", words[0])
+    from birl.loops.machine import compute_thread
+
     with compute_thread() as compute:
         asyncio.run(_converse(words[0] if named else "smollm2", settings, compute))
     return 0

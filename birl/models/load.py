@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from birl.errors import BirlError, first_line
+from birl.hub import is_local
 from birl.models import attention
 from birl.models.gguf import bundled, converted
 from birl.models.heads import add_score_head
@@ -37,16 +38,12 @@ def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True,
     is what the errors call it."""
     if path == "smollm2":
         return converted(bundled(), say)
-    local = Path(path).expanduser()
-    if path.endswith(".gguf"):
-        if not local.is_file():
-            raise BirlError(f"{key}={path}: there is no such file.")
-        return converted(local.resolve(), say)
-    if local.is_dir():
+    if is_local(key, path):
+        local = Path(path).expanduser()
+        if local.is_file():
+            return converted(local.resolve(), say)
         check_all(local)
         return local
-    if local.exists():
-        raise BirlError(f"{key}={path} is a file; expected a folder in Hugging Face format or a .gguf file.")
     return from_hub(path, WANTED if weights else [p for p in WANTED if "safetensors" not in p], key)
 
 

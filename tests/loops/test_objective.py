@@ -10,8 +10,11 @@ import torch
 
 from birl.config import schema
 from birl.config.load import load
+from birl.config.ranges import PARTS
+from birl.config.rules_algorithm import BY_TOKEN
 from birl.data.pack import Batch, pack
-from birl.loops.objective import Known, Objective, surrogate_of
+from birl.loops import credit
+from birl.loops.objective import ALL_SURROGATES, Known, Objective, surrogate_of
 from birl.types import Sample
 
 BEHAVIOUR = [[-0.5, -1.2, -2.0], [-0.3, -0.9]]
@@ -137,3 +140,9 @@ def test_a_preset_has_the_keys_of_its_paper(preset: str) -> None:
 
 def test_ratios_of_the_table_are_far_enough_to_be_bounded() -> None:
     assert any(abs(new - old) > log(1.4) for new, old, *_ in tokens())
+
+
+def test_the_configuration_knows_the_parts_of_the_package() -> None:
+    """So that a misspelt one is told before torch is imported."""
+    assert set(PARTS["algorithm.surrogate"]) == set(ALL_SURROGATES)
+    assert set(PARTS["algorithm.advantage"]) == {*credit.ADVANTAGES, *BY_TOKEN}

@@ -1,0 +1,81 @@
+"""What a configuration names: is it there? Told before torch is imported, which takes seconds."""
+
+import ast
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fsspec import available_protocols
+
+from birl.config.load import flatten
+from birl.data.sources import check_place
+from birl.envs.open import check_world
+from birl.errors import BirlError, did_you_mean
+from birl.hub import check_model
+
+STORES = ("checkpoint.store", "resume")
+MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher")
+FUNCTIONS = ("reward.functions", "algorithm.advantage", "algorithm.surrogate")
+
+
+def check_names(config: Any) -> None:
+    """Raises `BirlError` for files, folders, data sets, models, environments and functions that are not there."""
+    keys = flatten(config)
+    for key in ("data.train", "data.validation"):
+        for path in keys.get(key) or ():
+            check_place(path)
+    for key in STORES:
+        scheme = keys.get(key, "").partition("://")[0].partition("::")[0]
+        if "://" in keys.get(key, "") and scheme not in available_protocols():
+            raise BirlError(
+                f"{key}={keys[key]}: fsspec knows no {scheme}://. Write a URL as in s3://bucket/prefix or "
+                "file:///folder."
+            )
+    if hasattr(config, "env"):
+        check_world(config.env)
+    for key in FUNCTIONS:
+        names = keys.get(key) or ()
+        for name in [names] if isinstance(names, str) else names:
+            place, colon, function = name.rpartition(":")
+            if colon and "://" not in name:
+                check_function(key, place, function)
+    for key in MODELS:
+        if (path := keys.get(key)) and "://" not in path:
+            check_model(key, path)
+
+
+def check_function(key: str, place: str, name: str) -> None:
+    """Without running the file or package: it may be slow, and belongs into a worker. Raises `BirlError`."""
+    if not place.endswith(".py"):
+        if not is_module(place):
+            raise BirlError(
+                f"{key}={place}:{name}: there is no module {place}. Write a file as my_file.py:{name}; a package must "
+                f"be installed for {sys.executable}."
+            )
+        return
+    file, path = place, Path(place).expanduser()
+    if not path.is_file():
+        raise BirlError(f"{key}={file}:{name}: there is no file {file} in {Path.cwd()}.")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # the worker says where
+    known = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    source = path.read_text("utf-8", "replace")
+    if name not in source:  # nor assigned, nor imported
+        raise BirlError(
+            f"{key}={file}:{name}: {file} has no function {name}.{did_you_mean(name, known)} "
+            f"It has: {', '.join(sorted(known)) or 'none'}."
+        )
+
+
+def is_module(name: str) -> bool:
+    """Whether there is a module of that name, beside the program or installed; none is imported."""
+    head, *rest = name.split(".")
+    spec = find_spec(head) or PathFinder.find_spec(head, [os.getcwd()])
+    for part in rest:
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations or []) if spec else None
+    return spec is not None
