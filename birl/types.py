@@ -10,6 +10,7 @@ becomes tokens once, in `birl/text/`, and a mask comes from who produced a token
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from math import inf
 from typing import Any, Protocol
 
@@ -123,7 +124,13 @@ class Completion:
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} logprobs, {len(self.versions)} versions")
 
     def possible(self) -> "Completion":
-        """Itself. Raises `ValueError` where a log-prob can be none: NaN, infinite, or above 0 by more than rounding."""
+        """Itself. Raises `ValueError` where it can be none: a log-prob that is NaN, infinite, or above 0 by more than
+        rounding, an id that is no number of at least 0, weights that become older within it."""
+        for numbers, what in ((self.tokens, "token id"), (self.versions, "version")):
+            if wrong := [n for n in numbers if not isinstance(n, int) or n < 0]:
+                raise ValueError(f"{wrong[0]!r} is no {what}")
+        if any(after < before for before, after in pairwise(self.versions)):
+            raise ValueError("the versions of its tokens go back")
         for place, value in enumerate(self.logprobs):
             if not -inf < value <= ROUNDING:
                 raise ValueError(

@@ -74,6 +74,9 @@ def _choices(config: Config) -> list[str]:
     found = []
     for key, allowed in CHOICES.items():
         if key in documentation(type(config)) and (value := value_of(config, key)) not in allowed:
+            if key == "engine.kind" and (":" in value or value.endswith(".py")):
+                found += _place(key, value)
+                continue
             hint = " To run once for each value, add --multirun." if "," in value else did_you_mean(value, allowed)
             found.append(f"{key}={value}: must be {' | '.join(allowed)}.{hint}")
     for key, known in PARTS.items():
@@ -176,13 +179,7 @@ def _environment(config: RL | Eval) -> list[str]:
     env, found = config.env, []
     if not env.kind:
         return ["env.kind is empty: name an environment, or single_turn."]
-    place, colon, name = env.kind.rpartition(":")
-    if env.kind.endswith(".py"):
-        found.append(f"env.kind={env.kind}: say what of it, as in env.kind={env.kind}:MyEnv.")
-    if colon and (not place or not name.isidentifier()):
-        found.append(f"env.kind={env.kind}: expected my_file.py:NAME or package.module:NAME.")
-    elif place.endswith(".py") and not Path(place).is_file():
-        found.append(f"env.kind={env.kind}: there is no file {place} in {Path.cwd()}.")
+    found += _place("env.kind", env.kind)
     if env.sampling == "agent" and isinstance(config, RL):
         found.append(
             "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, top_p, top_k and "
@@ -197,11 +194,22 @@ def _environment(config: RL | Eval) -> list[str]:
     return found
 
 
+def _place(key: str, name: str) -> list[str]:
+    """What is wrong with my_file.py:NAME or package.module:NAME, as far as that can be told without an import."""
+    place, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        return [f"{key}={name}: say what of it, as in {key}={name}:NAME."]
+    if colon and (not place or not attribute.isidentifier()):
+        return [f"{key}={name}: expected my_file.py:NAME or package.module:NAME."]
+    if place.endswith(".py") and not Path(place).expanduser().is_file():
+        return [f"{key}={name}: there is no file {place} in {Path.cwd()}."]
+    return []
+
+
 def _reward_name(name: str) -> list[str]:
-    place, colon, function = name.rpartition(":")
     if name in REWARDS:
         return []
-    if not colon:
+    if ":" not in name:
         file = (
             " A function of a file is my_file.py:my_function." if name.endswith(".py") else did_you_mean(name, REWARDS)
         )
@@ -209,11 +217,7 @@ def _reward_name(name: str) -> list[str]:
             f"reward.functions={name}: must be {' | '.join(REWARDS)}, file.py:function or "
             f"package.module:function.{file}"
         ]
-    if not place or not function.isidentifier():
-        return [f"reward.functions={name}: expected file.py:function or package.module:function."]
-    if place.endswith(".py") and not Path(place).is_file():
-        return [f"reward.functions={name}: there is no file {place} in {Path.cwd()}."]
-    return []
+    return _place("reward.functions", name)
 
 
 def _validation(config: RL | Eval) -> list[str]:

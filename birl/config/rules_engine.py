@@ -5,17 +5,18 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from birl.config.schema import RL, Eval
+from birl.config.schema import RL, Engine, Eval
 from birl.config.words import changed, without_effect
 
 SERVERS = ("birl", "vllm", "sglang")
+OWN = "my_file.py:MyEngine"  # stands for every class of the user's
 NAME = re.compile(r"[\w.-]+/[\w.-]+")  # experiment/trial
 LAUNCHED = "birl-launch/"  # names of engines that `birl launch` starts beside the run
 
 #: keys of `engine` that only some kinds read
 READ_BY = {
-    **dict.fromkeys(("count", "python", "threads", "arguments", "start_timeout", "restarts"), SERVERS),
-    **dict.fromkeys(("attach", "request_timeout", "sleep"), SERVERS),
+    **dict.fromkeys(("python", "threads", "start_timeout", "restarts"), SERVERS),
+    **dict.fromkeys(("count", "arguments", "attach", "request_timeout", "sleep"), (*SERVERS, OWN)),
     **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "memory_fraction"), ("vllm", "sglang")),
     **dict.fromkeys(("max_batch", "kv_cache_gb"), ("embedded", *SERVERS)),
     "draft_rows": ("embedded", "birl"),
@@ -26,7 +27,13 @@ METHODS = {
     "birl": ("reload", "shared", "volume", "direct", "nccl", "checkpoint"),
     "vllm": ("reload", "shared", "checkpoint"),
     "sglang": ("reload", "shared", "checkpoint"),
+    OWN: ("reload", "shared", "direct"),
 }
+
+
+def kind_of(engine: Engine) -> str:
+    """engine.kind, or `OWN`."""
+    return OWN if ":" in engine.kind else engine.kind
 
 
 def weights_method(config: RL) -> str:
@@ -39,7 +46,7 @@ def weights_method(config: RL) -> str:
 def engine_problems(config: RL | Eval) -> list[str]:
     engine, found = config.engine, []
     for key, kinds in READ_BY.items():
-        if engine.kind not in kinds:
+        if kind_of(engine) not in kinds:
             reason = f"engine.kind={engine.kind} does not read it ({' or '.join(kinds)} does)"
             found += without_effect(config, f"engine.{key}", reason)
     if isinstance(config, Eval):
@@ -76,7 +83,7 @@ def _debug_problems(config: RL) -> list[str]:
 
 def asynchronous_problems(config: RL) -> list[str]:
     rollout, weights, engine, found = config.rollout, config.weights, config.engine, []
-    method, allowed = weights_method(config), METHODS.get(engine.kind, ())
+    method, allowed = weights_method(config), METHODS.get(kind_of(engine), ())
     if allowed and method not in allowed:
         found.append(f"weights.method={method}: engine.kind={engine.kind} takes {' | '.join(allowed)}.")
     if engine.attach and method == "checkpoint":

@@ -16,6 +16,7 @@ import sys
 from birl.allocator import keep_memory
 from birl.config import schema
 from birl.config.load import load
+from birl.config.rules_engine import SERVERS
 from birl.errors import BirlError, tell
 from birl.serve.limits import is_loopback
 
@@ -41,8 +42,10 @@ def run(argv: list[str]) -> int:
         raise BirlError(f"{USAGE}: got {' '.join(argv) or 'nothing'}")
     name, host = flag.removeprefix("--name="), os.environ.get("BIRL_HOST", "") or "127.0.0.1"
     config = load(schema.RL, [word for word in words if word])
-    if config.engine.kind == "embedded":
-        raise BirlError("engine.kind=embedded: samples in the learner's process, so there is no engine to start")
+    if config.engine.kind not in SERVERS:
+        raise BirlError(
+            f"engine.kind={config.engine.kind}: samples in the learner's process, so there is no engine to start"
+        )
     if not is_loopback(host) and not os.environ.get("BIRL_TOKEN"):
         raise BirlError(f"BIRL_HOST={host}: others could reach the engine, so it needs a token: set BIRL_TOKEN")
     if config.engine.kind == "birl":

@@ -12,7 +12,7 @@ from typing import Any
 
 from birl.config import schema
 from birl.config.load import load, load_with_choices, run_folder
-from birl.config.rules_engine import LAUNCHED
+from birl.config.rules_engine import LAUNCHED, SERVERS
 from birl.config.schema import TRAINING
 from birl.errors import BirlError
 
@@ -105,7 +105,7 @@ def derive(command: str, words: Sequence[str], keys: Keys, python: str = sys.exe
         **own,
     )
     job = Job(name=name, command=command, words=tuple(words), run=run, roles=(learner,), env=tuple(keys.env))
-    if not isinstance(config, schema.RL) or config.engine.kind == "embedded" or config.engine.attach:
+    if not isinstance(config, schema.RL) or config.engine.kind not in SERVERS or config.engine.attach:
         return job
     engine = config.engine
     place = registered(name, run)

@@ -33,6 +33,7 @@ from birl.loops.policy import DTYPES, Policy, check_cache, load_policy
 from birl.loops.ranks import check_split
 from birl.loops.rewards import Progress, make_rewards, scorer, started
 from birl.loops.run_folder import claim, find_checkpoint
+from birl.loops.server import check_engine
 from birl.loops.tasks import (
     check_lengths,
     context_of,
@@ -77,6 +78,7 @@ async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, co
     """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
+    check_engine(config.engine, trains=True)
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)

@@ -1,6 +1,6 @@
 """Engines in other processes, for `birl rl` and `birl eval`: started with the run and ended with it, or attached to.
 
-engine.kind=birl | vllm | sglang   what they speak; `serve/` has an adapter for each
+engine.kind=birl | vllm | sglang   what they speak; `serve/` has an adapter for each, and one for classes of the user's
 engine.attach                      addresses, or a name under which `birl serve` was started
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from birl.allocator import cores
 from birl.config import schema
-from birl.config.rules_engine import LAUNCHED, NAME, weights_method
+from birl.config.rules_engine import LAUNCHED, NAME, SERVERS, weights_method
 from birl.data.tasks import Tasks
 from birl.errors import BirlError
 from birl.learner.learner import Learner
@@ -51,13 +51,17 @@ class Servers(Counting):
     following: asyncio.Task[None] | None = None  # of a name
     say: Callable[[str], None] = lambda text: None
     renewed: bool = False  # they are just being started from other weights
+    vocabulary: int = 0  # tokens of the model; 0: not known
 
     @property
     def version(self) -> int:
         return self.router.version
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        return await self.counted(self.router.generate(prompt_ids, params, session))
+        found = await self.counted(self.router.generate(prompt_ids, params, session))
+        if 0 < self.vocabulary <= (most := max(found.tokens, default=0)):
+            raise BirlError(f"An engine answered with token id {most}, and the model has {self.vocabulary} tokens.")
+        return found
 
     def ready(self) -> list[Remote]:
         return [m.remote for m in self.router.fleet.members if m.state == "ready"]
@@ -122,6 +126,8 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     if engine.attach:
         token = os.environ.get("BIRL_TOKEN", "")
         remotes, children = await found(engine, wanted, token), []
+    elif engine.kind not in SERVERS:
+        remotes, children = [speak(engine, wanted, "", "", number) for number in range(engine.count)], []
     else:
         token = secrets.token_hex(16)
         ports = [free_port() for _ in range(engine.count)]
@@ -157,6 +163,7 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         children=children,
         remotes=plain,
         broadcast=broadcast,
+        vocabulary=wanted.vocabulary,
     )
     fleet = servers.router.fleet
     if broadcast is not None:
@@ -208,6 +215,7 @@ def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[in
         volume=str(weights_folder(config, run)) if method == "volume" else "",
         words=words(policy.tokenizer.get_vocab(), policy.chat.end_ids),
         run=owner(config, run),
+        vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore
         timeout=config.weights.timeout,
         bucket_mb=config.weights.bucket_mb,
     )

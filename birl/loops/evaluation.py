@@ -24,6 +24,7 @@ from birl.loops.evaluate import Plan, answers, data_digest, evaluate, plan, righ
 from birl.loops.machine import compute_thread
 from birl.loops.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
 from birl.loops.rewards import make_rewards, scorer, started
+from birl.loops.server import check_engine
 from birl.loops.tasks import limits_of, own_rows, tell_plain
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
@@ -56,6 +57,7 @@ class Evaluation:
 async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
     """With servers only the tokenizer is loaded here."""
     check_world(config.env)
+    check_engine(config.engine, trains=False)
     in_thread = partial(asyncio.get_running_loop().run_in_executor, compute)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute)

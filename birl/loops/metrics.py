@@ -85,7 +85,7 @@ def staleness_metrics(run: "_Run", step: pipeline.Step, credited: Credited) -> d
 def weights_metrics(run: "_Run") -> dict[str, float]:
     """What the last update of the engines cost; nothing where they have the learner's own weights."""
     sent = run.sent
-    if not sent.bytes:
+    if not sent.digest:
         return {}
     return {
         "time/weights": sent.seconds,

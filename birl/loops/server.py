@@ -10,17 +10,22 @@ import torch
 
 from birl.allocator import cores
 from birl.config import schema
-from birl.serve import sglang, sglang_process, vllm, vllm_process
+from birl.config.ranges import CHOICES
+from birl.config.rules_engine import SERVERS
+from birl.serve import custom, sglang, sglang_process, vllm, vllm_process
 from birl.serve.client import Client
 from birl.serve.process import Process, answers
 from birl.serve.remote import Remote
+
+KINDS = dict.fromkeys(CHOICES["engine.kind"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What servers are started for. `longest`: no sequence has more tokens; `kv_cache_gb` [GiB] holds what `max_batch`
     of them need. `volume`: where they look for new weights by themselves; empty: nowhere. `words`: digest of the
-    vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights."""
+    vocabulary; `run`: who asks, and keeps other runs out; empty for an evaluation, which changes no weights.
+    `vocabulary`: tokens of the model; 0: not known."""
 
     folder: Path
     dtype: str
@@ -34,6 +39,7 @@ class Wanted:
     words: str = ""
     volume: str = ""
     run: str = ""
+    vocabulary: int = 0
     timeout: float = 300.0
     bucket_mb: int = 256
 
@@ -42,14 +48,25 @@ def server_threads(engine: schema.Engine) -> int:
     return engine.threads or max((cores() - max(cores() // 2, 1)) // engine.count, 1)
 
 
-def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
-    """The adapter for one address."""
-    seconds = engine.request_timeout
+def check_engine(engine: schema.Engine, trains: bool) -> None:
+    """Raises `BirlError` where `engine.kind` names no engine, or a class that cannot do what the run needs of it."""
+    if engine.kind not in KINDS:
+        needed = ("generate", *(("load",) if trains else ()), *(("sleep", "wake") if engine.sleep else ()))
+        custom.named(engine.kind, KINDS, needed)
+
+
+def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str, number: int = 0) -> Remote:
+    """The adapter for one address. A class of the user's has none where it is not attached to."""
+    limits = {"timeout": engine.request_timeout, "load_timeout": wanted.timeout}
     if engine.kind == "birl":
-        limits = {"timeout": seconds, "load_timeout": wanted.timeout, "bucket_mb": wanted.bucket_mb}
-        return Client(address, token, **limits, run=wanted.run)
+        return Client(address, token, **limits, bucket_mb=wanted.bucket_mb, run=wanted.run)
+    if engine.kind not in SERVERS:
+        offered = {"model": wanted.folder, "address": address, "number": number, "arguments": engine.arguments}
+        offered |= {name: getattr(wanted, name) for name in ("dtype", "device", "context", "end_ids")}
+        return custom.custom(engine.kind, KINDS, offered, **limits)
     kind = vllm.VLLM if engine.kind == "vllm" else sglang.SGLang
     token = token if engine.attach or engine.kind == "sglang" else ""  # vLLM's own token does not guard its controls
+    seconds = engine.request_timeout
     return kind(address, token=token, recompute_kv=engine.recompute_kv, end_ids=wanted.end_ids, timeout=seconds)
 
 

@@ -110,7 +110,8 @@ class Fleet:
         """Every engine, for messages."""
         lines: list[str] = []
         for m in self.members:
-            why = "" if m.state is State.READY else f" ({m.error or 'it has not answered yet'})"
+            why = m.error or ("" if m.state is State.READY else "it has not answered yet")
+            why = f" ({'last failure: ' * (m.state is State.READY)}{why})" * bool(why)
             since = time.strftime("%H:%M:%S", time.localtime(m.since))
             lines.append(f"{m.remote.address} is {m.state} since {since}{why}")
         return "; ".join(lines)

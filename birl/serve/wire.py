@@ -19,6 +19,7 @@ An error is {"error": {"message", "type"}} with a status of 400 or more; a refus
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from operator import index
 from typing import Any
 
 from birl.types import Completion, Held, SamplingParams, Stop
@@ -141,9 +142,9 @@ def completion_to(completion: Completion) -> dict[str, Any]:
 def completion_from(data: Mapping[str, Any]) -> Completion:
     """Raises `ValueError` or `KeyError` where that is no completion."""
     return Completion(
-        tokens=tuple(map(int, data["tokens"])),
+        tokens=tuple(map(index, data["tokens"])),
         logprobs=tuple(map(float, data["logprobs"])),
-        versions=tuple(map(int, data["versions"])),
+        versions=tuple(map(index, data["versions"])),
         stop=Stop(data["stop"]),
         routes=b64decode(data.get("routes", ""), validate=True),
     )

@@ -96,7 +96,9 @@ class Canary:
                 f"a token apart, {self.why(most)} is allowed. It uses a stale copy, leaves an adapter out, or its "
                 "kernels compute something else.",
             )
-        pairs = [pair for found in drawn for pair in found]
+        pairs = [pair for found in drawn for pair in found or ()]
+        if not any(found is None or found for found in drawn):
+            raise WeightsFailed("numbers", f"{name} samples no tokens, though it may not stop before {DRAWN}.")
         own, most = _mean(pairs), self.allowed(len(pairs))
         if not own <= most:
             raise WeightsFailed(
@@ -113,7 +115,7 @@ class Canary:
         """What the engine says of the second half of a prompt."""
         return list((await self.given(engine, name, ids[: _half(ids)], ids[_half(ids) :])).logprobs)
 
-    async def drawn(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[tuple[float, float]]:
+    async def drawn(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[tuple[float, float]] | None:
         """Log-probs of tokens that the engine samples after a prompt: as it reports them then, and when they are given.
         None where its weights change in between."""
         params = SamplingParams(max_tokens=DRAWN, ignore_eos=True, seed=0)
@@ -124,7 +126,7 @@ class Canary:
             return []
         again = await self.given(engine, name, ids, tokens)
         if len({*answer.versions, *again.versions}) > 1:
-            return []
+            return None
         return list(zip(answer.logprobs, again.logprobs, strict=False))
 
     async def given(self, engine: Engine, name: str, ids: tuple[int, ...], tokens: tuple[int, ...]) -> Completion:

@@ -160,9 +160,9 @@ class Generation:
 class Engine(Generation):
     kind: str = "embedded"
     """What samples: embedded (in this process, from the learner's own weights) | birl | vllm | sglang (servers in
-    processes of their own)."""
+    processes of their own) | my_file.py:MyEngine or package.module:MyEngine, a class with generate and load."""
     count: int = 1
-    """Servers that are started with the run, and end with it."""
+    """Servers that are started with the run, and end with it; of a class of your own, objects."""
     attach: list[str] = field(default_factory=list)
     """Servers that run already and are used instead: addresses (http://host:port), or a name that `birl serve
     name=experiment/trial` was given; those that take the name later join, and those that give it up leave. Their token
@@ -179,7 +179,7 @@ class Engine(Generation):
     memory_fraction: float = 0.9
     """Share of a GPU's memory that a server may take (vllm, sglang)."""
     arguments: list[str] = field(default_factory=list)
-    """Further words for the command that starts a server, as they are."""
+    """Further words for the command that starts a server, or for a class of your own, as they are."""
     sleep: bool = False
     """Servers give back their weights and caches while the learner trains, because they share its device. For
     rollout.max_staleness=0."""
