@@ -75,7 +75,7 @@ def _choices(config: Config) -> list[str]:
     for key, allowed in CHOICES.items():
         if key in documentation(type(config)) and (value := value_of(config, key)) not in allowed:
             if key == "engine.kind" and (":" in value or value.endswith(".py")):
-                found += _place(key, value)
+                found += _place(key, value, "MyEngine")
                 continue
             hint = " To run once for each value, add --multirun." if "," in value else did_you_mean(value, allowed)
             found.append(f"{key}={value}: must be {' | '.join(allowed)}.{hint}")
@@ -179,7 +179,7 @@ def _environment(config: RL | Eval) -> list[str]:
     env, found = config.env, []
     if not env.kind:
         return ["env.kind is empty: name an environment, or single_turn."]
-    found += _place("env.kind", env.kind)
+    found += _place("env.kind", env.kind, "MyEnv")
     if env.sampling == "agent" and isinstance(config, RL):
         found.append(
             "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, top_p, top_k and "
@@ -194,11 +194,11 @@ def _environment(config: RL | Eval) -> list[str]:
     return found
 
 
-def _place(key: str, name: str) -> list[str]:
+def _place(key: str, name: str, example: str = "NAME") -> list[str]:
     """What is wrong with my_file.py:NAME or package.module:NAME, as far as that can be told without an import."""
     place, colon, attribute = name.rpartition(":")
     if name.endswith(".py"):
-        return [f"{key}={name}: say what of it, as in {key}={name}:NAME."]
+        return [f"{key}={name}: say what of it, as in {key}={name}:{example}."]
     if colon and (not place or not attribute.isidentifier()):
         return [f"{key}={name}: expected my_file.py:NAME or package.module:NAME."]
     if place.endswith(".py") and not Path(place).expanduser().is_file():
