@@ -127,7 +127,7 @@ class Completion:
         """Itself. Raises `ValueError` where it can be none: a log-prob that is NaN, infinite, or above 0 by more than
         rounding, an id that is no number of at least 0, weights that become older within it."""
         for numbers, what in ((self.tokens, "token id"), (self.versions, "version")):
-            if wrong := [n for n in numbers if not isinstance(n, int) or n < 0]:
+            if wrong := [n for n in numbers if type(n) is not int or n < 0]:
                 raise ValueError(f"{wrong[0]!r} is no {what}")
         if any(after < before for before, after in pairwise(self.versions)):
             raise ValueError("the versions of its tokens go back")

@@ -59,7 +59,7 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str, numbe
     """The adapter for one address. A class of the user's has none where it is not attached to."""
     limits = {"timeout": engine.request_timeout, "load_timeout": wanted.timeout}
     if engine.kind == "birl":
-        return Client(address, token, **limits, bucket_mb=wanted.bucket_mb, run=wanted.run)
+        return Client(address, token, bucket_mb=wanted.bucket_mb, run=wanted.run, **limits)  # pyright: ignore
     if engine.kind not in SERVERS:
         offered = {"model": wanted.folder, "address": address, "number": number, "arguments": engine.arguments}
         offered |= {name: getattr(wanted, name) for name in ("dtype", "device", "context", "end_ids")}
