@@ -21,6 +21,7 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("rl folder", ["For the model of that folder: model=folder."]),
         ("rl --lr 1e-5", ["--lr: there is no such flag", "without dashes", "Did you mean optimizer.lr=...?"]),
         ("rl --helpp", ["Did you mean --help?"]),
+        ("help nonsense", ["there is no command nonsense"]),
         ("rl --learning-rate=1e-5", ["written key=value, without dashes. Did you mean optimizer.lr?"]),
         ("rl --optimizer.lr=1e-5", ["Did you mean optimizer.lr=1e-5?"]),
         ("rl ++rollout.n=4", ["neither be added (+) nor removed (~). Did you mean rollout.group_size?"]),

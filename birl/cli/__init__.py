@@ -57,7 +57,7 @@ def _nobody_reads() -> bool:
 def _dispatch(argv: list[str]) -> int:
     name, *words = argv or ["--help"]
     if name in ("--help", "-h", "help"):
-        if words and words[0] in BY_NAME:
+        if words and name == "help":
             return _dispatch([*words, "--help"])
         print(page(), end="")
         return 0

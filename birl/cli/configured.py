@@ -12,7 +12,7 @@ from birl.cli.loading import load
 from birl.errors import BirlError, did_you_mean
 
 FLAGS = ("--help", "--print-config", "--multirun", "--dry-run", "--validate")
-SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}
+SHORT_FLAGS = {"-h": "--help", "help": "--help", "-m": "--multirun"}
 ONLY = {  # flag -> the commands that take it, and why others do not
     "--dry-run": (TRAINING, "belongs to training"),
     "--validate": (("eval",), "belongs to `birl eval`, which plays the right answers"),

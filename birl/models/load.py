@@ -56,7 +56,7 @@ def from_hub(name: str, wanted: list[str], key: str = "model.path") -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = first_line(error)
         raise BirlError(
-            f"{key}={name}: there is no such folder, and it could not be had from the hub either ({reason}). "
+            f"{key}={name}: there is no such folder, and it could not be downloaded from the hub ({reason}). "
             "Name an existing folder, a .gguf file, a hub id, or smollm2."
         ) from error
 
