@@ -144,7 +144,7 @@ class Learner:
             if lora is None or origin is None:
                 self.masters = Parts(parameters, summands, ranks.groups["tp"])
             else:
-                self.masters = SplitAdapters(model, lora, origin, parameters, offload)
+                self.masters = SplitAdapters(model, lora, origin, parameters, dtype, offload)
         else:
             self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
             cast(model, dtype)  # what is frozen, too

@@ -6,9 +6,9 @@ merged weight, summed in float32 over micro-batches as for any weight; the optim
 those of A and B (dB = s G A', dA = s B' G), steps them, and merges anew. A merge begins with W, never with the last
 merge, so nothing drifts.
 
-Memory: W is kept beside the merged weight, in bfloat16 where that is exact (so are most published models), else in
-float32; G is a float32 matrix of W's size from the first backward pass to the optimizer step. What is saved is AdamW's
-state, and the masters and gradients of all that is no target: embeddings, head, norms and biases are frozen.
+Memory: W is kept beside the merged weight as the nearest numbers of the compute type, in bfloat16 where that is exact,
+else in float32; G is a float32 matrix of W's size from the first backward pass to the optimizer step. What is saved is
+AdamW's state, and the masters and gradients of all that is no target: embeddings, head, norms and biases are frozen.
 
 Shapes: a weight is [N, K]; A [R, K], B [N, R], magnitude [N].
 """
@@ -104,16 +104,19 @@ class Adapter:
     total: Total | None = None
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, lora: Lora, random: torch.Generator, offload: bool) -> "Adapter":
+    def of(
+        cls, parameter: nn.Parameter, lora: Lora, random: torch.Generator, dtype: torch.dtype, offload: bool
+    ) -> "Adapter":
         weight = parameter.detach()
+        base = kept(weight, dtype, offload)
         a = first_a(lora, weight.shape[1], random)
         device = torch.device("cpu") if offload else weight.device
         return cls(
             parameter=parameter,
-            weight=kept(weight, offload),
+            weight=base,
             a=a.to(device),
             b=torch.zeros(weight.shape[0], lora.rank, device=device, dtype=torch.float32),
-            magnitude=lengths(weight).to(device) if lora.dora else None,
+            magnitude=lengths(base.to(device, torch.float32)) if lora.dora else None,
             scale=lora.alpha / lora.rank,
             gradient=Sum(device),
         )
@@ -147,13 +150,15 @@ def first_a(lora: Lora, width: int, random: torch.Generator) -> Tensor:
     return a
 
 
-def kept(weight: Tensor, offload: bool) -> Tensor:
-    """A copy of W that loses nothing."""
-    rounded = weight.to(torch.bfloat16)
-    exact = torch.equal(rounded.float(), weight)
+def kept(weight: Tensor, dtype: torch.dtype, offload: bool) -> Tensor:
+    """A copy of W, as the nearest numbers of `dtype`: a weight that lies halfway between two of them would be rounded
+    along the sign of a step of any size (`optimizer.on_grid`)."""
+    nearest = weight.to(dtype)
+    rounded = nearest.to(torch.bfloat16)
+    found = rounded if torch.equal(rounded.to(dtype), nearest) else nearest
     if not offload:
-        return rounded if exact else weight.clone()
-    found = (rounded if exact else weight).to("cpu", copy=True)
+        return found.clone() if found is weight else found
+    found = found.to("cpu", copy=True)
     return found.pin_memory() if weight.is_cuda else found
 
 
@@ -202,7 +207,7 @@ class Adapters:
         self.heads = Masters(model, dtype, offload)  # new ones, which are trained whole
         random = torch.Generator().manual_seed(lora.seed)
         self.adapters = {
-            name: Adapter.of(model.get_submodule(name).weight, lora, random, offload)  # pyright: ignore
+            name: Adapter.of(model.get_submodule(name).weight, lora, random, dtype, offload)  # pyright: ignore
             for name in targets(model, lora.targets)
         }
         for adapter in self.adapters.values():

@@ -45,7 +45,13 @@ class SplitAdapters:
     """This rank's parts of A, B and magnitudes, with the same members as `Masters`."""
 
     def __init__(
-        self, model: nn.Module, lora: Lora, origin: Origin, parameters: dict[str, Any], offload: bool = False
+        self,
+        model: nn.Module,
+        lora: Lora,
+        origin: Origin,
+        parameters: dict[str, Any],
+        dtype: torch.dtype,
+        offload: bool = False,
     ) -> None:
         """`parameters`: what is trained, as DTensors by name, with the heads' weights and those that `lora` means."""
         self.model, self.origin, self.marks = model, origin, origin.marks
@@ -61,7 +67,7 @@ class SplitAdapters:
                 "lora_B": layout.along(ROWS, (rows, lora.rank)),
                 "lora_magnitude": layout.along(ROWS, (rows,)),
             }
-            adapter = adapter_of(parameters[f"{name}.weight"], lora, random, layout, layouts["lora_A"], offload)
+            adapter = adapter_of(parameters[f"{name}.weight"], lora, random, layout, layouts["lora_A"], dtype, offload)
             self.adapters[name] = adapter
             self.layouts |= {f"{name}.{key}": layouts[key] for key in adapter.tensors()}
             self.layouts[f"{name}.weight"] = layout
@@ -114,17 +120,24 @@ class SplitAdapters:
 
 
 def adapter_of(
-    parameter: nn.Parameter, lora: Lora, random: torch.Generator, layout: Layout, of_a: Layout, offload: bool
+    parameter: nn.Parameter,
+    lora: Lora,
+    random: torch.Generator,
+    layout: Layout,
+    of_a: Layout,
+    dtype: torch.dtype,
+    offload: bool,
 ) -> Adapter:
     """Of this rank's block of a weight; A is drawn whole on every rank, so that it is the one of a single rank."""
     weight = local(parameter).detach()
+    base = kept(weight, dtype, offload)
     total = over(layout.groups(COLUMNS))
     return Adapter(
         parameter=parameter,
-        weight=kept(weight, offload),
+        weight=base,
         a=of_a.part(first_a(lora, layout.shape[1], random)).to(weight.device).clone(),
         b=torch.zeros(len(weight), lora.rank, device=weight.device, dtype=torch.float32),
-        magnitude=lengths(weight, total) if lora.dora else None,
+        magnitude=lengths(base.to(weight.device, torch.float32), total) if lora.dora else None,
         scale=lora.alpha / lora.rank,
         gradient=Sum(weight.device),
         total=total,

@@ -200,18 +200,21 @@ def test_the_merged_weight_is_always_made_from_the_base(dora: bool) -> None:
     for _ in range(20):
         learner.masters.publish()
     assert all(torch.equal(once[n], p) for n, p in learner.model.named_parameters())
+    base = base.bfloat16().float()  # W is the nearest bfloat16 numbers
     theirs = peft_model(learner, base, dora).merge_and_unload()
     for name, parameter in learner.model.named_parameters():
         torch.testing.assert_close(learner.weights()[name].bfloat16(), parameter, rtol=0, atol=0)
         torch.testing.assert_close(parameter.float(), theirs.get_parameter(name), rtol=2**-8, atol=1e-6)
 
 
-def test_the_base_is_kept_as_small_as_it_can_be() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_base_is_kept_as_small_as_it_can_be(offload: bool) -> None:
     weight = torch.randn(8, 8)
-    assert kept(weight, offload=False).dtype == torch.float32
     rounded = weight.bfloat16().float()
-    assert kept(rounded, offload=False).dtype == torch.bfloat16
-    assert torch.equal(kept(rounded, offload=True).float(), rounded)
+    assert torch.equal(kept(weight, torch.float32, offload), weight)
+    assert kept(weight, torch.float32, offload).data_ptr() != weight.data_ptr()
+    for found in (kept(rounded, torch.float32, offload), kept(weight, torch.bfloat16, offload)):
+        assert found.dtype == torch.bfloat16 and torch.equal(found.float(), rounded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -352,6 +355,6 @@ def test_the_reward_rises(tiny: Path, tmp_path: Path, words: list[str]) -> None:
     trained(tiny, tmp_path, *words, "steps=25", "rollout.group_size=8")
     steps = test_rl.log(tmp_path)
     rewards = [m["reward/mean"] for m in steps]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1  # 0.03 to 0.08 at first, the lowest plateau is 0.2
     bound = 0.05 if kernels.problem() and "model.dtype=bfloat16" in words else 1e-5
     assert max(m["mismatch/mean"] or 0 for m in steps) < bound
