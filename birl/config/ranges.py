@@ -186,7 +186,7 @@ RANGES: dict[str, Range] = {
     "lora.alpha": POSITIVE,
     "learner.tokens_per_microbatch": COUNT,
     "learner.router_aux_coef": ANY,
-    "learner.max_logprob_gap": POSITIVE,
+    "learner.max_logprob_gap": ANY,
     "parallel.ddp": COUNT,
     "parallel.fsdp": COUNT,
     "parallel.cp": COUNT,

@@ -315,7 +315,7 @@ class _Run(Run):
                 apart, fresh = apart + stats.sums["gap"], fresh + stats.sums["fresh"]
                 stats.first_gap = apart / fresh if fresh else nan
                 if fresh:
-                    checks.gap(stats.first_gap, config.learner.max_logprob_gap)
+                    checks.gap(stats.first_gap, config)
             stats.grad_norm = parts.learner.optim_step(self.rate)
             stats.updates += 1
             norms.append(stats.grad_norm)

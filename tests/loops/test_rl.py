@@ -166,6 +166,20 @@ def test_an_engine_with_other_weights_stops_the_run(
         run(tiny, tmp_path)
 
 
+def test_an_engine_that_is_a_hundredth_of_a_nat_off_stops_a_run_in_float32(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = EmbeddedEngine.generate
+
+    async def shifted(self: EmbeddedEngine, *args: Any) -> Any:
+        found = await sampled(self, *args)
+        return replace(found, logprobs=tuple(x - 0.01 for x in found.logprobs))
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", shifted)
+    with pytest.raises(BirlError, match=r"by 0\.01 nats a token on average; learner\.max_logprob_gap=0\.002"):
+        run(tiny, tmp_path, "model.dtype=float32")
+
+
 def test_groups_without_signal_are_replaced_counted_and_bounded(tiny: Path, tmp_path: Path) -> None:
     words = ("algorithm.dynamic_sampling=true", "rollout.group_size=8", "rollout.max_tokens=6", "steps=3")
     run(tiny, tmp_path, *words, "algorithm.max_refill=20", reward=sparse, rows=40)
