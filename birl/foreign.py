@@ -1,10 +1,13 @@
-"""Code of users may change what belongs to the whole process; what is sampled and trained does not depend on it."""
+"""Code of users in this process: it neither ends the run, nor holds it up, nor changes what is sampled and trained."""
 
+import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+GRACE = 5.0  # seconds that code may take to end once it is cancelled
 
 
 @contextmanager
@@ -19,3 +22,57 @@ def undone() -> Iterator[None]:
         torch: Any = sys.modules.get("torch")
         if torch is not None:
             torch.set_default_dtype(torch.float32)
+
+
+def harmless(error: BaseException) -> Exception:
+    """The error as an `Exception`: SystemExit, KeyboardInterrupt and their like would end the run, and asyncio cannot
+    hand on StopIteration."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+
+
+class Late(Exception):
+    """The time was over before the work was done."""
+
+
+async def within(seconds: float | None, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`. Raises `Late` after so many seconds, what `work` raises as an `Exception`, and
+    `CancelledError` only where this task is cancelled. A coroutine that ignores its cancellation is left behind."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_seen)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        late = not task.done()
+    finally:
+        await stop(task)
+    if late:
+        raise Late
+    if task.cancelled():
+        raise RuntimeError("it was cancelled from within")
+    if (error := task.exception()) is not None:
+        raise harmless(error)
+    return task.result()
+
+
+async def stop(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel those that run still. After `GRACE` seconds they are closed where they stand; one that ignores that, too,
+    is not waited for when the loop ends."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running, timeout=GRACE)
+    for task in running:
+        if not task.done():
+            try:
+                task.get_coro().close()  # pyright: ignore[reportOptionalMemberAccess]
+            except BaseException:
+                asyncio._unregister_task(task)  # pyright: ignore  in the docs under "Extending"
+            task._log_destroy_pending = False  # pyright: ignore
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """Its error is known to the one that waits for it, and is no news where there is none."""
+    if not task.cancelled():
+        task.exception()

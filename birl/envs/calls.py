@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from birl.foreign import harmless
+
 IDLE = 10.0  # seconds that a thread waits for more work
 
 
@@ -76,12 +78,10 @@ class Threads:
 def finish(future: Future, work: Callable[[], Any]) -> None:
     try:
         future.set_result(work())
-    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-        # asyncio cannot hand on the first, and would end the whole program with the others
-        problem = RuntimeError(f"{type(error).__name__}: {error}")
-        future.set_exception(problem.with_traceback(error.__traceback__))
+    except asyncio.CancelledError:  # raised by the function: the episode was not cancelled
+        future.set_exception(RuntimeError("it was cancelled from within"))
     except BaseException as error:
-        future.set_exception(error)
+        future.set_exception(harmless(error))
 
 
 #: Steps are short, and hold Python's lock while they compute: many at once would keep it from the event loop.
@@ -104,15 +104,5 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
             threads.leave(future)
             raise
         return await found if inspect.isawaitable(found) else found
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # It cancelled itself: nobody asked this episode to end.
-        raise RuntimeError("it was cancelled from within") from error
-    except Exception:
-        raise
-    except GeneratorExit:
-        raise
-    except BaseException as error:  # SystemExit, KeyboardInterrupt and their like would end the run, not the episode
-        raise RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from error
+    except (SystemExit, KeyboardInterrupt) as error:  # a task that raises them ends its loop
+        raise harmless(error) from error

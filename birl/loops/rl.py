@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from birl import foreign
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.allocator import keep_memory
@@ -26,7 +27,6 @@ from birl.config import schema
 from birl.config.load import run_folder
 from birl.data.pack import Batch, pack, packing
 from birl.errors import BirlError
-from birl.foreign import undone
 from birl.learner.learner import Learner, Stats
 from birl.loops import build, checks, ranks
 from birl.loops import plan as planning
@@ -67,7 +67,7 @@ def train(
     """
     keep_memory()
     try:
-        with undone():
+        with foreign.undone():
             return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given()))
     except BaseExceptionGroup as group:
         raise _first(group) from None
@@ -91,6 +91,7 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
                 return await run.to_the_end()
         finally:
             await parts.close()
+            await foreign.stop(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
 def follow(config: schema.RL) -> None:

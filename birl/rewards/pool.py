@@ -16,10 +16,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from birl.envs.calls import called
 from birl.errors import BirlError
+from birl.foreign import Late, within
 from birl.rewards.functions import Answers, CallFailed, Invocation, failed
 from birl.types import Outcome
 
@@ -314,7 +317,7 @@ class Thread:
                 done.put(call.answers(self.function(**call.arguments)))
             except CallFailed as failure:
                 done.put(failure)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 done.put(failed(error, self.function))
 
         threading.Thread(target=work, daemon=True).start()
@@ -343,20 +346,15 @@ async def awaited(
     """Call an async function of this process. It must not block: the event loop is the trainer's own."""
     began = time.monotonic()
     call = Invocation(arguments, n)
-    task = asyncio.ensure_future(function(**call.arguments))
     try:
-        # not wait_for, which would wait forever for a function that does not let itself be cancelled
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-    finally:
-        task.cancel()
-    if not done:
-        raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s", seconds=timeout)
-    try:
-        return call.answers(task.result()), time.monotonic() - began
+        result = await within(timeout, called(partial(function, **call.arguments)))
+        return call.answers(result), time.monotonic() - began
+    except Late:
+        raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s", seconds=timeout) from None
     except CallFailed as failure:
         failure.seconds = time.monotonic() - began
         raise
-    except (Exception, asyncio.CancelledError) as error:
+    except Exception as error:
         failure = failed(error, function)
         failure.seconds = time.monotonic() - began
         raise failure from error

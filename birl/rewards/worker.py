@@ -70,7 +70,7 @@ def respond(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, 
         return asdict(call.answers(result))
     except CallFailed as failure:
         return {"error": failure.detail, "isolate": failure.isolate}
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         return {"error": failed(error, function).detail, "isolate": True}
     finally:
         faulthandler.cancel_dump_traceback_later()

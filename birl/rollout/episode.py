@@ -14,9 +14,10 @@ from typing import Any
 import birl
 from birl.envs.calls import AGENTS, CLOSING, called
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
+from birl.foreign import Late, within
 from birl.rollout.session import Session, following
 from birl.types import LARGEST, Agent, Conversation, Env, Feedback, Message, Outcome, Stop, Trajectory
-from birl.waits import waiting
+from birl.waits import forget, waiting
 
 PATIENCE = 30.0  # seconds an environment may take to close
 OTHERS = (str(Path(birl.__file__).parent), os.path.dirname(os.__file__), "<frozen")  # whose lines nobody is looking for
@@ -35,21 +36,17 @@ class Played:
 async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
     """Play until the environment is done, a limit cuts it, or something fails. Closes the environment in any case."""
     played, limits = Played(), session.limits
+    way: Any = _run if hasattr(env, "run") else _play
     try:
         if hasattr(env, "admit"):  # its place among those that run at once; the clock starts behind it
             with waiting(session.name, "its place", "other episodes"):
-                await env.admit()  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            async with asyncio.timeout(limits.timeout) as clock:
-                if hasattr(env, "run"):
-                    await _run(env, session, played)  # pyright: ignore[reportArgumentType]
-                else:
-                    await _play(env, session, played)  # pyright: ignore[reportArgumentType]
-        except TimeoutError:
-            if not clock.expired():  # somebody else's deadline
-                raise
-            played.outcome = Outcome.TIMEOUT
-            played.detail = f"the episode took longer than env.timeout={limits.timeout:g} s"
+                await within(None, called(env.admit))  # pyright: ignore[reportAttributeAccessIssue]
+        await within(limits.timeout, way(env, session, played))
+    except Late:
+        forget(session.name)
+        played = Played()  # what is left behind may go on with its own
+        played.outcome = Outcome.TIMEOUT
+        played.detail = f"the episode took longer than env.timeout={limits.timeout:g} s"
     except Exception as error:
         # What an agent makes of the engine's failure is not what went wrong.
         failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error
@@ -168,7 +165,7 @@ async def _close(env: Env | Agent, name: str) -> str:
     close = getattr(env, "close", None)
     if close is None:  # it has nothing to give back
         return ""
-    closing = asyncio.ensure_future(asyncio.wait_for(called(close, threads=CLOSING), PATIENCE))
+    closing = asyncio.ensure_future(within(PATIENCE, called(close, threads=CLOSING)))
     cancelled: asyncio.CancelledError | None = None
     with waiting(name, "closing", "environment", PATIENCE):
         while not closing.done():
@@ -181,7 +178,7 @@ async def _close(env: Env | Agent, name: str) -> str:
         raise cancelled
     try:
         closing.result()
-    except TimeoutError:
+    except Late:
         return f"the environment did not close within {PATIENCE:g} s"
     except Exception as error:
         return describe(error)

@@ -99,6 +99,7 @@ class Session:
         self.failure: Exception | None = None  # the worst that happened, whatever the agent makes of it
         self._turns: dict[int, Turn] = {}
         self._open = 0  # questions without an answer yet
+        self._closed = False
         self._url = ""
 
     @property
@@ -142,6 +143,8 @@ class Session:
     async def _answer(
         self, said: Conversation, params: SamplingParams, tools: Tools, agent: str, keep_end: bool
     ) -> tuple[Message, Turn]:
+        if self._closed:  # what was left behind when its time was over
+            raise Aborted
         number, self.asked = self.asked, self.asked + 1
         if len(self._turns) + self._open >= self.limits.turns:
             raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
@@ -221,6 +224,7 @@ class Session:
         self._turns[number] = replace(self._turns[number], reward=self._turns[number].reward + reward)
 
     def close(self) -> None:
+        self._closed = True
         if self._url and self.gateway is not None:
             self.gateway.leave(self)
             self._url = ""

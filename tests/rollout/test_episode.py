@@ -1,6 +1,7 @@
 """Whatever an environment, an agent or the engine does has a typed outcome, never a reward of 0, and is closed."""
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from birl import foreign
+from birl.errors import Aborted
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, checked
 from birl.types import Feedback, Message, Outcome, ToolCall, Trajectory
+from birl.waits import TABLE
 from tests.rollout.scripted import CHAT, Scripted, session
 
 
@@ -144,7 +148,7 @@ class Own(BaseException):
     pass
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Own])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Own])
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("where", ["start", "step", "close"])
 def test_no_exception_of_an_environment_ends_the_run(error: type[BaseException], plain: bool, where: str) -> None:
@@ -159,7 +163,8 @@ def test_no_exception_of_an_environment_ends_the_run(error: type[BaseException],
 
     setattr(Raises, where, now if plain else later)
     found = play(Raises(1))
-    assert found.outcome is Outcome.ENV_ERROR and error.__name__ in found.detail
+    told = "cancelled from within" if error is asyncio.CancelledError else error.__name__
+    assert found.outcome is Outcome.ENV_ERROR and told in found.detail
 
 
 @pytest.mark.parametrize("said", [None, 3, "", (), [{}], [{"role": "user"}], user("Hi"), (user("Hi"), "there")])
@@ -199,6 +204,31 @@ def test_an_environment_that_hangs_is_timed_out_and_closed(where: str) -> None:
     found = play(env, timeout=0.05)
     assert found.outcome is Outcome.TIMEOUT and "env.timeout=0.05" in found.detail
     assert env.closed == 1 and time.monotonic() - began < 5
+
+
+async def swallows(what: type[BaseException]) -> None:
+    while True:
+        with contextlib.suppress(what):
+            await asyncio.sleep(60)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python says what ignored its close()
+@pytest.mark.parametrize("what", [asyncio.CancelledError, BaseException])
+def test_an_environment_that_ignores_that_it_is_cancelled_is_left_behind(
+    what: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "GRACE", 0.05)
+    env = Countdown(1, step=lambda: swallows(what))
+    found = play(env, timeout=0.05)  # and the event loop ends
+    assert found.outcome is Outcome.TIMEOUT and env.closed == 1
+    assert not [w for w in TABLE.waits.values() if w.who == "an episode"], "the watchdog would end the run for it"
+
+
+def test_who_is_left_behind_asks_nothing_any_more() -> None:
+    own = session(Scripted(["one"]))
+    own.close()
+    with pytest.raises(Aborted):
+        asyncio.run(own.ask("x"))
 
 
 def test_the_engines_failure_is_not_the_environments() -> None:
