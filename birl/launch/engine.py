@@ -18,25 +18,26 @@ from birl.config import schema
 from birl.config.load import load
 from birl.config.rules_engine import SERVERS
 from birl.errors import BirlError, tell
+from birl.exits import code_of
 from birl.serve.limits import is_loopback
 
 USAGE = "python -m birl.launch.engine --name=EXPERIMENT/TRIAL rl WORDS"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after SIGTERM, 1 where the server ended by itself, 2 for a mistake in the input."""
+    """143 after SIGTERM, 130 after SIGINT, 1 where the server ended by itself, 2 for a mistake in the input."""
     keep_memory()
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except BirlError as error:
         tell(error)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return code_of(interrupt)
 
 
 def run(argv: list[str]) -> int:
-    """Until SIGTERM. Raises `BirlError`."""
+    """Until a signal, whose exit code it gives. Raises `BirlError`."""
     flag, command, *words = [*argv, "", ""]
     if not flag.startswith("--name=") or command != "rl":
         raise BirlError(f"{USAGE}: got {' '.join(argv) or 'nothing'}")
@@ -68,8 +69,7 @@ def own(config: schema.RL, name: str, host: str) -> int:
     if config.engine.python:
         sys.stdout.flush()
         os.execv(config.engine.python, [config.engine.python, "-m", "birl", "serve", *words])
-    serve.run(load(schema.Serve, words))
-    return 0
+    return serve.run(load(schema.Serve, words))
 
 
 async def other(config: schema.RL, name: str) -> int:
@@ -80,9 +80,14 @@ async def other(config: schema.RL, name: str) -> int:
     from birl.serve.process import free_port
 
     names.folder(name)
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop, told, loop = asyncio.Event(), [], asyncio.get_running_loop()
+
+    def signalled(number: int) -> None:
+        told.append(number)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled, number)
     wanted, port, token = prepared(config), free_port(), os.environ.get("BIRL_TOKEN", "")
     address = f"http://127.0.0.1:{port}"
     remote = speak(config.engine, wanted, address, token)
@@ -95,7 +100,7 @@ async def other(config: schema.RL, name: str) -> int:
         if stop.is_set():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            return 0
+            return 128 + told[0]
         await starting
         entry = names.register(name, address, os.getpid(), wanted.folder.name)
         beating = asyncio.create_task(names.beat(entry))
@@ -105,7 +110,7 @@ async def other(config: schema.RL, name: str) -> int:
         finally:
             beating.cancel()
             names.forget(entry)
-        return 0 if stop.is_set() else 1
+        return 128 + told[0] if told else 1
     finally:
         stopped.cancel()
         with contextlib.suppress(Exception):

@@ -181,12 +181,12 @@ def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> 
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
     """All tensors whose name starts with `prefix`, which is cut off. "model." gives the float32 weights by the model's
     own names, without needing the model."""
-    return read_some(path, prefix, list(shapes(path, prefix)))
-
-
-def read_some(path: Path, prefix: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors PREFIX + name, by name."""
     reader = Reader(path / "tensors")
+    return read_some(reader, prefix, list(shapes(reader, prefix)))
+
+
+def read_some(reader: Reader, prefix: str, names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors PREFIX + name, by name."""
     wanted = {prefix + name: reader.tensors[prefix + name] for name in names}
     tensors = {name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in wanted.items()}
     with _quiet():
@@ -194,9 +194,9 @@ def read_some(path: Path, prefix: str, names: Sequence[str]) -> dict[str, Tensor
     return {name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
-def shapes(path: Path, prefix: str = "") -> dict[str, tuple[int, ...]]:
+def shapes(reader: Reader, prefix: str = "") -> dict[str, tuple[int, ...]]:
     """Of all tensors whose name starts with `prefix`, which is cut off; nothing of them is read."""
-    entries = Reader(path / "tensors").tensors.items()
+    entries = reader.tensors.items()
     return {name.removeprefix(prefix): tuple(m.size) for name, m in entries if name.startswith(prefix)}
 
 

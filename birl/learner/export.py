@@ -18,6 +18,7 @@ from birl.config.load import is_run
 from birl.errors import BirlError, first_line
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
+from birl.learner.tensors import Reader
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
 from birl.regular import inside, open_regular, read_json
@@ -55,8 +56,9 @@ def export(path: Path, run: Path, target: Path, dtype: torch.dtype | None = None
     checkpoint.check(path)
     dtype = dtype or computed_in(run)
     with written(target) as part:
-        shapes = checkpoint.shapes(path, "model.")
-        read = partial(checkpoint.read_some, path, "model.")
+        reader = Reader(path / "tensors")  # its index once, however many files are written
+        shapes = checkpoint.shapes(reader, "model.")
+        read = partial(checkpoint.read_some, reader, "model.")
         if any(name.endswith(".lora_A") for name in shapes):
             whole = whole_of_adapters(path, run)
             shapes = {n: t.shape for n, t in whole.items()}

@@ -62,7 +62,7 @@ def test_engines_join_and_leave_a_run(tiny: Path, tmp_path: Path, started: Calla
             until(lambda: len(names.find("birl-launch/test")) == 2, 200)
         if len(calls) == 8:
             first.send_signal(signal.SIGTERM)
-            assert first.wait(30) == 0
+            assert first.wait(30) == 143
             loads.append(figures())
         time.sleep(0.3)
         return [float(len(c)) for c in completions]
@@ -79,7 +79,7 @@ def test_engines_join_and_leave_a_run(tiny: Path, tmp_path: Path, started: Calla
     found = [float(re.search(r"^birl_weight_version\S* (\S+)", text, re.M)[1]) for text in (loads[0], figures())]  # type: ignore[index]
     assert 0 < found[0] < found[1], "the second engine had the weights of a later step before the first was gone"
     second[0].send_signal(signal.SIGTERM)
-    assert second[0].wait(30) == 0 and not names.find("birl-launch/test")
+    assert second[0].wait(30) == 143 and not names.find("birl-launch/test")
 
 
 def test_a_name_is_waited_for(
@@ -141,7 +141,7 @@ def test_an_engine_of_another_kind_is_a_child_that_ends_with_it(
     assert httpx.get(f"{address}/weight_info", trust_env=False).json() == {"weight_version": "default"}
     (below,) = children_of(one.pid)
     one.send_signal(signal.SIGTERM)
-    assert one.wait(20) == 0 and not alive(below) and not names.find("birl-launch/test")
+    assert one.wait(20) == 143 and not alive(below) and not names.find("birl-launch/test")
     two = started(*words)
     until(lambda: names.find("birl-launch/test"), 200, (tmp_path / "engine-1.log").read_text)
     (below,) = children_of(two.pid)
