@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import httpx
+
 from birl.config import schema
-from birl.config.rules_engine import LAUNCHED, NAME
+from birl.config.rules_engine import LAUNCHED, NAME, SERVERS
 from birl.errors import BirlError, EngineDown
 from birl.loops.server import Wanted, speak
 from birl.serve import names
+from birl.serve.bounded import TooLarge, fetch
 from birl.serve.client import Client
 from birl.serve.fleet import Fleet
 from birl.serve.remote import Remote
@@ -71,6 +74,20 @@ async def answers(remote: Remote) -> bool:
         await remote.info()
         return True
     return False
+
+
+async def other_kind(engine: schema.Engine, remotes: Sequence[Remote], token: str) -> str:
+    """A sentence about an address where a server of another kind answers; empty where none does."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    for remote in remotes:
+        with contextlib.suppress(httpx.HTTPError, TooLarge, ValueError, LookupError, TypeError):
+            async with httpx.AsyncClient(
+                base_url=remote.address, headers=headers, timeout=5.0, trust_env=False
+            ) as http:
+                kind = (await fetch(http, "GET", "/v1/models", most=2**20)).json()["data"][0]["owned_by"]
+            if kind in SERVERS and kind != engine.kind:
+                return f" {remote.address} is a server of {kind}: set engine.kind={kind}."
+    return ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from birl.config.rules_engine import LAUNCHED, NAME, SERVERS, weights_method
 from birl.data.tasks import Tasks
 from birl.errors import BirlError
 from birl.learner.learner import Learner
-from birl.loops.attached import Following, found, take
+from birl.loops.attached import Following, found, other_kind, take
 from birl.loops.policy import Policy, cache_bytes
 from birl.loops.ranks import grid_of, rank_threads
 from birl.loops.server import Wanted, child, speak
@@ -140,11 +140,12 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
         if engine.attach:
             await take(engine, wanted, remotes, infos)
     except BaseException as error:
+        hint = await other_kind(engine, remotes, token) if engine.attach and isinstance(error, Exception) else ""
         await asyncio.gather(*(c.terminate() for c in children))
         await asyncio.gather(*(remote.close() for remote in remotes))
-        if isinstance(error, Exception) and not isinstance(error, BirlError):
+        if isinstance(error, Exception) and (hint or not isinstance(error, BirlError)):
             key = f"engine.attach=[{','.join(engine.attach)}]" if engine.attach else f"engine.kind={engine.kind}"
-            raise BirlError(f"{key}: {error}") from error
+            raise BirlError(f"{key}: {error}{hint}") from error
         raise
     plain = {remote.address: remote for remote in remotes}
     broadcast = None

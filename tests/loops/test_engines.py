@@ -195,6 +195,13 @@ def test_servers_that_do_not_fit_are_refused_by_name(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_of_another_kind_is_named(tiny: Path, tmp_path: Path, server: Path, kind: str) -> None:
+    words = (f"engine.kind={kind}", f"engine.attach=[{names.find(NAME)[0]}]", f"weights.folder={tmp_path}")
+    with pytest.raises(BirlError, match=r"http://127\S* is a server of birl: set engine\.kind=birl\."):
+        run(tiny, tmp_path, *UNEVEN, *words)
+
+
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
