@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import exp, log
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.config.ranges import PARTS
-from birl.config.rules_algorithm import BY_TOKEN
+from birl.config.rules_algorithm import BY_TOKEN, proximal
 from birl.data.pack import Batch, pack
 from birl.loops import credit
 from birl.loops.objective import ALL_SURROGATES, Known, Objective, surrogate_of
 from birl.types import Sample
 
+PRESETS = Path(schema.__file__).parents[1] / "presets" / "algorithm"
 BEHAVIOUR = [[-0.5, -1.2, -2.0], [-0.3, -0.9]]
 LOGP = [[-0.1, -1.9, -1.1], [-1.3, -0.2]]
 ADVANTAGES = [1.0, -0.7]
@@ -92,7 +94,26 @@ def m2po(new: float, old: float, a: float, *_: Any) -> float:
     return 0.0 if binding else exp(new - old) * a
 
 
-@pytest.mark.parametrize("preset", [dppo, cispo, gspo, m2po], ids=lambda f: f.__name__)
+def gmpo(new: float, old: float, a: float, now: list[float], before: list[float]) -> float:
+    """2507.20673 eq. 4: the geometric mean of ratios bounded at e^0.4 or e^-0.4; a bounded token has none."""
+    bounded = [min(n - b, 0.4) if a > 0 else max(n - b, -0.4) for n, b in zip(now, before, strict=True)]
+    beyond = new - old > 0.4 if a > 0 else new - old < -0.4
+    return 0.0 if beyond else exp(sum(bounded) / len(bounded)) * a
+
+
+def sapo(new: float, old: float, a: float, *_: Any) -> float:
+    """2511.20347: the gate's slope 4 p (1 - p) on w A, p = sigmoid(tau (w - 1)), tau 1 for A > 0 and 1.05 else."""
+    w = exp(new - old)
+    p = 1 / (1 + exp(-(1.0 if a > 0 else 1.05) * (w - 1)))
+    return 4 * p * (1 - p) * w * a
+
+
+def decoupled(new: float, old: float, a: float, *_: Any) -> float:
+    """2505.24298 eq. 5 in the first update: the ratio is 1; the weight is cut at algorithm.correction_high."""
+    return min(exp(new - old), 2.0) * a
+
+
+@pytest.mark.parametrize("preset", [dppo, cispo, gspo, gmpo, sapo, m2po, decoupled], ids=lambda f: f.__name__)
 def test_a_stale_gradient_is_the_papers(preset: Callable[..., float]) -> None:
     words = [f"algorithm={preset.__name__}", "algorithm.scale_rewards=none"]
     if preset is m2po:
@@ -111,27 +132,97 @@ def test_presets_that_bound_the_ratio_differ_when_answers_are_old() -> None:
     assert len({tuple(f"{x:.6f}" for x in each) for each in found}) == len(found)
 
 
-# preset -> its keys, as the paper's equation or its authors' script has them
+# preset -> its source, and the keys that this fixes: the paper's equation, or its authors' script
 PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dppo": ("arXiv:2602.04879 eq. 11-12", {"surrogate": "dppo", "proximal": "behaviour"}),
-    "m2po": ("arXiv:2510.01161 algorithm 1", {"second_moment": 0.04, "proximal": "behaviour", "kl_coef": 0.0}),
-    "gspo": ("arXiv:2507.18071 section 5.1", {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence"}),
-    "gmpo": ("arXiv:2507.20673 section 4", {"clip_low": 0.4, "clip_high": 0.4, "proximal": "behaviour"}),
+    "bnpo": ("TRL: loss_type bnpo of grpo_trainer.py", {"surrogate": "clip", "denominator": "token"}),
     "cispo": ("arXiv:2506.13585 eq. 4", {"clip_low": 1.0, "denominator": "token", "proximal": "behaviour"}),
     "clip_cov": ("recipe/entropy of verl: 7b_clip_cov.sh", {"clip_low": 1.0, "clip_high": 1.0, "entropy_share": 2e-4}),
-    "reinforce_pp": ("arXiv:2501.03262 eq. 8", {"advantage": "returns", "kl": "k1", "kl_in": "reward"}),
-    "grpo": ("arXiv:2402.03300 eq. 3", {"clip_low": 0.2, "clip_high": 0.2, "kl": "k3", "kl_coef": 0.04}),
-    "dapo": ("arXiv:2503.14476 section 4.1", {"clip_low": 0.2, "clip_high": 0.28, "denominator": "token"}),
+    "dapo": (
+        "arXiv:2503.14476 eq. 8 and section 4.1",
+        {
+            "scale_rewards": "group",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "denominator": "token",
+            "kl_coef": 0.0,
+            "dynamic_sampling": True,
+        },
+    ),
     "decoupled": ("arXiv:2505.24298 eq. 5", {"proximal": "recompute", "clip_low": 0.2, "clip_high": 0.2}),
+    "distill": ("arXiv:2306.13649 section 3.1, reverse KL", {"advantage": "zero", "teacher_coef": 1.0, "kl_coef": 0.0}),
+    "dppo": ("arXiv:2602.04879 eq. 11-12", {"surrogate": "dppo", "proximal": "behaviour"}),
+    "dr_grpo": (
+        "arXiv:2503.20783 section 3.2",
+        {"baseline": "group", "scale_rewards": "none", "denominator": "constant", "kl_coef": 0.0},
+    ),
+    "gdpo": ("arXiv:2601.05242, GRPO's loss", {"advantage": "gdpo", "surrogate": "clip", "denominator": "sequence"}),
+    "gmpo": ("arXiv:2507.20673 section 4", {"clip_low": 0.4, "clip_high": 0.4, "proximal": "behaviour"}),
+    "grpo": (
+        "arXiv:2402.03300 eq. 3-4 and section 4.2",
+        {"scale_rewards": "group", "denominator": "sequence", "kl": "k3", "kl_coef": 0.04, "kl_in": "loss"},
+    ),
+    "gspo": ("arXiv:2507.18071 section 5.1", {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence"}),
+    "kl_cov": (
+        "recipe/entropy of verl: 7b_kl_cov.sh",
+        {"surrogate": "importance", "entropy_control": "kl_cov", "entropy_share": 2e-3, "held_coef": 1.0},
+    ),
+    "lite_ppo": (
+        "arXiv:2508.08221, Lite PPO",
+        {"baseline": "group", "scale_rewards": "rewards", "denominator": "token", "surrogate": "clip"},
+    ),
+    "m2po": ("arXiv:2510.01161 algorithm 1", {"second_moment": 0.04, "proximal": "behaviour", "kl_coef": 0.0}),
+    "maxrl": ("arXiv:2602.02710: (r - mean) / mean", {"baseline": "group", "scale_rewards": "mean"}),
+    "online_dpo": ("arXiv:2402.04792 algorithm 1", {"advantage": "best_and_worst", "surrogate": "online_dpo"}),
+    "opo": (
+        "arXiv:2505.23585, optimal baseline by length",
+        {"baseline": "optimal", "scale_rewards": "none", "surrogate": "reinforce", "kl_coef": 0.0, "entropy_coef": 0.0},
+    ),
+    "pass_at_k": ("arXiv:2508.10751 eq. 11-15", {"advantage": "pass_at_k", "surrogate": "clip"}),
+    "ppo": (
+        "arXiv:1707.06347 eq. 7; arXiv:2203.02155 appendix C.4",
+        {"advantage": "gae", "clip_low": 0.2, "clip_high": 0.2, "kl": "k1", "kl_coef": 0.02, "kl_in": "reward"},
+    ),
+    "reinforce": ("Williams 1992", {"baseline": "none", "scale_rewards": "none", "surrogate": "reinforce"}),
+    "reinforce_pp": (
+        "arXiv:2501.03262 eq. 8",
+        {"advantage": "returns", "surrogate": "clip", "kl": "k1", "kl_in": "reward"},
+    ),
+    "reinforce_pp_baseline": (
+        "OpenRLHF (its authors'): train_reinforce_baseline_llama_ray_agent_async.sh",
+        {"baseline": "group", "scale_rewards": "batch", "kl": "k2", "kl_coef": 1e-3, "kl_in": "loss"},
+    ),
+    "remax": (
+        "arXiv:2310.10505 algorithm 1",
+        {"baseline": "greedy", "scale_rewards": "none", "surrogate": "reinforce"},
+    ),
+    "rloo": (
+        "arXiv:2402.14740, leave-one-out estimator",
+        {"baseline": "leave_one_out", "scale_rewards": "none", "surrogate": "reinforce", "kl": "k1", "kl_in": "reward"},
+    ),
+    "sapo": (
+        "arXiv:2511.20347, the gate and its temperatures",
+        {"surrogate": "sapo", "scale_rewards": "group", "denominator": "sequence", "proximal": "behaviour"},
+    ),
+    "top_entropy": (
+        "arXiv:2506.01939, DAPO's loss on the top fifth",
+        {"entropy_control": "top_entropy", "entropy_share": 0.2, "clip_high": 0.28, "denominator": "token"},
+    ),
 }
+
+
+def test_each_preset_has_its_source() -> None:
+    assert list(PAPERS) == sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PAPERS)
 def test_a_preset_has_the_keys_of_its_paper(preset: str) -> None:
-    from birl.config.rules_algorithm import proximal
-
     source, keys = PAPERS[preset]
-    config = load(schema.RL, ["data.train=x", f"algorithm={preset}", "rollout.max_staleness=2"])
+    words = [f"algorithm={preset}"]
+    if "proximal" in keys:
+        words.append("rollout.max_staleness=2")
+    if preset == "distill":
+        words.append("algorithm.teacher=x")
+    config = load(schema.RL, ["data.train=x", *words])
     found = {name: getattr(config.algorithm, name) for name in keys} | (
         {"proximal": proximal(config)} if "proximal" in keys else {}
     )
