@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from birl.config import schema
 from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.rollout.pipeline import Step
 from birl.track.units import counted
-from birl.types import UNSCORED, Task, Trajectory
+from birl.types import UNSCORED, Group, Outcome, Task, Trajectory
 
 
 def staleness(oldest: int, config: schema.Rollout) -> None:
@@ -31,6 +32,30 @@ def failures(step: Step, most: float) -> None:
         f"Step {step.number}: {len(failed)} of {len(episodes)} episodes failed ({kinds}), more than "
         f"rollout.max_failure_rate={most:g} allows. Most frequent reasons:\n{reasons(failed)}"
     )
+
+
+@dataclass(slots=True)
+class Start:
+    """Stops a run whose episodes all fail alike from the start (a command that is missing, say), as soon as the first
+    step can no longer be within rollout.max_failure_rate."""
+
+    config: schema.Rollout
+    failed: list[tuple[Task, Trajectory]] = field(default_factory=list)
+    over: bool = False  # an episode ended otherwise
+
+    def saw(self, group: Group) -> None:
+        """Raises `BirlError` where no episode up to this group's has ended otherwise, and there are too many."""
+        self.failed += [] if self.over else [(group.task, t) for t in group.trajectories]
+        kinds = {(t.outcome, t.detail) for _, t in self.failed}
+        self.over |= len(kinds) > 1 or any(o is not Outcome.ENV_ERROR or why == UNSCORED for o, why in kinds)
+        rollout, n = self.config, len(self.failed)
+        whole = rollout.prompts * (rollout.group_size + rollout.oversample)
+        if not self.over and rollout.max_failure_rate * whole < n < whole:  # `failures` tells of a whole step
+            raise BirlError(
+                f"All of the first {counted(n, 'episode')} failed alike ({n} {Outcome.ENV_ERROR}), more than "
+                f"rollout.max_failure_rate={rollout.max_failure_rate:g} allows in a step. "
+                f"Most frequent reasons:\n{reasons(self.failed)}"
+            )
 
 
 def reasons(failed: Sequence[tuple[Task, Trajectory]]) -> str:

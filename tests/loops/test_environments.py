@@ -234,3 +234,37 @@ def test_every_built_in_task_trains(
     assert len(episodes) == 8 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
     assert f"validation/{kind}/pass@1" in (tmp_path / "run" / "validation.jsonl").read_text()
     assert "Warning" not in capsys.readouterr().out
+
+
+BROKEN = """
+import asyncio
+from pathlib import Path
+
+class Broken:
+    def __init__(self, task):
+        with open("begun", "a") as file:
+            file.write("x")
+        self.number = Path("begun").stat().st_size
+    async def start(self):
+        await asyncio.sleep(60 if self.number > 16 else 0)  # all begin at once: the others are cancelled here
+        with open("played", "a") as file:
+            file.write("x")
+        raise FileNotFoundError("no such command")
+    async def step(self, reply): ...
+    async def close(self): ...
+"""
+
+
+def test_episodes_that_all_fail_alike_stop_the_run_early(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(BROKEN)
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 32)
+    words = ("env=broken.py:Broken", "data.train=rows.jsonl", "rollout.prompts=16", "steps=1")
+    with pytest.raises(BirlError, match=r"All of the first 8 episodes failed alike[^\n]*\n  8 x .*no such command"):
+        run(tiny, tmp_path, *words, "rollout.max_failure_rate=0.1")
+    assert len(Path("played").read_text()) == 16  # of 64 in a step
+    Path("begun").unlink()
+    episodes = run(tiny, tmp_path / "all", *words, "rollout.max_failure_rate=1", "rollout.prompts=4")
+    assert [e["outcome"] for e in episodes] == ["env_error"] * 16
