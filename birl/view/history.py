@@ -8,6 +8,7 @@ import numpy as np
 from starlette.datastructures import QueryParams
 
 from birl.errors import BirlError
+from birl.track.progress import idle_words
 from birl.view.columns import STAMP, Columns
 from birl.view.curve import sampled, span
 from birl.view.folders import Run, Runs
@@ -113,12 +114,19 @@ class History:
         found = [r for table in (self.steps, self.validations) if (r := span(self.axis(table, kind)))]
         return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
+    @property
+    def warning(self) -> str:
+        """Where the last step trained nothing; else empty."""
+        idle = (self._whole["updates/done"] == 0) & (self._whole["updates/skipped"] > 0)
+        return idle_words(int(idle.sum()), len(idle)) if self._glimpse is None and idle[-1:].any() else ""
+
     def about(self) -> dict[str, Any]:
         return {
             "id": self.run.id,
             "name": self.run.name,
             "running": self.run.running,
             "problem": self.run.problem,
+            "warning": self.warning,
             "family": family(self.run.id, self.run.config),
             "read": self.read,
             "rows": self.steps.rows,

@@ -46,6 +46,14 @@ def test_curves_are_drawn_and_say_exact_values(chromium: Any, url: str, runs: Pa
         assert groups[0] == "overview" and {"outcome", "groups", "tokens", "time"} <= set(groups)
 
 
+def test_a_run_that_trains_nothing_is_told_above_its_curves(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    run = make(tmp_path / "runs" / "idle", steps=0)
+    (run / "metrics.jsonl").write_text("".join(line(n, {"updates/done": 0.0, "updates/skipped": 1.0}) for n in (1, 2)))
+    with serving(tmp_path / "runs") as url, opened(chromium, url) as page:
+        at(page, "curves", "idle")
+        page.get_by_text("nothing was trained: all rewards of a group are equal, in 2 of 2 steps").wait_for()
+
+
 def test_keyboard_alone(chromium: Any, url: str) -> None:  # noqa: F811
     """From the first key to a value on a curve, and back."""
     with opened(chromium, url) as page:

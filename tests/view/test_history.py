@@ -56,6 +56,18 @@ def test_time_and_tokens_where_the_run_did_not_measure_them(tmp_path: Path) -> N
     assert np.isnan(made.axis(made.steps, "tokens")).all() and made.span("tokens") is None
 
 
+def test_a_run_that_trains_nothing_says_so(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", steps=0)
+    idle, trained = {"updates/done": 0.0, "updates/skipped": 1.0}, {"updates/done": 1.0, "updates/skipped": 0.0}
+    (run / "metrics.jsonl").write_text(line(1, trained) + line(2, idle) + line(3, idle))
+    made = history(run)
+    assert made.about()["warning"] == "nothing was trained: all rewards of a group are equal, in 2 of 3 steps"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(4, trained))
+    made.update()
+    assert made.about()["warning"] == "" and history(make(tmp_path / "none", steps=0)).about()["warning"] == ""
+
+
 def test_values_at_a_step_have_all_digits(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=0)
     (run / "metrics.jsonl").write_text(line(1, {"kl": 0.12345678901234567}) + line(5, {"kl": 2.0}))

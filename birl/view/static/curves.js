@@ -23,8 +23,8 @@ export async function show(root, params, api) {
   };
   const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
     span: [0, 1], read: 1, at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
-  it.place = { legend: el("div", {}), bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
-  fill(root, el("h1", {}, "Curves"), it.place.legend, it.place.bar, it.place.status, it.place.charts);
+  it.place = { warnings: el("div", {}), legend: el("div", {}), bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
+  fill(root, el("h1", {}, "Curves"), it.place.warnings, it.place.legend, it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
   await learn(it);
 
@@ -70,9 +70,11 @@ const share = (it) => Math.min(it.read, it.about.reduce((sum, run) => sum + run.
 function told(it) {
   const rows = it.about.reduce((sum, run) => sum + run.rows, 0), live = it.about.filter((run) => run.running).length;
   const broken = it.about.filter((run) => run.broken).map((run) => `${visible(run.name)}: ${run.broken} lines are no JSON and are left out`);
+  const warnings = it.about.filter((run) => run.warning).map((run) => el("p", { class: "problem" }, `${it.about.length > 1 ? `${visible(run.name)}: ` : ""}${run.warning}`));
   const read = share(it), long = `reading, ${Math.floor(100 * read)} % so far: some of all steps are shown`;
   const words = [read < 1 ? long : `${figure(rows)} steps`, live ? `${live} running` : "", ...broken, ...it.about.map((run) => run.problem && visible(run.problem))];
   fill(it.place.status, words.filter(Boolean).join(" · "), rows ? "" : ". No step is finished yet; curves appear as soon as one is.");
+  fill(it.place.warnings, warnings);
 }
 
 // ---- controls
