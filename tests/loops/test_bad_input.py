@@ -223,7 +223,7 @@ def test_a_failing_step_leaves_the_checkpoints_before_it(bench: Bench) -> None:
     assert "no gold here" in bench.refused("steps=3")
     assert contents("run/checkpoints") == before and len(bench.metrics()) == 2
     Path("rewards.py").write_text(REWARDS)
-    assert "Resumed from run/checkpoints/step-000002" in bench.done("steps=3")
+    assert f"Resumed from {Path.cwd()}/run/checkpoints/step-000002" in bench.done("steps=3")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,10 @@ def test_a_bad_model_folder_is_named(bench: Bench, change: Callable[[Path], None
         (["rollout.group_size=1"], ["rollout.group_size=1", "set rollout.group_size=8, or algorithm.baseline=none"]),
         (["resume=nothing"], ["resume=nothing", "no such checkpoint folder", "birl checkpoints RUN"]),
         (["run=data.jsonl"], ["run=data.jsonl: is a file; name a folder"]),
-        (["run=data.jsonl/run"], ["run folder data.jsonl/run", "Not a directory", "Choose another with run="]),
+        (
+            ["run=data.jsonl/run"],
+            ["/data.jsonl/run: Not a directory", "Cannot write into the run folder", "Choose another with run="],
+        ),
         (["run=/proc/run"], ["run folder /proc/run", "Choose another with run="]),
     ],
 )
@@ -369,7 +372,7 @@ def test_a_disk_that_is_full_while_saving_leaves_the_checkpoint_before_it(bench:
 @pytest.mark.parametrize("file_bytes", [300, 3000])
 def test_a_disk_that_is_full_at_the_start_leaves_whole_files(bench: Bench, file_bytes: int) -> None:
     with full_disk(file_bytes):
-        assert "Cannot write into the run folder run: File too large" in bench.refused()
+        assert f"Cannot write into the run folder {Path.cwd()}/run: File too large" in bench.refused()
     assert not Path("run").exists()
     bench.done()
     before = contents("run")
@@ -400,7 +403,7 @@ def test_a_damaged_configuration_in_the_run_folder_is_named(bench: Bench) -> Non
     bench.done()
     Path("run/config.json").write_text("{")
     said = bench.refused("steps=2")
-    assert "run/config.json" in said and "resume=run/checkpoints/step-" in said
+    assert f"{Path.cwd()}/run/config.json" in said and f"resume={Path.cwd()}/run/checkpoints/step-" in said
     bench.done("steps=2", "run=other", "resume=run/checkpoints/step-000001")
 
 
@@ -437,7 +440,9 @@ def test_a_damaged_checkpoint_is_refused(bench: Bench) -> None:
     file = next(Path("run/checkpoints/step-000001/tensors").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     said = bench.refused("steps=2")
-    assert "All 1 checkpoints of run are damaged" in said and f"step-000001: tensors/{file.name} has" in said
+    assert (
+        f"All 1 checkpoints of {Path.cwd()}/run are damaged" in said and f"step-000001: tensors/{file.name} has" in said
+    )
     assert "run=ANOTHER_FOLDER" in said
 
 
@@ -483,7 +488,7 @@ def evaluation(bench: Bench, *words: str) -> tuple[int, str]:
         (["data.validation=nothing.jsonl"], ["nothing.jsonl: no such file"]),
         (["reward.functions=rewards.py:raises"], ["5 of 5 answers could not be scored", "ValueError: no gold here"]),
         (["engine.kv_cache_gb=0.0000001"], ["engine.kv_cache_gb=1e-07", "Set engine.kv_cache_gb="]),
-        (["output=data.jsonl/out.json"], ["output=data.jsonl/out.json cannot be written", "Name another file"]),
+        (["output=data.jsonl/out.json"], ["/data.jsonl/out.json cannot be written", "Name another file"]),
         (["model.path=run"], ["model.path=run is the folder of a run", "birl checkpoints run export last"]),
     ],
 )
