@@ -57,9 +57,10 @@ def nearest_keys(key: str, schema: type) -> list[str]:
     found = [*same, *_keys(theirs, keys)]
     if not found and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
         found = _keys(peers.ends_like(key), keys)
-    return _few(
-        found or _spelt_like(key, keys) or [k for w in peers.spelt_like(key) for k in _keys(peers.named(w), keys)]
-    )
+    if found or (found := _spelt_like(key, keys)):
+        return _few(found)
+    words = [key, last] if any(name.startswith(f"{section}.") for name in keys) else [key]
+    return _few([k for word in words for w in peers.spelt_like(word) for k in _keys(peers.named(w), keys)])
 
 
 def _few(found: list[str]) -> list[str]:

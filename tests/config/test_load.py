@@ -203,7 +203,7 @@ def test_a_section_lists_its_keys():
         ("model=smolm2", ["Did you mean smollm2?", "model.path=smolm2"]),
         ("--optimizer.lr=1", ["without dashes", "optimizer.lr=1"]),
         ("+seed=1", ["seed="]),
-        ("~seed", ["Did you mean seed?"]),
+        ("~seed", ["Did you mean seed=...?", "removed (~)"]),
         ("seed", ["seed=VALUE"]),
         ("=1", ["no key"]),
         ("rollout.top_p=???", ["null or missing", "rollout.top_p=1"]),
