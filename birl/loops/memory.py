@@ -183,8 +183,8 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
         trained = replace(trained, gradient=trained.gradient // split, stepped=trained.stepped // split)
     parameters = shape.parameters // split
     separate = shape.wide == 2 and split == 1  # from the float32 masters
-    # of LoRA: the base weights beside the merged ones (half of it where bfloat16 holds them exactly), and A and B
-    beside = 4 * (trained.gradient + trained.stepped) if lora else 0
+    # of LoRA: the base weights beside the merged ones, in the compute type, and A and B
+    beside = shape.wide * trained.gradient + 4 * trained.stepped if lora else 0
     laid_out = shape.wide * shape.linear
     always = {
         "process": PROCESS,

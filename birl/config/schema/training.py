@@ -59,7 +59,7 @@ class Compute:
 class Learner(Compute):
     max_logprob_gap: float = 0.0
     """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]; then the engine samples
-    from other weights than it says. 0: by model.dtype, 0.002 for float32 and 0.2 for bfloat16; 0.5 where
+    from other weights than it says. 0: by model.dtype, 0.002 for float32 and 0.5 for bfloat16; 0.5 also where
     engine.recompute_kv=false keeps keys and values of older weights."""
 
 
