@@ -65,6 +65,16 @@ class Examples(Sequence[Example]):
 
 Which = Literal["train", "validation"]
 
+PICTURES = "pictures are not read. Remove these rows, or the column."
+#: columns of TRL's formats that say what the model sees or learns, and why they are refused
+UNREAD = {
+    "images": PICTURES,
+    "image": PICTURES,
+    "tools": "no tools are written into these prompts. Write them into the system message, or remove the column.",
+    "chat_template_kwargs": "templates get no options of a row. Remove the column.",
+    "completions": "answers that are judged step by step are not learned. Use one answer a row, as `response`.",
+}
+
 
 def load_texts(config: schema.Texts, which: Which, chat: Chat, limit: int, given: Any = None) -> list[Examples]:
     """The sources of data.train or data.validation for SFT; sequences of at most `limit` tokens. Raises `BirlError`."""
@@ -116,8 +126,12 @@ def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[R
     for rows, prefix in read_sources(config, which, given, partial(_is_text, config)):
         build, kept, long = reader(rows), [], 0
         for i in range(len(rows)):
+            row, where = rows[i], rows.where(i)
+            for name, why in UNREAD.items():
+                if row.get(name):
+                    raise BirlError(f"{where}: `{name}` would be left out: {why}")
             try:
-                example = build.example(side + prefix + rows.id(i), rows[i], rows.where(i))
+                example = build.example(side + prefix + rows.id(i), row, where)
                 long += max(map(len, example.sequences)) > limit
                 kept.append(_cut(example, limit))
             except Unfit:

@@ -258,6 +258,23 @@ def test_a_broken_row_is_named(case: str) -> None:
     assert case == "columns" or "row 1" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("images", ["a.png"]),
+        ("image", "a.png"),
+        ("tools", [{"type": "function", "function": {"name": "add"}}]),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("completions", ["3 + 4", "= 7"]),
+    ],
+)
+def test_a_column_that_would_be_left_out_is_refused(name: str, value: object) -> None:
+    """TRL's formats: what the model would not see is not passed over in silence; an empty value says nothing."""
+    for read, row in ((texts, {"prompt": "Hi", "response": "x"}), (pairs, PAIR_FORMS["prompt"])):
+        with pytest.raises(BirlError, match=rf"row 2.*`{name}` would be left out"):
+            read([{**row, name: None}, {**row, name: value}])
+
+
 BROKEN_PAIRS = {
     "same": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "are the same"),
     "missing": ({"prompt": "Hi", "chosen": "a"}, r"data\.rejected_column=rejected: .* has no such column"),
