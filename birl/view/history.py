@@ -116,9 +116,12 @@ class History:
 
     @property
     def warning(self) -> str:
-        """Where the last step trained nothing; else empty."""
-        idle = (self._whole["updates/done"] == 0) & (self._whole["updates/skipped"] > 0)
-        return idle_words(int(idle.sum()), len(idle)) if self._glimpse is None and idle[-1:].any() else ""
+        """Where the last step trained nothing; else empty, and while a long file is being read."""
+        with self.lock:
+            if self._glimpse is not None:
+                return ""
+            idle = (self._whole["updates/done"] == 0) & (self._whole["updates/skipped"] > 0)
+        return idle_words(int(idle.sum()), len(idle)) if idle[-1:].any() else ""
 
     def about(self) -> dict[str, Any]:
         return {
