@@ -1,23 +1,106 @@
-"""Names of models and data sets that are no local place: is there such a name? Asked before anything heavy is imported.
+"""What names of models and data sets stand for, and whether there is such a thing; told before anything heavy is
+imported.
 
-What is in the cache counts as there, so that nobody is asked without a network.
+What is in the hub's cache counts as there, so that nobody is asked without a network.
 """
 
 import os
 from pathlib import Path
 
 from birl.errors import BirlError, first_line
+from birl.regular import read_json
 
 SECONDS = 10.0  # for one answer of the hub
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def check_model(key: str, path: str) -> None:
-    """Raises `BirlError` unless `path` is smollm2, a folder, a .gguf file, or the name of a model on the hub."""
-    if path != "smollm2" and not is_local(key, path) and (why := missing(path, "model")):
+def check_model(key: str, path: str, whole: bool = True) -> None:
+    """Raises `BirlError` unless `path` is smollm2, the folder of a model, of a run or of a checkpoint, a .gguf file, or
+    the name of a model on the hub. `whole`: its weights and tokenizer are wanted, too."""
+    if path == "smollm2":
+        return
+    if not is_local(key, path):
+        if why := missing(path, "model"):
+            raise BirlError(
+                f"{key}={path}: there is no such folder here, and {why}. Name an existing folder, a .gguf file, a hub "
+                "id, or smollm2."
+            )
+        return
+    folder = Path(path).expanduser()
+    run = run_of(folder)
+    if folder.is_file():
+        return
+    if run is None:
+        check_folder(folder, whole)
+        return
+    if whole and run == folder and not any((folder / "checkpoints").glob("step-*")):
+        raise BirlError(f"{key}={path}: the run has no checkpoint yet.")
+    if key != "critic.path" and _judges(run) is not (key == "reward.model"):
+        what, needed = ("a reward model", "a language model")[:: -1 if key == "reward.model" else 1]
+        hint = "name a run of `birl rm`" if key == "reward.model" else f"it can judge: reward=model reward.model={path}"
+        raise BirlError(f"{key}={path}: the run has trained {what}, and {key} is {needed}; {hint}.")
+
+
+def _judges(run: Path) -> bool:
+    """Is it a run of `birl rm`? Only those have the key."""
+    try:
+        return "ranking.centering" in read_json(run / "config.json")
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def is_model(word: str) -> bool:
+    """Whether a word of a command line, without a key, can only be a model."""
+    return word == "smollm2" or word.endswith(".gguf") or Path(word).expanduser().is_dir()
+
+
+def is_run(folder: Path) -> bool:
+    """Is it the folder of a training run?"""
+    return (folder / "config.json").is_file() and (folder / "model").is_dir()
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run that `folder` is, or is a checkpoint of; None for other folders, and for a checkpoint away from its
+    run."""
+    if is_run(folder):
+        return folder
+    run = Path(os.path.abspath(folder)).parent.parent
+    return run if (folder / "manifest.json").is_file() and (folder / "tensors").is_dir() and is_run(run) else None
+
+
+def check_folder(folder: Path, whole: bool = True) -> None:
+    """Raises `BirlError` unless it is the folder of a model in Hugging Face format, `whole` with weights and
+    tokenizer."""
+    check_weights(folder, whole)
+    if whole:
+        check_tokenizer(folder)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises `BirlError` where a folder has none."""
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        check_weights(folder, whole=False)
         raise BirlError(
-            f"{key}={path}: there is no such folder here, and {why}. Name an existing folder, a .gguf file, a hub id, "
-            "or smollm2."
+            f"{folder} has no tokenizer: expected tokenizer.json (and tokenizer_config.json) beside the weights."
         )
+
+
+def check_weights(folder: Path, whole: bool = True) -> None:
+    """Raises `BirlError` where a folder lacks its config.json, or, `whole`, its weights."""
+    if not (folder / "config.json").is_file():
+        hint = ""
+        if (folder / "adapter_config.json").is_file():
+            hint = " It is an adapter alone: merge it with peft, or name the run that it is from."
+        elif (folder / "tensors").is_dir():
+            hint = " It is a checkpoint away from its run: name RUN/checkpoints/step-..., which knows its model."
+        elif (folder / "checkpoints").is_dir():
+            hint = " It is the folder of a run that has not begun, or is not complete."
+        raise BirlError(f"{folder} is not a model folder: config.json is missing.{hint}")
+    if whole and not any((folder / name).is_file() for name in WEIGHTS):
+        pickles = [f.name for f in folder.glob("*.bin")]
+        hint = f" {pickles[0]} is a pickle, which can run code; convert it to safetensors first." if pickles else ""
+        raise BirlError(f"{folder} has no weights: expected {' or '.join(WEIGHTS)}.{hint}")
 
 
 def is_local(key: str, path: str) -> bool:

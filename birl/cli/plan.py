@@ -6,7 +6,7 @@ from math import inf
 from birl.config.load import load
 from birl.config.schema import RL
 from birl.flags import JSON, Flag, taken
-from birl.hub import check_model
+from birl.hub import check_model, is_model
 
 
 def gib(text: str) -> float:
@@ -36,7 +36,8 @@ def run(words: Sequence[str]) -> int:
         planning.run(words, as_json=JSON.name in flags)
     else:
         flags, words = taken("plan", words, (MEMORY, JSON, SIMULATE, CLUSTER))
-        check_model("model.path", load(RL, ["data.train=unread.jsonl", *words]).model.path)
+        words = [f"model={word}" if is_model(word) else word for word in words]
+        check_model("model.path", load(RL, ["data.train=unread.jsonl", *words]).model.path, whole=False)
         from birl.loops import plan
 
         plan.run(words, as_json=JSON.name in flags, available=flags.get(MEMORY.name))

@@ -19,7 +19,7 @@ Usage: birl scale RUN engines=+2 | engines=-1 | engines=4
 Adds engines to a launched training that runs, or takes some away. A new one gets the current weights before
 its first request; one that leaves answers what it has.""",
     "plan": """\
-Usage: birl plan [FILE.yaml] [key=value ...] [--memory GIB] [--json]
+Usage: birl plan [MODEL or RUN] [FILE.yaml] [key=value ...] [--memory GIB] [--json]
 
 Takes what `birl rl` takes, but reads neither weights nor data. Predicts the memory of generation and training,
 and the largest micro-batch and batch that fit into --memory (default: what is free).
@@ -32,7 +32,7 @@ PRESET: smollm2_cpu (default), h200_8b.
        birl plan --cluster [MODEL] [gpu=KIND] [gpus=N] [batch=TOKENS] [sequence=TOKENS] [key=value] [--json]
 
 Which layouts ddp x fsdp x cp x tp x ep of a model fit on a cluster, and which are fastest, from data sheets.
-MODEL: a folder with config.json, or a known name such as llama3-70b. KIND: a100-80, h100, h200, b200, gb200.""",
+MODEL: a folder with config.json, a run, or a known name such as llama3-70b. KIND: a100-80, h100, h200, b200, gb200.""",
     "reproduce": """\
 Usage: birl reproduce                                        list the recipes
        birl reproduce NAME [--seed N] [--dry-run] [key=value ...]

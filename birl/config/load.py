@@ -28,6 +28,7 @@ from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
 from birl.config.words import command
 from birl.errors import BirlError, did_you_mean, first_line
+from birl.hub import is_model, is_run
 from birl.regular import read_text
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
@@ -89,11 +90,6 @@ def _is_file(argument: str) -> bool:
     return "=" not in argument and argument.endswith((".yaml", ".yml"))
 
 
-def is_run(folder: Path) -> bool:
-    """Is it the folder of a training run?"""
-    return (folder / "config.json").is_file() and (folder / "model").is_dir()
-
-
 def _read_argument(argument: str, schema: type) -> Setting:
     key, equals, value = argument.partition("=")
     key = key.strip()
@@ -102,7 +98,7 @@ def _read_argument(argument: str, schema: type) -> Setting:
         hint = f" Did you mean {name}={value or '...'}?" if name in documentation(schema) else suggest(name, schema)
         without = "without dashes" if key[0] == "-" else "and can neither be added (+) nor removed (~)"
         raise BirlError(f"{argument}: keys are written key=value, {without}.{hint}")
-    if not equals and schema in (Eval, Serve) and Path(argument).expanduser().is_dir():  # what they are about
+    if not equals and schema in (Eval, Serve) and is_model(argument):  # what they are about
         return Setting(key="model.path", value=argument, source=argument)
     if not equals and key in documentation(schema):
         raise BirlError(f"{argument}: has no value; write {key}=VALUE")

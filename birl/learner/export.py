@@ -1,6 +1,7 @@
 """A checkpoint as a model folder in Hugging Face format, or, of LoRA, as an adapter folder in peft's."""
 
 import json
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from birl.config.load import is_run
+from birl.cache import sweep
 from birl.errors import BirlError, first_line
+from birl.hub import is_run, run_of
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
 from birl.learner.tensors import Reader
@@ -24,38 +26,39 @@ from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleto
 from birl.regular import inside, open_regular, read_json
 
 
-def resolved(path: str, weights: bool = True) -> Path:
-    """`resolve`, and a run folder, or a checkpoint of one, is a model as well: its export in Hugging Face format next
-    to it, which is made once. Raises `BirlError` for a run without a checkpoint."""
-    return resolve(model_of(path), weights=weights)
-
-
-def model_of(path: str) -> str:
+def resolved(path: str, key: str = "model.path", weights: bool = True, say: Callable[[str], None] = print) -> Path:
+    """The model folder that any key or command means by `path`: smollm2, a folder, a .gguf file, a hub id, or the
+    folder of a run or of one of its checkpoints. Of the last two it is the export in Hugging Face format beside them,
+    which is made once. Without `weights` no weights are downloaded or exported. `key` is what the errors call it.
+    Raises `BirlError`."""
     folder = Path(path).expanduser()
-    if (folder / "manifest.json").is_file() and (folder / "tensors").is_dir():
-        chosen = folder
-    elif is_run(folder):
-        chosen = checkpoint.latest(folder / "checkpoints")
-        if chosen is None:
-            raise BirlError(f"The run {folder} has no checkpoint yet.")
-    else:
-        return path
-    run = chosen.parent.parent
+    run = run_of(folder)
+    if run is None:
+        return resolve(path, say, weights, key)
+    if not weights:
+        return run / "model"
+    chosen = checkpoint.latest(run / "checkpoints") if is_run(folder) else folder
+    if chosen is None:
+        raise BirlError(f"{key}={path}: the run has no checkpoint yet.")
     goal = run / "export" / chosen.name
+    if goal.is_dir() and goal.stat().st_mtime < (chosen / "manifest.json").stat().st_mtime:
+        shutil.rmtree(goal)  # of an earlier training in this folder
     if not goal.is_dir():
-        print(f"Exporting {chosen} ...", flush=True)
-        export(chosen, run, goal)
-    return str(goal)
+        say(f"Exporting {chosen} ...")
+        export(chosen, run, goal, anew=False)
+    return goal
 
 
-def export(path: Path, run: Path, target: Path, dtype: torch.dtype | None = None, shard_gb: float = 5.0) -> None:
+def export(
+    path: Path, run: Path, target: Path, dtype: torch.dtype | None = None, shard_gb: float = 5.0, anew: bool = True
+) -> None:
     """The checkpoint `path` of the run `run` as a whole model of `dtype` (None: the run's model.dtype), in files of at
     most `shard_gb` [GB], of which one is in memory at a time; with a score head as a sequence-classification model of
     one label; of LoRA the merged one, for which the model that the run began with must still be there. Raises
-    `BirlError` where `target` exists, and where the checkpoint is damaged."""
+    `BirlError` where `target` exists, unless it need not be made `anew`, and where the checkpoint is damaged."""
     checkpoint.check(path)
     dtype = dtype or computed_in(run)
-    with written(target) as part:
+    with written(target, anew) as part:
         reader = Reader(path / "tensors")  # its index once, however many files are written
         shapes = checkpoint.shapes(reader, "model.")
         read = partial(checkpoint.read_some, reader, "model.")
@@ -204,16 +207,28 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
 
 
 @contextmanager
-def written(target: Path) -> Iterator[Path]:
-    """A new folder that gets its name when it is complete."""
-    if target.exists():
+def written(target: Path, anew: bool = True) -> Iterator[Path]:
+    """A new folder that gets its name when it is complete; unless it must be made `anew`, that of another process
+    which was faster will do."""
+    if target.exists() and anew:
         raise BirlError(f"{target} exists already. Name another folder or delete it.")
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent, f"{target.name}.part-*")
+        part = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
+        part.mkdir()
+    except OSError as error:
+        raise BirlError(
+            f"{target} cannot be written: {error.strerror or error}. Name a folder that can be: `birl checkpoints RUN "
+            "export STEP FOLDER`."
+        ) from error
     try:
         yield part
-        part.rename(target)
+        try:
+            part.rename(target)
+        except OSError:
+            if anew or not target.is_dir():
+                raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -245,7 +260,7 @@ def base_model(path: Path, run: Path) -> nn.Module:
     """The model that the run began with. Raises `BirlError` where it is gone or has changed."""
     name = began_with(run)
     try:
-        model = load_model(resolve(name))
+        model = load_model(resolved(name))
     except BirlError as error:
         raise BirlError(
             f"{path} holds LoRA matrices, and the model that they belong to is needed as well: {error} Export from the "
@@ -277,7 +292,7 @@ def base_name(run: Path) -> str:
     name = began_with(run)
     if name != "smollm2" and not Path(name).expanduser().exists():
         return name
-    return str(resolve(name).resolve())
+    return str(resolved(name).resolve())
 
 
 def short(names: list[str], model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
+from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
 from birl.loops.credit import Credit
@@ -47,7 +48,7 @@ from birl.loops.tasks import (
 from birl.loops.teacher import ServedTeacher, served
 from birl.models.device import device_of
 from birl.models.heads import add_score_head
-from birl.models.load import load_model, load_reward_model, load_tokenizer, resolve, score_weight
+from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight
 from birl.models.slices import sketched, sketched_reward_model
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
@@ -239,7 +240,7 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
 
 def other_model(config: schema.RL, path: str, policy: Policy, key: str, ranks: Ranks) -> nn.Module:
     """A model that reads the policy's own tokens."""
-    folder = resolve(path, key=key)
+    folder = resolved(path, key)
     tokenizer = load_tokenizer(folder)
     if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise BirlError(

@@ -13,13 +13,14 @@ from torch import nn
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
+from birl.learner.export import resolved
 from birl.loops import memory
 from birl.loops.build import check_device
 from birl.loops.machine import free_memory, peak_memory
 from birl.loops.memory import GIB, Phases
 from birl.loops.parts import Parts
 from birl.loops.ranks import grid_of
-from birl.models.load import context_limit, resolve, skeleton
+from birl.models.load import context_limit, skeleton
 from birl.track.units import counted
 
 PROMPT = 128  # tokens of a prompt, where data.max_prompt_tokens does not say
@@ -29,7 +30,7 @@ def run(words: list[str], *, as_json: bool = False, available: float | None = No
     """Print the plan for the configuration that `birl rl` would take; `available` [GiB] replaces the free memory."""
     config = load(schema.RL, ["data.train=unread.jsonl", *words])  # it asks for data, of which nothing is read
     check_device(config, torch.device("cpu"))
-    folder = resolve(config.model.path, say=lambda text: print(text, file=sys.stderr), weights=False)
+    folder = resolved(config.model.path, weights=False, say=lambda text: print(text, file=sys.stderr))
     found = plan(skeleton(folder), config, prompt=config.data.max_prompt_tokens or PROMPT, available=available)
     print(json.dumps(found, indent=1) if as_json else "\n".join(render(found, config)))
     return found

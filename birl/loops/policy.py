@@ -113,11 +113,6 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     will have parts of it, it gets no weights yet (`models/slices.py`), and a small one like it is verified instead."""
     device = choose(config.device)
     folder = resolved(config.path)
-    if (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists():
-        raise BirlError(
-            f"model.path={config.path} is the folder of a run. To get its model: `birl checkpoints {config.path} "
-            "export last FOLDER`, then model.path=FOLDER."
-        )
     tokenizer = load_tokenizer(folder, config.chat_template)
     chat = Chat(tokenizer, config.tool_format)
     if config.chat_template:

@@ -76,7 +76,7 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
     body raises, the others, which may wait for rank 0 anywhere, are not waited for."""
     grid = grid_of(config)
     if grid.size > 1 and leads():  # where it is a run, it is exported once, before the others look for it
-        source = resolved(config.model.path, weights=False)
+        source = resolved(config.model.path)
         if grid.tp > 1:
             check_split(config, source)
     if grid.size == 1:

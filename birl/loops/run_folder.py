@@ -298,6 +298,6 @@ def next_commands(run: Path, finished: bool, talks: bool = True, tensorboard: bo
     if not finished:
         return ["run the same command again to go on"]
     name = shlex.quote(str(run))
-    use = f"birl chat {name}" if talks else f"birl checkpoints {name} export last FOLDER  # then reward.model=FOLDER"
+    use = f"birl chat {name}" if talks else f"birl rl reward=model reward.model={name}"
     events = [f"tensorboard --logdir {shlex.quote(str(run.parent))}"] if tensorboard else []
     return [use, f"birl view {name}", f"birl checkpoints {name}", *events]

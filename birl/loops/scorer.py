@@ -15,12 +15,13 @@ from birl.data.pack import pack
 from birl.data.sequences import Encoder, Tokens, Unfit
 from birl.data.tasks import messages_of
 from birl.errors import BirlError
+from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.loops.credit import by_sample
 from birl.loops.policy import DTYPES
 from birl.models.device import choose
 from birl.models.forward import verify
-from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer, resolve
+from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer
 from birl.text.chat import Chat
 from birl.types import Sample
 
@@ -47,7 +48,7 @@ class RewardModel:
     reads_text = True
 
     def __init__(self, path: str, config: schema.Model, compute: Executor, tokens: int = 8192) -> None:
-        folder = resolve(path, key="reward.model")
+        folder = resolved(path, "reward.model")
         model = load_reward_model(folder).to(choose(config.device))
         verify(model)
         tokenizer = load_tokenizer(folder)

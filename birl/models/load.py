@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from birl.errors import BirlError, first_line
-from birl.hub import is_local
+from birl.hub import WEIGHTS, check_tokenizer, check_weights, is_local
 from birl.models import attention
 from birl.models.gguf import bundled, converted
 from birl.models.heads import add_score_head
@@ -29,7 +29,6 @@ from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 REWARD_MODEL = {"beside": {"score.weight"}, "without": {"lm_head.weight"}}  # beyond a language model's weights
 
 
@@ -74,8 +73,8 @@ def reward_head(folder: Path) -> Tensor:
     weight = next((w for file in sorted(folder.glob("*.safetensors")) if (w := score_weight(file)) is not None), None)
     if weight is None:
         raise BirlError(
-            f"{folder} is no reward model: it has no score.weight. Train one with `birl rm`, then `birl checkpoints "
-            "RUN export last FOLDER`."
+            f"{folder} is no reward model: it has no score.weight. Train one with `birl rm run=RUN`, then "
+            "reward.model=RUN."
         )
     if weight.shape[0] != 1:
         raise BirlError(f"{folder}: gives {weight.shape[0]} scores for a text, a reward model gives one.")
@@ -136,8 +135,7 @@ def load_model(
 def skeleton(folder: Path, scores: bool = False) -> nn.Module:
     """The model of a folder on the meta device: shapes without weights, from its config.json; with `scores` as a
     sequence-classification model with one label. Raises `BirlError`."""
-    if not (folder / "config.json").is_file():
-        raise BirlError(f"{folder} is not a model folder: config.json is missing.")
+    check_weights(folder, whole=False)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with quiet(), torch.device("meta"):
@@ -152,13 +150,8 @@ def skeleton(folder: Path, scores: bool = False) -> nn.Module:
 
 
 def check_files(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise BirlError(f"{folder} is not a model folder: config.json is missing.")
+    check_weights(folder)
     check_all(folder)
-    if not any((folder / name).is_file() for name in WEIGHTS):
-        pickles = [f.name for f in folder.glob("*.bin")]
-        hint = f" {pickles[0]} is a pickle, which can run code; convert it to safetensors first." if pickles else ""
-        raise BirlError(f"{folder} has no weights: expected {' or '.join(WEIGHTS)}.{hint}")
     from safetensors import SafetensorError, safe_open
 
     for file in sorted({*folder.glob("*.safetensors"), *weight_files(folder)}):
@@ -210,10 +203,7 @@ def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None
 def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder; `chat_template` names what replaces its own: a Jinja file, or a
     template of the package."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise BirlError(
-            f"{folder} has no tokenizer: expected tokenizer.json (and tokenizer_config.json) beside the weights."
-        )
+    check_tokenizer(folder)
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean
+from birl.hub import run_of
 from birl.regular import read_json
 
 
@@ -158,10 +159,11 @@ KNOWN: dict[str, Shape] = {
 
 
 def shape_of(model: str) -> Shape:
-    """A name in `KNOWN`, a folder with config.json, or the file itself. Raises `BirlError`."""
+    """A name in `KNOWN`, a folder with config.json, a run, or the file itself. Raises `BirlError`."""
     if model.lower() in KNOWN:
         return KNOWN[model.lower()]
-    path = Path(model)
+    path = Path(model).expanduser()
+    path = run / "model" if (run := run_of(path)) else path
     path = path / "config.json" if path.is_dir() else path
     try:
         config = read_json(path)

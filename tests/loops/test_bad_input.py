@@ -489,7 +489,7 @@ def evaluation(bench: Bench, *words: str) -> tuple[int, str]:
         (["reward.functions=rewards.py:raises"], ["5 of 5 answers could not be scored", "ValueError: no gold here"]),
         (["engine.kv_cache_gb=0.0000001"], ["engine.kv_cache_gb=1e-07", "Set engine.kv_cache_gb="]),
         (["output=data.jsonl/out.json"], ["/data.jsonl/out.json cannot be written", "Name another file"]),
-        (["model.path=run"], ["model.path=run is the folder of a run", "birl checkpoints run export last"]),
+        (["model.path=run"], ["run is not a model folder: config.json is missing", "a run that has not begun"]),
     ],
 )
 def test_an_evaluation_that_cannot_work_says_why(bench: Bench, words: list[str], expected: list[str]) -> None:

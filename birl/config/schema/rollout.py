@@ -102,7 +102,7 @@ class Reward:
     format_pattern: str = r"^<think>.*?</think>\s*<answer>.*?</answer>\s*$"
     """Regular expression that `format` looks for in the whole answer."""
     model: str = ""
-    """Folder of a reward model (exported from a run of `birl rm`), or the address of a server that has one:
+    """Folder of a reward model, a run of `birl rm`, or the address of a server that has one:
     http://host:port/pooling."""
     judge: str = ""
     """Address of the language model that judges, as OpenAI's API has it: http://host:port/v1#MODEL. Its token, if it
