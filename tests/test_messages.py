@@ -32,7 +32,7 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("rl list.yaml", ["list.yaml: expected keys and values, such as `optimizer: {lr: 1e-5}`, found a list"]),
         ("rl badd.yaml", ["badd.yaml: cannot be read: there is no such file. Did you mean bad.yaml?"]),
         ("rl track.mlflow=http://h:5000 data.train=good.jsonl", ["export MLFLOW_TRACKING_URI=..., then track.mlflow="]),
-        ("eval data.validation=good.jsonl model=folder output=/proc/x.json", ["output=/proc/x.json cannot be written"]),
+        ("eval data.validation=good.jsonl output=/proc/x.json", ["output=/proc/x.json cannot be written"]),
         ("ledger nowhere", ["nowhere has no ledger.jsonl", "birl runs"]),
         ("checkpoints nowhere", ["There is no folder nowhere", "birl runs"]),
         ("status nowhere", ["there is no folder nowhere", "birl runs"]),
@@ -112,7 +112,7 @@ def test_a_folder_of_another_command(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("my.jsonl").write_text(ROW * 2)
+    Path("my.jsonl").write_text(json.dumps({"prompt": "?", "answer": "7", "chosen": "7", "rejected": "8"}) + "\n")
     words = [f"model.path={tiny}", "data.train=my.jsonl", "steps=1", "threads=1", "run=here", "track.console=off"]
     assert main(["sft", *words, "track.tensorboard=false", "track.report=false"]) == 0
     assert not Path("here/config.yaml").read_text().startswith("#")  # `sft` has no presets that a run is known by
@@ -150,8 +150,32 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("rl DATA algorithm=ppo critic.path=nosuch", "critic.path=nosuch: there is no such folder here"),
         ("rl DATA algorithm=distill algorithm.teacher=nosuch", "algorithm.teacher=nosuch: there is no such folder"),
         ("sft data.train=nosuch", "nosuch: no such file or folder here"),
-        ("rm DATA model=nosuch", "model.path=nosuch: there is no such folder here"),
-        ("dpo DATA model=nosuch.gguf", "model.path=nosuch.gguf: there is no such file"),
+        ("rl data.train=empty.jsonl", "empty.jsonl is empty"),
+        ("dpo data.train=bare", "The folder bare holds no data files"),
+        ("rl data.train=rows.txt", "unknown file type '.txt'"),
+        *[(f"{c} data.train=broken.jsonl", "broken.jsonl, line 2: broken JSON") for c in ("rl", "sft", "rm", "dpo")],
+        ("eval data.validation=broken.jsonl", "broken.jsonl, line 2: broken JSON"),
+        ("rl data.train=ragged.csv", "ragged.csv, line 2: 3 fields, but the header has 2"),
+        ("rl data.train=roles.jsonl", "roles.jsonl, row 1: messages[0].role is 'usr'"),
+        ("sft DATA data.validation=roles.jsonl", "roles.jsonl, row 1: messages[0].role is 'usr'"),
+        ("rl DATA data.prompt_column=promt", "data.prompt_column=promt: rows.jsonl has no such column"),
+        ("rl DATA data.answer_column=answr", "Did you mean data.answer_column=answer?"),
+        ("sft DATA data.answer_column=respons", "has no such column"),
+        ("rm DATA data.chosen_column=chosn", "has no such column"),
+        ("sft data.train=null.jsonl", "null.jsonl, row 2: answer is null"),
+        ("rl data.train=null.jsonl", "null.jsonl, row 2: `answer` is empty"),
+        ("sft data.train=other.jsonl", "other.jsonl has no column messages, prompt, question"),
+        ("rl data.train=other.jsonl", "other.jsonl has no column messages, prompt, question"),
+        ("sft data.train=pairs.jsonl", "Pairs of answers are for `birl dpo` and `birl rm`."),
+        ("dpo DATA", "Texts and answers to learn are for `birl sft`."),
+        ("dpo data.train=votes.jsonl", "set preference.loss=kto"),
+        ("rm data.train=votes.jsonl", "Answers with a label are for `birl dpo preference.loss=kto`."),
+        ("sft data.train=votes.jsonl", "Answers with a label are for `birl dpo preference.loss=kto`."),
+        ("serve model=hollow", "hollow is not a model folder: config.json is missing"),
+        ("rl DATA model=mute", "mute has no tokenizer"),
+        ("chat mute", "mute has no tokenizer"),
+        ("rm data.train=pairs.jsonl model=nosuch", "model.path=nosuch: there is no such folder here"),
+        ("dpo data.train=pairs.jsonl model=nosuch.gguf", "model.path=nosuch.gguf: there is no such file"),
         ("dpo DATA preference.loss=dop", "Did you mean dpo?"),
         ("eval data.validation=nosuch", "nosuch: no such file or folder here"),
         ("eval data.validation=rows.jsonl model=nosuch", "model.path=nosuch: there is no such folder here"),
@@ -175,7 +199,25 @@ def test_what_is_not_there_is_told_before_torch_is_imported(
         monkeypatch.setitem(sys.modules, name, None)  # an import would be an ImportError
     for name in ("rl", "sft", "rm", "dpo", "evaluation", "serve", "plan", "machine"):
         monkeypatch.delitem(sys.modules, f"birl.loops.{name}", raising=False)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    row = '{"prompt": "1 + 1?", "answer": "2"}\n'
+    for name, text in {
+        "rows.jsonl": row,
+        "rows.txt": row,
+        "empty.jsonl": "",
+        "broken.jsonl": row + '{"prompt": \n',
+        "ragged.csv": "prompt,answer\na,b,c\n",
+        "roles.jsonl": '{"messages": [{"role": "usr", "content": "x"}], "answer": "1"}\n',
+        "null.jsonl": row + '{"prompt": "x", "answer": null}\n',
+        "other.jsonl": '{"instruction": "x", "reply": "y"}\n',
+        "pairs.jsonl": '{"prompt": "x", "chosen": "y", "rejected": "z"}\n',
+        "votes.jsonl": '{"prompt": "x", "completion": "y", "label": true}\n',
+        "bare/README": "",
+        "hollow/README": "",
+        "mute/config.json": "{}",
+        "mute/model.safetensors": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     (tmp_path / "mine.py").write_text(REWARD)
     (tmp_path / "agent.py").write_text("import no_such_package\n\ndef act(task, base_url):\n    return 0.0\n")
     monkeypatch.setattr("birl.cli.configured.load", loaded)

@@ -26,12 +26,8 @@ def no_column(name: str) -> bool:
 
 def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_column) -> Part:
     """`text`: which columns of CSV, which has no types, are text even where all of their values are numbers."""
-    kind = FORMATS.get(path.suffix.lower())
-    if kind is None:
-        raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
+    kind = check_readable(path)
     try:
-        if path.stat().st_size == 0:
-            raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
         if kind == "csv":
             table = _read_csv(path, kind, text)
         else:
@@ -39,6 +35,20 @@ def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_colu
     except OSError as error:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
     return part(label or path.name, SHARD.sub("", path.stem), table)
+
+
+def check_readable(path: Path) -> str:
+    """The format of a file. Raises `BirlError` where it has none, is empty or cannot be opened."""
+    kind = FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
+    try:
+        with open_regular(path) as file:
+            if not file.read(1):
+                raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
+    except OSError as error:
+        raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return kind
 
 
 def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:

@@ -4,13 +4,15 @@ known by its characters."""
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from birl.config import schema
 from birl.errors import BirlError
 from birl.text.bounds import beginning, cannot_fit
-from birl.text.chat import Chat
 from birl.types import Conversation, Message, Sample
+
+if TYPE_CHECKING:
+    from birl.text.chat import Chat
 
 C = TypeVar("C", str, tuple[Message, ...])
 Encoded = tuple[tuple[int, ...], tuple[bool, ...]]
@@ -49,7 +51,7 @@ class Encoder:
     """Encodes at most what `limit` tokens need, and one more. Raises `Unfit` for what is known to have more, unless
     data.too_long=truncate."""
 
-    chat: Chat
+    chat: "Chat"
     config: schema.Files
     limit: int
 

@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -18,20 +18,18 @@ from typing import Any, Literal, overload
 
 from birl.config.schema import Data, Files
 from birl.data.files import no_column
+from birl.data.messages import messages_of, text_of
 from birl.data.rows import Rows, pick
 from birl.data.rows import given as handed_over
 from birl.data.sources import read
-from birl.errors import BirlError, did_you_mean
+from birl.errors import BirlError
 from birl.types import Message, Task
 
 PROMPTS = ("messages", "prompt", "question")
 ANSWERS = ("ground_truth", "answer", "solution", "extra_info.answer", "reward_model.ground_truth")
+RESPONSES = ("response", "completion", "answer", "output", *ANSWERS)
 SOURCES = ("data_source", "extra_info.data_source")
 VALIDATION_SPLITS = ("validation", "test", "train")
-
-CALLS, THOUGHTS = ("tool_calls", "function_call"), ("reasoning_content", "thinking")  # of messages elsewhere
-
-KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 FINAL = re.compile(r"####[ \t]*([^\n#]*\S)\s*$")  # GSM8K: "6 * 12 = 72\n#### 72"
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -132,7 +130,7 @@ def load_tasks(config: Data, which: Literal["train", "validation"], *, chat: boo
     is wrong with a row raises when that row is asked for.
     """
     sources = read_sources(config, which, given, partial(_is_prompt, config))
-    return [Tasks(s, _reader(s, config, chat), prefix=p) for s, p in sources]
+    return [Tasks(s, reader_of(s, config, chat), prefix=p) for s, p in sources]
 
 
 def _is_prompt(config: Any, name: str) -> bool:
@@ -236,12 +234,13 @@ def answer_text(value: Any) -> str:
     return THOUSANDS.sub("", final[1]) if final else text
 
 
-def _reader(rows: Rows, config: Data, chat: bool) -> Reader:
+def reader_of(rows: Rows, config: Data, chat: bool) -> Reader:
     raw = not (chat and config.apply_chat_template)
     prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
     if prompt is None:
         raise BirlError(
             f"{rows.name} has no column {', '.join(PROMPTS)}. {existing(rows)} Set data.prompt_column to one of them."
+            + for_another(rows, "rl")
         )
     answer = column_of(rows, config.answer_column, ANSWERS, "data.answer_column")
     return Reader(prompt=prompt, answer=answer, raw=raw, chat=chat, system=config.system_prompt)
@@ -255,6 +254,25 @@ def column_of(rows: Rows, chosen: str, candidates: Sequence[str], key: str) -> s
     close = difflib.get_close_matches(chosen, rows.columns, n=1)
     hint = f" Did you mean {key}={close[0]}?" if close else ""
     raise BirlError(f"{key}={chosen}: {rows.name} has no such column. {existing(rows)}{hint}")
+
+
+def for_another(rows: Rows, *commands: str) -> str:
+    """Which command the rows are for, as an error ends, where it is none of `commands`; else empty."""
+    names = set(rows.columns)
+    answered = any(rows.has(name) for name in RESPONSES)
+    if {"chosen", "rejected"} <= names:
+        form, found = "Pairs of answers", ("dpo", "rm")
+    elif "label" in names and answered:
+        form, found = "Answers with a label", ("dpo preference.loss=kto",)
+    elif "text" in names or answered:
+        form, found = "Texts and answers to learn", ("sft",)
+    elif any(rows.has(name) for name in PROMPTS):
+        form, found = "Prompts alone", ("rl",)
+    else:
+        return ""
+    if set(commands) & set(found):
+        return ""
+    return f" {form} are for {' and '.join(f'`birl {command}`' for command in found)}."
 
 
 def existing(rows: Rows) -> str:
@@ -271,61 +289,3 @@ def _prefixes(sources: Sequence[Rows]) -> list[str]:
     ]
     made = {prefix + label for own, prefix in zip(labels, prefixes, strict=True) for label in own}
     return prefixes if len(made) == often.total() else [f"{i}:" for i in range(len(sources))]
-
-
-def text_of(value: Any, where: str, field: str) -> str:
-    if not isinstance(value, str):
-        raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text.")
-    if not value.strip():
-        raise BirlError(f"{where}: {field} is empty. Remove the row.")
-    return value
-
-
-def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tuple[Message, ...]:
-    """A list of {role, content}. Unless it is the `whole` conversation, something must be left to answer. Raises
-    `BirlError`, also for what a message says beside its content: a model would learn an answer without it."""
-    if not isinstance(value, list):
-        raise BirlError(f"{where}: {field} is {kind(value)}, it needs to be text or a list of messages.")
-    if not value:
-        raise BirlError(f"{where}: `{field}` is empty. Remove the row.")
-    unread = (*CALLS, *THOUGHTS) if whole else CALLS
-    found = tuple(_message(m, where, f"{field}[{i}]", unread) for i, m in enumerate(value))
-    if whole:
-        return found
-    if found[-1].role == "assistant":
-        raise BirlError(
-            f"{where}: {field} ends with an assistant message, so there is nothing left to answer. "
-            "Move that message into a column `answer`."
-        )
-    text_of(found[-1].content, where, f"{field}[{len(found) - 1}].content")
-    return found
-
-
-# Those of chat templates. Another one would be rendered by some templates and left out by others.
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "environment")
-ALIASES = {
-    **dict.fromkeys(("bot", "model", "gpt", "ai", "chatbot", "agent", "chatgpt", "answer"), "assistant"),
-    **dict.fromkeys(("human", "prompter", "question"), "user"),
-}
-
-
-def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Message:
-    if not isinstance(value, Mapping) or value.get("role") is None or "content" not in value:
-        found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
-        raise BirlError(f'{where}: {field} {found}; a message is {{"role": "user", "content": "..."}}.')
-    if name := next((name for name in unread if value.get(name)), None):
-        raise BirlError(
-            f"{where}: {field}.{name} is not read. Put what the model says into `content`, as its template writes it."
-        )
-    if not isinstance(value["role"], str) or not isinstance(value["content"], str):
-        name = "role" if not isinstance(value["role"], str) else "content"
-        raise BirlError(f"{where}: {field}.{name} is {kind(value[name])}, it needs to be text.")
-    if value["role"] not in ROLES:
-        near = ALIASES.get(value["role"].lower(), "")
-        hint = f" Did you mean {near}?" if near else did_you_mean(value["role"], ROLES)
-        raise BirlError(f"{where}: {field}.role is {value['role'][:80]!r}; roles are {', '.join(ROLES)}.{hint}")
-    return Message(role=value["role"], content=value["content"])
-
-
-def kind(value: Any) -> str:
-    return KINDS.get(type(value), f"a {type(value).__name__}")

@@ -105,12 +105,12 @@ class Preferences:
         return self.trained
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+        """reference=precomputed: the sums of all answers under the first weights, once for the run."""
         if self.loss != "kto" and any(len(e.sequences) == 1 for e in examples):
             raise BirlError(
                 f"preference.loss={self.loss} compares two answers, and the rows have one and a `label`: set "
                 "preference.loss=kto, or give rows with `chosen` and `rejected`."
             )
-        """reference=precomputed: the sums of all answers under the first weights, once for the run."""
         if self.kind != "precomputed":
             return
         rows, ranks = {_identity(e): e for e in examples}, self.trained.ranks

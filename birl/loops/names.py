@@ -11,7 +11,7 @@ from typing import Any
 from fsspec import available_protocols
 
 from birl.config.load import flatten
-from birl.data.sources import check_place
+from birl.data.early import check_data
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
 from birl.hub import check_model
@@ -24,9 +24,8 @@ FUNCTIONS = ("reward.functions", "algorithm.advantage", "algorithm.surrogate")
 def check_names(config: Any) -> None:
     """Raises `BirlError` for files, folders, data sets, models, environments and functions that are not there."""
     keys = flatten(config)
-    for key in ("data.train", "data.validation"):
-        for path in keys.get(key) or ():
-            check_place(path)
+    if hasattr(config, "data"):
+        check_data(config)
     for key in STORES:
         scheme = keys.get(key, "").partition("://")[0].partition("::")[0]
         if "://" in keys.get(key, "") and scheme not in available_protocols():

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from birl.config import schema
+from birl.data.messages import messages_of
 from birl.data.pack import pack
 from birl.data.sequences import Encoder, Tokens, Unfit
-from birl.data.tasks import messages_of
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.learner import Learner

@@ -85,12 +85,40 @@ def test_of_a_prompt_nothing_is_learned_where_no_header_parts_it_from_the_answer
     assert mistral.decode(ids).strip() == "Hello.</s>"
 
 
-@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("field", ["function_call", "reasoning_content", "thinking"])
 def test_what_a_message_says_beside_its_content_is_not_lost_in_silence(field: str) -> None:
-    talk = [TALK[1], {**TALK[2], field: [{"function": {"name": "add"}}] if field == "tool_calls" else "Hm."}]
+    talk = [TALK[1], {**TALK[2], field: "Hm."}]
     with pytest.raises(BirlError, match=rf"row 1: messages\[1\]\.{field} is not read"):
         texts([{"messages": talk}])
     assert texts([{"messages": [TALK[1], {**TALK[2], field: None}]}])[0].sequences  # as datasets fills it in
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"tool_calls": [CALL]},
+        {"tool_calls": [CALL], "content": None},
+        {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}], "content": ""},
+        {"tool_calls": [CALL["function"]], "content": []},
+    ],
+)
+def test_calls_are_learned_as_the_template_writes_them(said: dict[str, Any]) -> None:
+    """An assistant that only calls needs no content; what the tool answers is not learned."""
+    talk = [TALK[3], {"role": "assistant", **said}, {"role": "tool", "content": "7"}, TALK[4]]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
+    (example,) = texts([{"messages": talk}])
+    assert learned(example) == [call, "The answer is 7.<|im_end|>"] and "7\n</tool_response>" in whole(example)
+    (example,) = pairs([{"prompt": talk[:3], "chosen": talk[3:], "rejected": [{"role": "assistant", "content": "8"}]}])
+    assert "<tool_call>" in whole(example) and learned(example) == ["The answer is 7.<|im_end|>"]
+
+
+def test_parts_that_are_all_text_are_text() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo.", "image": None}]
+    (example,) = texts([{"messages": [TALK[1], {"role": "assistant", "content": parts}]}])
+    assert learned(example) == ["Hello.<|im_end|>"]
 
 
 def test_a_template_that_leaves_out_a_message_is_refused() -> None:
@@ -289,6 +317,35 @@ def test_a_broken_pair_is_named(case: str) -> None:
     row, message = BROKEN_PAIRS[case]
     with pytest.raises(BirlError, match=message):
         pairs([row], margin_column="margin" if case == "margin" else "")
+
+
+KTO_ROW = {"prompt": "Hi", "completion": "x", "label": False}
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "said"),
+    [
+        ("sft", PAIR_FORMS["prompt"], r"`birl dpo` and `birl rm`.*data\.answer_column=chosen"),
+        ("sft", PAIR_FORMS["conversations"], "`birl dpo` and `birl rm`"),
+        ("sft", KTO_ROW, r"`birl dpo preference\.loss=kto`.*data\.answer_column=completion"),
+        ("sft", {"prompt": "Hi"}, "row 1.*`birl rl`"),
+        ("dpo", {"prompt": "Hi", "completion": "x"}, "`birl sft`"),
+        ("dpo", {"text": "Hi"}, "`birl sft`"),
+        ("dpo", {"prompt": "Hi"}, "`birl rl`"),
+        ("rm", KTO_ROW, r"`birl dpo preference\.loss=kto`"),
+        ("rl", {"text": "Hi"}, "`birl sft`"),
+        ("rl", PAIR_FORMS["conversations"], "`birl dpo` and `birl rm`"),
+        ("rl", {"messages": TALK}, "row 1.*`birl sft`"),
+    ],
+)
+def test_rows_for_another_command_name_it(read: str, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(BirlError, match=said):
+        if read == "sft":
+            texts([row])
+        elif read == "rl":
+            load_tasks(schema.Data(), "train", chat=True, given=[row])[0][0]
+        else:
+            pairs([row], kind=schema.LabelledPairs if read == "dpo" else schema.RankedPairs)
 
 
 def test_an_end_token_inside_an_answer_does_not_hide_the_rest() -> None:

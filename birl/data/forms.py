@@ -1,0 +1,215 @@
+"""Rows of SFT, reward models and preference losses -> what they say, before anything becomes a token.
+
+Which columns there are decides the form of all rows of a source; what is wrong with a row is told with its place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from birl.config import schema
+from birl.data.messages import kind, messages_of, text_of
+from birl.data.rows import Rows, pick
+from birl.data.tasks import PROMPTS, RESPONSES, column_of, existing, for_another
+from birl.errors import BirlError
+from birl.types import Conversation
+
+TRUE, FALSE = (True, 1, "true", "yes", "1"), (False, 0, "false", "no", "0", -1)
+PICTURES = "pictures are not read. Remove these rows, or the column."
+#: columns of TRL's formats that say what the model sees or learns, and why they are refused
+UNREAD = {
+    "images": PICTURES,
+    "image": PICTURES,
+    "tools": "no tools are written into these prompts. Write them into the system message, or remove the column.",
+    "chat_template_kwargs": "templates get no options of a row. Remove the column.",
+    "completions": "answers that are judged step by step are not learned. Use one answer a row, as `response`.",
+}
+
+
+def text_form(rows: Rows, config: schema.Texts) -> "TextForm":
+    """Raises `BirlError` where the columns are not those of SFT."""
+    prompt = column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column")
+    response = column_of(rows, config.answer_column, RESPONSES, "data.answer_column")
+    learned = config.answer_column or rows.has("text")
+    other = for_another(rows, "sft", "rl")
+    if other and not learned and (response is None or isinstance(pick(rows[0], "label"), bool)):
+        key = "data.answer_column=chosen" if response is None else f"data.answer_column={response}"
+        raise BirlError(f"{rows.name}: {existing(rows)}{other} To learn one answer of each row here: {key}.")
+    if prompt is None and not rows.has("text"):
+        raise BirlError(
+            f"{rows.name} has no column {', '.join(PROMPTS)} and no `text`. {existing(rows)} Set "
+            "data.prompt_column, and data.answer_column, to two of them."
+        )
+    return TextForm(config.train_on, prompt, response)
+
+
+def pair_form(rows: Rows, config: schema.Pairs, preference: schema.Preference | None = None) -> "PairForm":
+    """Raises `BirlError` where the columns are not those of pairs, or of answers with a label, or not those of the
+    `preference` loss."""
+    config = _as_labelled(rows, config)
+    label = getattr(config, "label_column", "")
+    if label and preference and preference.loss != "kto":
+        raise BirlError(
+            f"{rows.name}: preference.loss={preference.loss} compares two answers, and the rows have one and a "
+            f"`{label}`: set preference.loss=kto, or give rows with `chosen` and `rejected`."
+        )
+    wanted = {"data.chosen_column": config.chosen_column, "data.label_column": label}
+    wanted["data.rejected_column"] = "" if label else config.rejected_column
+    wanted["data.margin_column"] = getattr(config, "margin_column", "")
+    for key, name in wanted.items():
+        try:
+            column_of(rows, name, (), key)
+        except BirlError as error:
+            raise BirlError(f"{error}{for_another(rows, 'dpo', 'rm')}") from error
+    return PairForm(config, column_of(rows, config.prompt_column, PROMPTS, "data.prompt_column"))
+
+
+def _as_labelled(rows: Rows, config: schema.Pairs) -> schema.Pairs:
+    """Rows with one answer and a `label`, as TRL has them for KTO, need no key."""
+    unset = schema.LabelledPairs()
+    if not isinstance(config, schema.LabelledPairs) or config.label_column or not rows.has("label"):
+        return config
+    if rows.has(config.chosen_column) or config.chosen_column != unset.chosen_column:
+        return config
+    answer = next((name for name in RESPONSES if rows.has(name)), None)
+    return replace(config, label_column="label", chosen_column=answer) if answer else config
+
+
+def is_text(config: Any, name: str) -> bool:
+    """All columns but those of labels and margins."""
+    own = (getattr(config, "label_column", ""), getattr(config, "margin_column", ""))
+    return name not in (*own, "label", "margin")
+
+
+def _check_read(row: dict[str, Any], where: str) -> None:
+    for name, why in UNREAD.items():
+        if row.get(name):
+            raise BirlError(f"{where}: `{name}` would be left out: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """Of SFT. `roles`: who is learned from."""
+
+    roles: Sequence[str]
+    prompt: str | None
+    response: str | None
+
+    def read(self, row: dict[str, Any], where: str) -> tuple[Conversation | None, Conversation]:
+        """A prompt and what answers it; or no prompt and a whole text or conversation. Raises `BirlError`."""
+        _check_read(row, where)
+        value = pick(row, self.prompt) if self.prompt else None
+        answer = pick(row, self.response) if self.response else None
+        if value is None and self.prompt and row.get("text") is None:
+            raise BirlError(f"{where}: has no `{self.prompt}`, which other rows have. One form of rows a file.")
+        if value is None:
+            return None, text_of(row.get("text"), where, "text")
+        if not isinstance(value, str) and not self._is_prompt(value, answer):
+            talk = messages_of(value, where, str(self.prompt), whole=True)
+            if "all" not in self.roles and not any(m.role in self.roles for m in talk):
+                raise BirlError(
+                    f"{where}: no message of {', '.join(self.roles)}, so there is nothing to learn. Remove the row."
+                )
+            return None, talk
+        prompt = (text_of if isinstance(value, str) else messages_of)(value, where, str(self.prompt))
+        if self.response is None:
+            raise BirlError(
+                f"{where}: `{self.prompt}` is there, but nothing to answer it. Set data.answer_column, or put the "
+                "answer into `messages`. Prompts alone are for `birl rl`."
+            )
+        if isinstance(answer, list):
+            return prompt, messages_of(answer, where, self.response, whole=True)
+        return prompt, text_of(answer, where, self.response)
+
+    def _is_prompt(self, value: Any, answer: Any) -> bool:
+        """Messages that end with something to answer, and an answer in a column of its own."""
+        last = value[-1] if isinstance(value, list) and value else None
+        return answer is not None and not (isinstance(last, dict) and last.get("role") == "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What a row says: `said` is the chosen and the rejected answer, or the only one, which is `good` or not; each is
+    text, or messages that may repeat the prompt."""
+
+    prompt: Conversation | None
+    said: tuple[Conversation, ...]
+    margin: float
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PairForm:
+    """Of reward models and preference losses."""
+
+    config: schema.Pairs
+    prompt: str | None
+
+    @property
+    def label(self) -> str:
+        return self.config.label_column if isinstance(self.config, schema.LabelledPairs) else ""
+
+    @property
+    def columns(self) -> list[str]:
+        chosen, rejected = self.config.chosen_column, self.config.rejected_column
+        return [chosen] if self.label else [chosen, rejected]
+
+    def read(self, row: dict[str, Any], where: str) -> Pair:
+        """Raises `BirlError`."""
+        _check_read(row, where)
+        value = pick(row, self.prompt) if self.prompt else None
+        prompt: Conversation | None = None
+        if value is not None:
+            prompt = (text_of if isinstance(value, str) else messages_of)(value, where, str(self.prompt))
+        answers = [pick(row, column) for column in self.columns]
+        if prompt is None and len(answers) == 2 and all(isinstance(a, str) for a in answers):
+            prompt, answers = _same_beginning(*answers)
+        return Pair(
+            prompt=prompt,
+            said=tuple(self._answer(prompt, a, where, c) for a, c in zip(answers, self.columns, strict=True)),
+            margin=self._margin(row, where),
+            good=_truth(pick(row, self.label), where, self.label) if self.label else True,
+        )
+
+    def _answer(self, prompt: Conversation | None, value: Any, where: str, name: str) -> Conversation:
+        if isinstance(value, str):
+            if prompt is None:
+                raise BirlError(
+                    f"{where}: `{name}` is an answer, but there is nothing that it answers: add a column `prompt` or "
+                    "`messages`, or give whole conversations."
+                )
+            return text_of(value, where, name)
+        talk = messages_of(value, where, name, whole=True)
+        if talk[-1].role != "assistant":
+            raise BirlError(
+                f"{where}: `{name}` ends with a message of {talk[-1].role}; the answer to judge is missing."
+            )
+        return talk
+
+    def _margin(self, row: dict[str, Any], where: str) -> float:
+        name = self.config.margin_column if isinstance(self.config, schema.RankedPairs) else ""
+        if not name:
+            return 0.0
+        value = pick(row, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise BirlError(f"{where}: `{name}` is {kind(value)}, it needs to be a number.")
+        return float(value)
+
+
+def _same_beginning(chosen: str, rejected: str) -> tuple[str | None, list[Any]]:
+    """Two texts without a prompt share it: their common beginning, up to a space (TRL's extract_prompt)."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    same -= same > 0 and chosen[same - 1] == " "
+    if not chosen[:same].strip() or not chosen[same:].strip() or not rejected[same:].strip():
+        return None, [chosen, rejected]
+    return chosen[:same], [chosen[same:], rejected[same:]]
+
+
+def _truth(value: Any, where: str, name: str) -> bool:
+    plain = value.strip().lower() if isinstance(value, str) else value
+    if plain is not None and plain in TRUE:
+        return True
+    if plain is not None and plain in FALSE:
+        return False
+    raise BirlError(f"{where}: `{name}` is {value!r}, it needs to be true or false.")
