@@ -3,6 +3,7 @@ out."""
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -28,6 +29,7 @@ from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
 
+MAKING = threading.RLock()
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 REWARD_MODEL = {"beside": {"score.weight"}, "without": {"lm_head.weight"}}  # beyond a language model's weights
 
@@ -258,17 +260,19 @@ def save_hf_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and advice."""
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    """Without transformers' progress bars and advice, and for one thread at a time: while it makes a model, transformers
+    changes the whole process (it replaces `PreTrainedModel.tie_weights` and the default type)."""
+    with MAKING:
+        level = transformers_logging.get_verbosity()
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            transformers_logging.set_verbosity(level)
+            if bars:
+                transformers_logging.enable_progress_bar()

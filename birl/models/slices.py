@@ -157,13 +157,13 @@ def _built(config: Any) -> Any:
             param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = on_meta  # pyright: ignore
-    try:
-        with quiet():
-            options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
+    options: Any = {"dtype": torch.float32, "attn_implementation": attention.NAME, "trust_remote_code": False}
+    with quiet():  # one thread at a time
+        nn.Module.register_parameter = on_meta  # pyright: ignore
+        try:
             model = AutoModelForCausalLM.from_config(config, **options)
-    finally:
-        nn.Module.register_parameter = register
+        finally:
+            nn.Module.register_parameter = register
     model.tie_weights()
     return model
 

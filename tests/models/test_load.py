@@ -78,6 +78,14 @@ def test_the_loaded_model_computes_what_the_saved_one_did(plain: Path) -> None:
         )
 
 
+def test_threads_may_load_at_once(plain: Path) -> None:
+    """transformers takes weight tying away from the whole process while it loads: the others' lm_head was missing."""
+    expected = dict(load_model(plain).named_parameters())
+    with ThreadPoolExecutor(3) as threads:
+        for model in threads.map(load_model, [plain] * 6):
+            assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
+
+
 def test_untied_embeddings_stay_apart(folder: Path) -> None:
     change_config(folder, tie_word_embeddings=False)
     change_weights(folder, lambda w: w.update({"lm_head.weight": torch.ones_like(w["model.embed_tokens.weight"])}))
