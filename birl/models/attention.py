@@ -28,6 +28,7 @@ from birl.models import varlen
 from birl.models.tree_attention import Area, tree_attention
 
 NAME = "birl"
+UNTOLD = -1  # attention was called without a sliding window; None: it was told that there is none
 IGNORED = {
     *("position_ids", "cache_position", "output_attentions", "output_router_logits", "use_cache", "is_causal"),
     "position_embeddings",
@@ -171,7 +172,7 @@ def attention(
     layout: Layout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNTOLD,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls. Raises `BirlError` for anything it would otherwise leave out silently."""
@@ -187,8 +188,9 @@ def attention(
     if not isinstance(layer, int):
         raise BirlError(f"{type(module).__name__} does not say which layer it is; this architecture is not supported.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window  # Qwen2-MoE's is
-    return layout.attend(layer, query, key, value, scale, window), None  # in its mask alone
+    if sliding_window == UNTOLD:  # Qwen2-MoE's is in its mask alone
+        sliding_window = getattr(module, "sliding_window", None)
+    return layout.attend(layer, query, key, value, scale, sliding_window), None
 
 
 AttentionInterface.register(NAME, attention)

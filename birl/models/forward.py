@@ -117,6 +117,7 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
 
     kind = type(model).__name__
     try:
+        slots_of(model)
         expected = alone()
         for name, way in (("packed", packed_rows), ("over the cache", paged)):
             found = way()

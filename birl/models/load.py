@@ -260,8 +260,8 @@ def save_hf_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and advice, and for one thread at a time: while it makes a model, transformers
-    changes the whole process (it replaces `PreTrainedModel.tie_weights` and the default type)."""
+    """Without transformers' progress bars and advice, and for one thread at a time: making a model, it changes the
+    whole process (`PreTrainedModel.tie_weights` and the default type)."""
     with MAKING:
         level = transformers_logging.get_verbosity()
         bars = transformers_logging.is_progress_bar_enabled()

@@ -94,7 +94,7 @@ def watched(model: nn.Module, tokens: int = 1) -> Witness:
     if not witness.slots:
         raise BirlError(
             f"birl does not support {type(model).__name__}: its layers do not call the attention that transformers "
-            "lets birl replace."
+            "lets birl replace, or do not hand on to it what the model was called with."
         )
     return witness
 

@@ -35,10 +35,13 @@ def shrunk(config: Any) -> Any:
     text.num_hidden_layers = layers
     for name, value in by_layer.items():
         setattr(text, name, value[:layers])
-    text.vocab_size, text.pad_token_id = min(text.vocab_size, WORDS), None
+    text.vocab_size = min(text.vocab_size, WORDS)
+    if getattr(text, "pad_token_id", None) is not None:
+        text.pad_token_id = 0
     for width in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if getattr(text, width, None):
-            setattr(text, width, min(getattr(text, width), INNER))
+        if each := getattr(text, width, None):
+            less = [min(n, INNER) for n in each] if isinstance(each, list | tuple) else min(each, INNER)
+            setattr(text, width, less)
     for name, value in list(vars(text).items()):
         window = ("window" in name and name != "max_window_layers") or name.startswith("attention_chunk")
         if window and isinstance(value, int) and not isinstance(value, bool) and value > WINDOW:

@@ -9,6 +9,13 @@ from birl.errors import BirlError, did_you_mean
 from birl.hub import run_of
 from birl.regular import read_json
 
+#: model types whose MLPs have two matrices
+UNGATED = {
+    *("apertus", "arcee", "falcon", "gpt_neox", "gpt_neox_japanese", "jais2", "nanochat", "nemotron", "opt"),
+    *("persimmon", "phi", "starcoder2"),
+}
+OWN_KEYS = {"gpt_neox", "gpt_neox_japanese", "opt", "persimmon"}  # transformers ignores num_key_value_heads there
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -42,6 +49,10 @@ class Shape:
         config = config.get("text_config") or config
         try:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
+            kind, kv_heads = config.get("model_type"), config.get("num_key_value_heads") or heads
+            if kind == "falcon":
+                alone = config.get("multi_query") and not config.get("new_decoder_architecture")
+                kv_heads = 1 if alone else config.get("num_kv_heads") or heads
             inner, experts = config.get("intermediate_size") or 4 * hidden, 0
             for name in ("num_experts", "num_local_experts", "n_routed_experts"):
                 experts = experts or config.get(name) or 0
@@ -51,11 +62,12 @@ class Shape:
                 layers=config["num_hidden_layers"],
                 hidden=hidden,
                 heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
+                kv_heads=heads if kind in OWN_KEYS else kv_heads,
                 head_dim=config.get("qk_nope_head_dim") or config.get("head_dim") or hidden // heads,
                 inner=inner,
                 vocabulary=config["vocab_size"],
                 tied=bool(config.get("tie_word_embeddings")),
+                gated=kind not in UNGATED,
                 experts=experts,
                 chosen=(config.get("num_experts_per_tok") or 0) if experts else 0,
                 expert_inner=expert_inner if experts else 0,

@@ -231,7 +231,8 @@ def test_replies_end_where_the_model_says_so_too(folder: Path) -> None:
     ("name", "options"),
     [
         ("MistralConfig", {**LLAMA_LIKE, "sliding_window": 4}),
-        ("Qwen2Config", LLAMA_LIKE),
+        ("Exaone4Config", {**LLAMA_LIKE, "sliding_window": 4, "sliding_window_pattern": 2}),
+        ("Qwen2Config", {**LLAMA_LIKE, "pad_token_id": 5}),
         ("Qwen3Config", LLAMA_LIKE),
         ("GPTNeoXConfig", SMALL),
         ("GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
@@ -250,13 +251,14 @@ def test_ordinary_transformers_are_accepted(tmp_path: Path, name: str, options: 
         ("CohereConfig", {**LLAMA_LIKE, "logit_scale": 0.5}, "post-processed"),
         ("GraniteConfig", {**LLAMA_LIKE, "logits_scaling": 8.0}, "post-processed"),
         ("BertConfig", {**SMALL, "intermediate_size": 64}, "does not implement"),
-        ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "cannot train"),
+        ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "do not call"),
         ("FalconConfig", {**SMALL, "alibi": True}, "falcon"),
         (
             "MambaConfig",
             {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
-            "across packed",
+            "do not call",
         ),
+        ("NemotronConfig", LLAMA_LIKE, "do not hand on"),
     ],
     ids=[
         "softcap",
@@ -268,6 +270,7 @@ def test_ordinary_transformers_are_accepted(tmp_path: Path, name: str, options: 
         "alibi",
         "own",
         "recurrent",
+        "drops_options",
     ],
 )
 def test_architectures_that_would_be_silently_wrong_are_refused(

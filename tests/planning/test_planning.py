@@ -75,6 +75,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "falcon": {"ffn_hidden_size": 256},
+    "gpt_neox": {"num_key_value_heads": 1},
+    "nemotron": {"num_key_value_heads": 2},
+    "phi": {"num_key_value_heads": 2},
     "deepseek_v3": {
         **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
         **{"first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 32, "n_group": 2, "topk_group": 1},
