@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -11,35 +10,53 @@ import sympy
 from math_verify import ExprExtractionConfig, parse, verify
 
 from birl.errors import BirlError
+from birl.rewards.notation import plain
 
 # math-verify limits its time with SIGALRM and calls a late answer wrong. Here the worker process has a deadline and a
 # late answer is a timeout, so its limits are off, and so is its warning that they are.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LONGEST = 5_000  # characters that are judged, from the end
+DEEPEST = 12  # brackets within brackets: the time that reading takes doubles with each
+LARGEST = 100_000  # exponents, and what a factorial is taken of
+ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+OPENED = re.compile(r"^.*<answer>", re.DOTALL | re.IGNORECASE)
+THOUGHT = re.compile(r"^.*</think>|<think>.*", re.DOTALL)  # what is only thought, also when it did not come to an end
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 # "1,000", "1/2", "50%", "72 dollars"
-PLAIN = re.compile(rf"[$€£]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\s+[a-zA-Z ]+)?")
-BARE = re.compile(rf"[$€£]?(?=[-+]?\.?\d){NUMBER}\s*%?\.?\s*")
+PLAIN = re.compile(rf"[$]?(?=[-+]?\.?\d){NUMBER}\.?(?:\s*%|\s*/\s*\d+)?(?:\s+[a-zA-Z ]+)?")
+BARE = re.compile(rf"[$]?(?=[-+]?\.?\d){NUMBER}\s*%?\.?\s*")
 NUMERAL = re.compile(r"\d(?:[\d,.]|[ ]\d{3}(?!\d))*")
+BASE = re.compile(r"_(?:\d|\{\w*\})")
+# 3 or 4: a list is no number, whichever of them is right
+LISTED = re.compile(rf"(?>\W*+\b(?:or|and|maybe|perhaps|possibly|either|both)\b|[-+$]?{NUMERAL.pattern}|[\s,;.*?!]+)++")
+HEDGED = re.compile(rf"\d\W*\bor\b(?:\s+(?:maybe|perhaps|possibly|even))*\s+[-+$]?{NUMERAL.pattern}[^\w\n]*$")
+AND = re.compile(r"\s+(?:and|or)\s+")
 PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 # four letters and more, or fewer with a vowel that is no usual name of a variable: yes, no, odd; but not xyz
 WORD = re.compile(r"(?:[^\W\d_]{4,}|(?=[^\W\d_]*[eiou])[^\W\d_]{2,3})(?:[ '-]+[^\W\d_]+)*")
+FUNCTIONS = re.compile(r"\\[a-zA-Z]+|\b(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)\b")
+SPELLED = re.compile(r"(?<![\\a-z])(?:(pi)|inf(?:ini)?ty)\b", re.IGNORECASE)
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 DELIMITER = re.compile(r"\\[()\[\]]")
-ANNOUNCED = re.compile(r"^.*\b(?:answer is|answer:)\s*", re.DOTALL | re.IGNORECASE)
-SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,2}")
+ANNOUNCED = re.compile(r"^.*\banswer(?:\s+is\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
+CHOICE = re.compile(r"\(?([A-Z])(?:[).:]\s+\S.*|[).])", re.DOTALL)
+CHOICES = re.compile(r"(?<![a-zA-Z])[A-Z][).:]")
+# a time or a date, of which 12:30 would be 2/5
+TIME = re.compile(
+    r"(?<![\d:])\d{1,2}:\d\d(?::\d\d)?(?:\s*[ap]\.?m\b)?|\b\d{4}-\d\d-\d\d\b|\b\d\d?[/.]\d\d?[/.]\d{2,4}\b"
+)
 
 
 def math(completions: list[str], gold: Sequence[object], **_: Any) -> list[float]:
     """1 where the last stated value equals the gold answer, else 0.
 
-    The last `<answer>...</answer>` is judged where there is one, else what follows the last `####` (GSM8K) that has a
-    number alone behind it or ends the text (others are headings), else the whole text, of which math-verify takes a
-    boxed or announced answer, else the last expression or number. Where the gold answer is a number, so must the answer
-    be: "3 + 4" equals 7 but only repeats the question.
+    Behind the thinking, the last `<answer>...</answer>` is judged where there is one, else what follows the last `####`
+    (GSM8K) that has a number alone behind it or ends the text (others are headings), else the whole text, of which
+    math-verify takes a boxed or announced answer, else the last expression or number. Where the gold answer is a
+    number, so must the answer be: "3 + 4" equals 7 but only repeats the question.
 
     Example: math(["3 + 4 = 7", "3 + 4 = 8", "3 + 4"], gold=["7", "7", "7"]) == [1.0, 0.0, 0.0]
     """
@@ -54,27 +71,89 @@ def _text(gold: object, index: int) -> str:
 
 @lru_cache(maxsize=4096)  # the answers of a group repeat themselves
 def _right(completion: str, gold: str) -> bool:
-    want, text, wanted = _gold(gold), _final(completion), _words(_final(gold))
-    if any(c.isalpha() for c in wanted) and _words(text) == wanted:
+    text, wanted = _final(THOUGHT.sub("", completion))[-LONGEST:], _final(gold)
+    if _as_text(text, wanted):
         return True
-    if WORD.fullmatch(wanted):  # as mathematics, yes is y * e * s
+    if TIME.fullmatch(_words(wanted)) or WORD.fullmatch(_signs(_words(wanted))):
+        return False  # as mathematics, yes is y * e * s
+    want, text = _gold(gold), plain(text)[-LONGEST:]
+    if _depth(text) > DEEPEST:
+        return False
+    stated = _signs(ANNOUNCED.sub("", text).strip(" \t\r\n*.!?"))
+    if _number(want[0]) is None:
+        stated = AND.sub(", ", stated)
+    elif _listed(stated) or HEDGED.search(text):
         return False
     if _equal(want, _parse(text)):
         return True
-    # LaTeX stands in the tag without its dollars, too
-    return bool(ANSWER_TAG.search(completion)) and not _delimited(text) and _equal(want, _parse(f"${text.strip()}$"))
+    # an expression that stands alone may do without its dollars
+    bare = not _delimited(stated) and not any(map(WORD.fullmatch, re.findall(r"[^\W\d_]+", FUNCTIONS.sub("", stated))))
+    return (bare or bool(ANSWER_TAG.search(completion))) and not _delimited(stated) and _equal(want, _latex(stated))
+
+
+def _as_text(text: str, wanted: str) -> bool:
+    """Whether the answer is word for word, time for time or letter for letter the right one."""
+    words, right = _words(text), _words(wanted)
+    if words == right and right:
+        return True
+    if TIME.fullmatch(right):
+        return [_squeezed(t) for t in TIME.findall(WRAPPED.sub(r"\1", text).casefold())][-1:] == [_squeezed(right)]
+    choice = CHOICE.fullmatch(_bare(text))
+    return choice is not None and choice[1].casefold() == right and len(CHOICES.findall(text)) < 2
+
+
+def _signs(text: str) -> str:
+    return SPELLED.sub(lambda m: r"\pi " if m[1] else r"\infty", text)
+
+
+def _squeezed(time: str) -> str:
+    return time.replace(" ", "").replace(".m", "m")
+
+
+def _listed(stated: str) -> bool:
+    return len({n.rstrip(".,") for n in NUMERAL.findall(stated)}) > 1 and LISTED.fullmatch(stated) is not None
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for bracket in re.findall(r"[(\[{}\])]", text):
+        depth = max(0, depth + (1 if bracket in "([{" else -1))
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _equal(want: list[Any], found: list[Any]) -> bool:
-    return bool(found) and _computed(want, found) and verify(want, found, timeout_seconds=None)
+    if not found or not _computed(want, found):
+        return False
+    return want[0] == found[0] if _open(found[0]) else verify(want, found, timeout_seconds=None)
+
+
+def _open(expression: Any) -> bool:
+    """Whether it is work that has still to be done: a sum, an integral, a power or a factorial of too many digits."""
+    if not isinstance(expression, sympy.Basic):
+        return False
+    for part in sympy.postorder_traversal(expression):  # 9^(9^9) is one, and must be seen before what it stands in
+        if isinstance(part, sympy.Integral | sympy.Sum | sympy.Product | sympy.Limit):
+            return True
+        if isinstance(part, sympy.Pow | sympy.factorial | sympy.binomial):
+            over: Any = part.exp if isinstance(part, sympy.Pow) else part.args[0]
+            if over.is_number and not abs(over.evalf(5)) <= LARGEST:
+                return True
+    return False
 
 
 def _words(text: str) -> str:
     """An answer that is a word or two, without what may stand around it."""
+    text = _bare(text)
+    around = "()" if any(c.isalpha() for c in text) else ""
+    return " ".join(text.strip(f" \t\r\n{around}").casefold().split())
+
+
+def _bare(text: str) -> str:
     boxed = BOXED.findall(text)
-    text = boxed[-1] if boxed else text
+    text = boxed[-1] if len(set(boxed)) == 1 else text
     text = DELIMITER.sub("", WRAPPED.sub(r"\1", ANNOUNCED.sub("", text)))
-    return " ".join(text.strip(" \t\r\n$*.()").casefold().split())
+    return text.rstrip(" \t\r\n$*`\"'.!").lstrip(" \t\r\n$*`\"'")
 
 
 def _delimited(text: str) -> bool:
@@ -83,21 +162,25 @@ def _delimited(text: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _gold(gold: str) -> list[Any]:
-    text = _final(gold).strip().replace("\u2212", "-").removeprefix("+")
-    if SCIENTIFIC.fullmatch(text):
-        text = f"{Decimal(text):f}"
+    text = _signs(plain(_final(gold)).strip().removeprefix("+"))
     if PLAIN.fullmatch(text):
         found = _parse(text, [ExprExtractionConfig()])
     else:  # LaTeX without its dollars is what data sets hold: of 2\sqrt{3} math-verify would see the 2
-        found = _parse(text if _delimited(text) else f"${text}$")
+        found = _parse(text) if _delimited(text) else _latex(text)
     if not found:
         raise BirlError(f"the gold answer {gold!r} cannot be read as mathematics")
     return found
 
 
+def _latex(text: str) -> list[Any]:
+    return _parse(f"${text.strip()}$")
+
+
 def _final(text: str) -> str:
+    """What is judged of an answer, see `math`."""
     if tagged := ANSWER_TAG.findall(text):
         return tagged[-1]
+    text = OPENED.sub("", text)  # generation stopped at </answer>
     marked = [m[1] for m in GSM8K.finditer(text) if BARE.fullmatch(m[1]) or not text[m.end() :].strip()]
     return marked[-1] if marked else text
 
@@ -113,7 +196,7 @@ def _computed(want: list[Any], found: list[Any]) -> bool:
     if asked is None or stated is None:
         return asked is None
     # the text counts as well: of \frac{14}{2}, sympy has already done the division
-    numerals = len(NUMERAL.findall(str(found[-1]).rpartition("=")[2]))
+    numerals = len(NUMERAL.findall(BASE.sub("", str(found[-1]).rpartition("=")[2])))
     return numerals <= 1 or asked != int(asked)
 
 

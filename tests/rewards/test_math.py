@@ -94,6 +94,65 @@ def test_gold_forms(gold: object, answer: str, right: int) -> None:
     assert math([answer], gold=[gold]) == [right]
 
 
+# gold answer § right § right §! wrong
+WRITTEN = r"""
+2\sqrt{3} § <answer>2√3</answer> § The answer is 2√3. § $2√3$ §! 2√2
+\sqrt{2} § sqrt(2) § √2 §! 2
+\frac{1}{2} § ½ § \boxed{50\%} § .5 §! 1 1/2
+50% § \boxed{50\%} § 50 percent § $50\%$
+\$72 § 72 § $72 § \$72 § 72 dollars
+-$18 § -18 § -$18 § $-18 § −18 § –18 § (-18) §! 18 §! <answer>18</answer>
+(1,2) § (1, 2) §! (2, 1) §! 1 and 2 or 3
+\{1,2,3\} § {1, 2, 3} § 3, 2, 1 §! 1, 2 §! 3
+2, 3 § 2 and 3 § x = 2 or x = 3 § 3, 2 §! 3 §! 2
+3 § x = 3 § "3" § [3] § ３ § <answer>`3`</answer> § 3, 3 §! 3 or 4 §! 4 or 3 §! 8 or maybe 3 §! It is 4 or 3.
+3 §! <answer>3, 4</answer> §! <answer>4 3</answer> §! <answer>1, 2, 3</answer>
+3 §! The answer is 3 or 4. §! #### 4 or 3 §! 4 3
+3 § <answer>3 § <answer><answer>3</answer></answer> § <ANSWER>3</ANSWER> §! <answer>4</answer> <answer>3 §! <answer>4 3
+3 § <think>4</think>3 § 4</think>3 §! <think><answer>3</answer></think>4 §! <think>3 §! 3</think>
+3 § \fbox{3} § \boxed{3.} § <answer>\text{3}</answer> § \boxed{3_{10}} §! \boxed{4}, \boxed{3} §! \boxed{3e1} §! 3e1
+1000 § \boxed{1\,000} § 1 000 § 1{,}000 § 1e3 §! 1.000
+x^2 § <answer>x²</answer> § x² §! x³
+10^{5} § 10⁵ § 100000 § 1e5
+1500 § 1.5e3 § 1.5 × 10^3 § \boxed{1.5 \times 10^3} § 1.5 \times 10^{3} §! 1.5e2
+6.02e23 § \boxed{6.02\times10^{23}}
+5/2 § 2 1/2 § 2½ § \boxed{2\frac12} §! 2 1/3 §! 21/2
+2 1/2 § 2.5 § \boxed{2\frac{1}{2}} §! 1/2
+\infty § ∞ § infinity § <answer>∞</answer> §! -\infty §! $-∞$
+infinity § \boxed{\infty} § infinity
+\frac{\pi}{3} § π/3 § pi/3 § $π/3$ §! 1/3
+2x+3 § 3 + 2x §! 2x + 4
+2+3i § 2 + 3i §! 2 - 3i
+x>3 § x > 3 §! x < 3
+yes § The answer is: yes § So the answer is **yes**! § **Answer:** Yes
+yes §! \boxed{no}, \boxed{yes} §! yes or no §! I do not answer yes
+true § <answer>`True`</answer> §! false
+B § \boxed{\text{B. 12}} § <answer>(B) Paris</answer> § B: Paris § B) §! A. not B §! B) or C) §! C
+12:30 § It leaves at 12:30. § \boxed{12:30} §! 2:5 §! 30 §! 12:31
+3:00 PM § 3:00 p.m. § \boxed{3:00 \text{ PM}} §! 3:00 am
+2024-01-15 § On 2024-01-15. §! 2008 §! 2024-01-16
+June 20 § June 20. §! 20 §! June 21
+.5 § 0.5 §! 5
+"""  # noqa: RUF001
+
+
+@pytest.mark.parametrize("line", WRITTEN.strip().splitlines())
+def test_ways_of_writing(line: str) -> None:
+    gold, *answers = line.split(" §")
+    for answer in answers:
+        assert math([answer.removeprefix("!").strip()], gold=[gold]) == [float(answer[0] != "!")], answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["$9^{9^{9^{9}}}$", r"\boxed{(10^9)!}", r"$\prod_{i=1}^{10^9} i$", "$" + "(" * 99 + "7" + ")" * 99 + "$"],
+    ids=str.split,
+)
+@pytest.mark.parametrize("gold", ["7", r"\{1,2\}", r"2\sqrt{3}"])
+def test_what_would_take_for_ever_is_wrong(answer: str, gold: str) -> None:
+    assert math([answer], gold=[gold]) == [0.0]
+
+
 def test_gold_that_cannot_be_used() -> None:
     with pytest.raises(BirlError, match="completion 1: its row has no right answer"):
         math(["7", "7"], gold=["7", None])

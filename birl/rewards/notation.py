@@ -1,0 +1,61 @@
+"""How numbers and formulas are written: into the one spelling that math-verify reads."""
+
+import re
+import unicodedata
+from decimal import Decimal
+
+DIGITS = r"\d{1,9}"  # of a part that is computed with
+SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
+VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+WIDE = re.compile(r"[^\x00-\x7f]")
+SYMBOLS = {
+    "\u2212": "-",
+    "\u03c0": r"\pi ",
+    "\u221e": r"\infty ",
+    "\u222a": r"\cup ",
+    "\u2229": r"\cap ",
+    "\u00b0": r"^\circ ",
+}
+ROOT = re.compile(r"\u221a\s*(?:(\d+|[^\W\d_])|\(([^()]*)\))")
+TIMES = r"\s*(?:\\times|\\cdot|[\u00d7\u00b7x*])\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?\d{1,2})\s*\}|([-+]?\d{1,2}))"
+SCIENTIFIC = re.compile(rf"(?<![\w.,])(?:(\d+(?:\.\d*)?)[eE]([-+]?\d{{1,2}})|(\d(?:\.\d+)?){TIMES})(?![\d.]*\d|\w)")
+MIXED = re.compile(rf"(?<![\w./^,])({DIGITS}) ({DIGITS})/({DIGITS})(?![\w/^]|\.\d)")
+NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+RULES = [
+    (re.compile(r"\\fbox\b"), r"\\boxed"),
+    (re.compile(r"(?<![\w\u2013)])\u2013\s*(?=\d)"), "-"),  # a dash, where it is no range
+    (re.compile(rf"\\(?:text|textbf|mathrm|mathbf)\{{\s*({NUMBER})\s*\}}"), r"\1"),
+    (re.compile(rf"\\boxed\{{\s*({NUMBER})\s*\\?%\s*\}}"), r"$\1%$"),
+    (re.compile(rf"\\boxed\{{\s*({NUMBER})\.\s*\}}"), r"\\boxed{\1}"),
+    (re.compile(rf"(?<![\w\"'`])[\"'`]({NUMBER})[\"'`](?!\w)"), r"\1"),
+    (re.compile(r"(?<=\d)\\%"), "%"),
+    (re.compile(r"\\\$(?=\s*[-+]?[\d.])|[\u20ac\u00a3](?=\s*[-+]?\d)|(?<=\d)\s?[\u20ac\u00a3](?!\s*\d)"), ""),
+    (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})(?=\d{3}(?!\d))"), ""),  # thousands
+    (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # a decimal comma
+    (re.compile(r"(?:^|(?<=[=:(]))\s*-\s+(?=\d)"), "-"),
+    (re.compile(r"^\s*([-+])\s*\$(?=[\d.][^$]*$)"), r"\1"),
+]
+
+
+def plain(text: str) -> str:
+    """The same with Unicode signs, currencies, mixed numbers and powers of ten as math-verify reads them.
+
+    Example: plain("2\u221a3") == r"2\\sqrt{3}", plain("1.5e3") == "1500", plain("2 1/2") == "5/2"
+    """
+    text = SUPERSCRIPT.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}".replace("\u2212", "-"), text)
+    text = VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/"), text)
+    text = ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or ''}}}", text)
+    text = WIDE.sub(lambda m: str(unicodedata.decimal(m[0], SYMBOLS.get(m[0], m[0]))), text)
+    for pattern, instead in RULES:
+        text = pattern.sub(instead, text)
+    return MIXED.sub(_fraction, SCIENTIFIC.sub(_digits, text))
+
+
+def _digits(match: re.Match[str]) -> str:
+    number, power = match[1] or match[3], match[2] or match[4] or match[5]
+    return f"{Decimal(f'{number}e{power}'):f}"
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, above, below = (int(part) for part in match.groups())
+    return f"{whole * below + above}/{below}" if above < below else match[0]
