@@ -151,12 +151,12 @@ setup-trackers: .venv-trackers/setup.done
 setup-agents: .venv-agents/setup.done
 
 # On top of .venv: birl runs there, too.
-.venv-agents/setup.done: tests/serve/requirements.txt .venv/dev.done
+.venv-agents/setup.done: tests/server/requirements.txt .venv/dev.done
 	@echo "Installing agent packages and lm-eval into .venv-agents (once)"
 	@test -x .venv-agents/bin/python || $(BIN)/python -m venv .venv-agents
 	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 		> "$$(.venv-agents/bin/python -c 'import site; print(site.getsitepackages()[0])')/birl.pth"
-	@.venv-agents/bin/python $(PIP) --no-deps -r tests/serve/requirements.txt
+	@.venv-agents/bin/python $(PIP) --no-deps -r tests/server/requirements.txt
 	@touch $@
 
 demo: setup

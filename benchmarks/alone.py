@@ -95,7 +95,7 @@ async def both(args: argparse.Namespace, compute: Executor) -> dict[str, Any]:
     import torch
 
     from birl.config import schema
-    from birl.loops.policy import load_policy
+    from birl.engine.policy import load_policy
     from birl.models.load import cast
 
     policy = load_policy(schema.Model(path=args.model), compute)
@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--max-batch", type=int, default=64)
     args = parser.parse_args()
     from birl.allocator import keep_memory
-    from birl.loops.machine import compute_thread
+    from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread(1) as compute:

@@ -49,7 +49,7 @@ def main() -> int:
     args = arguments()
     os.environ.update(environment(args.threads))  # before torch is imported
     from birl.allocator import keep_memory
-    from birl.loops.machine import compute_thread
+    from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread(args.threads) as compute:
@@ -75,8 +75,8 @@ def measure(args: argparse.Namespace, compute: Any) -> tuple[list[dict[str, Any]
 
     from benchmarks import decoding, products, training
     from birl.config import schema
+    from birl.engine.policy import load_policy
     from birl.learner.learner import Learner
-    from birl.loops.policy import load_policy
     from birl.models.decoder import decoder_for
 
     def there(function: Callable, *given: Any) -> Any:

@@ -22,7 +22,7 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
     import torch
 
     from birl.config import schema
-    from birl.loops.policy import load_policy
+    from birl.engine.policy import load_policy
     from birl.models.load import cast
     from birl.types import Completion, Message, SamplingParams
 
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--json", help="also write every figure into this file")
     args = parser.parse_args()
     from birl.allocator import keep_memory
-    from birl.loops.machine import compute_thread
+    from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread() as compute:

@@ -29,7 +29,7 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
 
     from benchmarks.peers import rows
     from birl.config import schema
-    from birl.loops.policy import DTYPES, load_policy
+    from birl.engine.policy import DTYPES, load_policy
     from birl.models.load import cast
     from birl.types import Message, SamplingParams
 
@@ -81,7 +81,7 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
 def main() -> None:
     args = arguments()
     from birl.allocator import keep_memory
-    from birl.loops.machine import compute_thread
+    from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread() as compute:

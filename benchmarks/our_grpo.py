@@ -1,4 +1,4 @@
-"""Our side: GRPO with birl on a local model folder, through `birl.loops.rl.train` as `birl rl` calls it; prints JSON.
+"""Our side: GRPO with birl on a local model folder, through `birl.train.rl.train` as `birl rl` calls it; prints JSON.
 
     .venv/bin/python -m benchmarks.our_grpo --model DIR --data prompts.jsonl --prompts 4 --group 4 --tokens 64
 
@@ -44,7 +44,7 @@ def main() -> None:
     args = arguments()
     from birl.config import schema
     from birl.config.load import load
-    from birl.loops import build, rl
+    from birl.train import build, rl
 
     plain = build.sampling
     build.sampling = lambda rollout: dataclasses.replace(plain(rollout), ignore_eos=True)

@@ -44,7 +44,7 @@ class Shared:
 @contextmanager
 def policy_thread(threads: int) -> Iterator[Executor]:
     from birl.allocator import keep_memory
-    from birl.loops.machine import compute_thread
+    from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread(threads) as compute:
@@ -107,7 +107,7 @@ def train(learner: Any, samples: list[Any]) -> None:
 
 def load(compute: Executor) -> Any:
     from birl.config import schema
-    from birl.loops.policy import load_policy
+    from birl.engine.policy import load_policy
 
     return load_policy(schema.Model(path="smollm2"), compute)
 

@@ -1,5 +1,5 @@
 """What the real router costs as the fleet grows: engines and environments are made of simulated time, everything else
-is the code that runs in production (`birl.serve.router`).
+is the code that runs in production (`birl.engines.router`).
 
     python -m benchmarks.router_scale [--engines 64 1024 16384] [--open 64] [--requests 100000] [--json FILE]
 
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import machine
+from birl.engines.router import Router
+from birl.engines.wire import Info
 from birl.models.digests import whole
-from birl.serve.router import Router
-from birl.serve.wire import Info
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
 PARAMS = SamplingParams(max_tokens=8, seed=1)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.peers import ROOT, environment, machine
-from birl.serve.process import free_port
+from birl.process import free_port
 
 GOAL = 0.8  # weak efficiency of ddp and fsdp
 BYTES = 1.1  # of the least

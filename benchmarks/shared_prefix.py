@@ -44,7 +44,7 @@ def main() -> int:
     args = arguments()
     os.environ.update(environment(args.threads))  # before torch is imported
     from birl.allocator import keep_memory
-    from birl.loops.machine import compute_thread
+    from birl.parallel.machine import compute_thread
 
     keep_memory()
     with compute_thread(args.threads) as compute:
@@ -74,8 +74,8 @@ def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
 
     from benchmarks import decoding, training
     from birl.config import schema
+    from birl.engine.policy import load_policy
     from birl.learner.learner import Learner
-    from birl.loops.policy import load_policy
 
     def there(function: Callable, *given: Any) -> Any:
         return compute.submit(function, *given).result()

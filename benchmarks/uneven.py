@@ -40,8 +40,8 @@ def length(seed: int, tokens: int, sigma: float, longest: int) -> int:
 def install(args: argparse.Namespace) -> None:
     from birl.envs import open as envs
     from birl.envs.single_turn import SingleTurn
-    from birl.loops import rl
     from birl.rollout.session import Session
+    from birl.train import rl
     from birl.types import Feedback, Message
 
     generates, finishes = Session._generate, rl._Run.finish_step

@@ -118,9 +118,9 @@ async def busy(engine: Any, prompt: tuple[int, ...], tokens: int, number: int) -
 async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Path, compute: Any) -> dict[str, Any]:
     from birl.config import schema
     from birl.config.load import load
-    from birl.loops import build
     from birl.parallel.crew import Crew
     from birl.parallel.ranks import Ranks
+    from birl.train import build
     from birl.weights.publish import Sender
 
     words = [f"model.path={args.model}", f"model.dtype={dtype}", f"data.train={args.data}", f"run={folder}"]
@@ -192,7 +192,7 @@ def main() -> int:
     os.environ.update(environment(1))
     from birl.allocator import keep_memory
     from birl.errors import BirlError
-    from birl.loops.machine import compute_thread
+    from birl.parallel.machine import compute_thread
 
     keep_memory()
     before, bandwidth = machine(), copied()

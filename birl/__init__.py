@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from birl.errors import BirlError
 
 if TYPE_CHECKING:
-    from birl.loops.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer, Trainer
+    from birl.trainer import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer, Trainer
 
 # What other packages call a trainer or its settings, and what does it here.
 ELSEWHERE = {
@@ -39,7 +39,7 @@ ELSEWHERE = {
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        from birl.loops import trainer
+        from birl import trainer
 
         return getattr(trainer, name)
     if name in ELSEWHERE:

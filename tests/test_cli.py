@@ -112,9 +112,9 @@ def test_help_survives_a_closed_pipe():
 
 def test_another_closed_pipe_is_an_error():
     code = (
-        "import sys, types; from birl.cli import main; import birl.loops\n"
+        "import sys, types; from birl.cli import main; import birl.train\n"
         "def train(*args, **options): raise BrokenPipeError('of a worker')\n"
-        "sys.modules['birl.loops.rl'] = types.SimpleNamespace(train=train)\n"
+        "sys.modules['birl.train.rl'] = types.SimpleNamespace(train=train)\n"
         "sys.exit(main(['rl', 'data.train=a.jsonl']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -123,8 +123,8 @@ def test_another_closed_pipe_is_an_error():
 
 def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[object, ...]] = []
-    fake(monkeypatch, "birl.loops.rl", train=lambda *args, **options: calls.append((*args, options)))
-    fake(monkeypatch, "birl.loops.evaluation", run=lambda config: calls.append((config,)))
+    fake(monkeypatch, "birl.train.rl", train=lambda *args, **options: calls.append((*args, options)))
+    fake(monkeypatch, "birl.cli.evaluation", run=lambda config: calls.append((config,)))
     assert main(["rl", TRAIN, "--dry-run", "algorithm=grpo"]) == 0
     assert main(["eval", "data.validation=b.jsonl"]) == 0
     (config, choices, options), (evaluation,) = calls
@@ -134,7 +134,7 @@ def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
 
 def test_other_commands_get_their_words(monkeypatch: pytest.MonkeyPatch):
     calls: list[object] = []
-    fake(monkeypatch, "birl.loops.chat", run=lambda words: calls.append(words) or 0)
+    fake(monkeypatch, "birl.cli.chat", run=lambda words: calls.append(words) or 0)
     fake(monkeypatch, "birl.learner.checkpoint_cli", run=lambda words: calls.append(words) or 3)
     fake(monkeypatch, "birl.models.cache_cli", run=lambda words: calls.append(words) or 4)
     assert main(["chat"]) == 0
@@ -152,10 +152,10 @@ def test_errors_and_ctrl_c_have_their_exit_codes(monkeypatch: pytest.MonkeyPatch
 
         return train
 
-    fake(monkeypatch, "birl.loops.rl", train=fail(BirlError("row 3: no prompt")))
+    fake(monkeypatch, "birl.train.rl", train=fail(BirlError("row 3: no prompt")))
     assert main(["rl", TRAIN]) == 2
     assert capsys.readouterr().err == "birl: row 3: no prompt\n"
-    fake(monkeypatch, "birl.loops.rl", train=fail(KeyboardInterrupt()))
+    fake(monkeypatch, "birl.train.rl", train=fail(KeyboardInterrupt()))
     assert main(["rl", TRAIN]) == 130
 
 

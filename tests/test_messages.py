@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import main
+from birl.cli.configured import RUNS
 
 ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
 
@@ -197,8 +198,8 @@ def test_what_is_not_there_is_told_before_torch_is_imported(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in [n for n in sys.modules if n.partition(".")[0] in ("torch", "transformers", "datasets")]:
         monkeypatch.setitem(sys.modules, name, None)  # an import would be an ImportError
-    for name in ("rl", "sft", "rm", "dpo", "evaluation", "serve", "plan", "machine"):
-        monkeypatch.delitem(sys.modules, f"birl.loops.{name}", raising=False)
+    for name in [*RUNS.values(), "birl.train.plan", "birl.parallel.machine"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     row = '{"prompt": "1 + 1?", "answer": "2"}\n'
     for name, text in {
         "rows.jsonl": row,

@@ -13,7 +13,7 @@ class Command:
     """`run`: "module:function", imported when it is wanted: words in, exit code out; empty for the configured ones. Its
     help is in usage.py, or the module's USAGE. `offered`: words that completion knows beside keys and folders.
 
-    Example: Command(name="ledger", brief="where every token went", run="birl.loops.ledger:run")
+    Example: Command(name="ledger", brief="where every token went", run="birl.rollout.ledger:run")
     """
 
     name: str
@@ -62,7 +62,7 @@ ALL = (
         brief="run a recipe, and say whether it gave what it gave before",
         run="birl.recipes.command:run",
     ),
-    Command(name="chat", brief="talk to a model or to a run", run="birl.loops.chat:run"),
+    Command(name="chat", brief="talk to a model or to a run", run="birl.cli.chat:run"),
     Command(
         name="runs",
         brief="the runs of a folder: state, step, reward, best validation",
@@ -75,7 +75,7 @@ ALL = (
         run="birl.track.difference:run",
         offered=("--json", "--help"),
     ),
-    Command(name="ledger", brief="where every token went that a run has sampled", run="birl.loops.ledger:run"),
+    Command(name="ledger", brief="where every token went that a run has sampled", run="birl.rollout.ledger:run"),
     Command(
         name="checkpoints",
         brief="list, verify, export and prune the checkpoints of a run",

@@ -20,7 +20,11 @@ ONLY = {  # flag -> the commands that take it, and why others do not
 }
 
 
-LOOPS = {"eval": "birl.loops.evaluation"}
+#: what carries a command out
+RUNS = {name: f"birl.train.{name}" for name in ("rl", "sft", "rm", "dpo")} | {
+    "eval": "birl.cli.evaluation",
+    "serve": "birl.server.serve",
+}
 
 
 def run(command: str, words: list[str]) -> int:
@@ -41,18 +45,18 @@ def run(command: str, words: list[str]) -> int:
         print("# presets: " + " ".join(f"{group}={name}" for group, name in choices.items()))
         print(to_yaml(config), end="")
         return 0
-    if LOOPS.get(command, f"birl.loops.{command}") not in sys.modules:  # else it tells as soon
-        from birl.loops.names import check_names
+    if RUNS[command] not in sys.modules:  # else it tells as soon
+        from birl.train.names import check_names
 
         check_names(config)
     if "--validate" in flags:
-        return load("birl.loops.validate").run(config)
+        return load("birl.cli.validate").run(config)
     elif command == "eval":
-        load("birl.loops.evaluation").run(config)
+        load(RUNS[command]).run(config)
     elif command == "serve":
-        return load("birl.loops.serve").run(config)
+        return load(RUNS[command]).run(config)
     else:
-        loop = load(f"birl.loops.{command}")
+        loop = load(RUNS[command])
         config, choices = _over_ranks(schema, overrides, config, choices)
         if _ranks().leads():
             return exit_code(loop.train(config, choices, dry_run="--dry-run" in flags))
@@ -81,7 +85,7 @@ def _over_ranks(
 
 
 def _ranks() -> Any:
-    return import_module("birl.loops.ranks")
+    return import_module("birl.parallel.grid")
 
 
 def flags_of(command: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from birl.config.load import load
 from birl.config.rules_engine import SERVERS
 from birl.errors import BirlError, tell
 from birl.exits import code_of
-from birl.serve.limits import is_loopback
+from birl.hosts import is_loopback
 
 USAGE = "python -m birl.launch.engine --name=EXPERIMENT/TRIAL rl WORDS"
 
@@ -61,9 +61,9 @@ def run(argv: list[str]) -> int:
 
 def own(config: schema.RL, name: str, host: str) -> int:
     """`birl serve`, in this process unless engine.python is another interpreter."""
-    from birl.loops import serve
-    from birl.loops.prepare import prepared
-    from birl.loops.server import serve_words
+    from birl.engines.kinds import serve_words
+    from birl.server import serve
+    from birl.train.prepare import prepared
 
     words = [*serve_words(config.engine, prepared(config)), f"name={name}", f"host={host}", *config.engine.arguments]
     if config.engine.python:
@@ -74,10 +74,10 @@ def own(config: schema.RL, name: str, host: str) -> int:
 
 async def other(config: schema.RL, name: str) -> int:
     """A server of another kind as our child, which ends with us."""
-    from birl.loops.prepare import prepared
-    from birl.loops.server import child, speak
-    from birl.serve import names
-    from birl.serve.process import free_port
+    from birl.engines import names
+    from birl.engines.kinds import child, speak
+    from birl.process import free_port
+    from birl.train.prepare import prepared
 
     names.folder(name)
     stop, told, loop = asyncio.Event(), [], asyncio.get_running_loop()

@@ -55,7 +55,7 @@ class Role:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """`words`: the configuration as it was typed, `run` its folder, `engines` the name under which engines of the job
-    register (`serve/names.py`), empty where it has none of its own. The first role is the learner: its ranks find one
+    register (`engines/names.py`), empty where it has none of its own. The first role is the learner: its ranks find one
     another by RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where there are several.
 
     Example: job = derive("rl", ["recipe.yaml", "engine.kind=vllm", "engine.count=2"], Keys(gpus=1))

@@ -14,8 +14,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from birl.engines import names
 from birl.errors import BirlError
-from birl.serve import names
 
 START = 1200.0  # s that a model may take to come
 

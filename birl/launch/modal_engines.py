@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from birl.engines import names
 from birl.errors import BirlError
 from birl.exits import STOPPED
 from birl.launch.modal_roles import BEAT, START, Ended, Notes, Streamed, Work
-from birl.serve import names
 
 LIFE = 6  # beats after which an engine that notes nothing is taken for gone
 UNCOUNTED = ("/metrics", "/health", "/ready")  # routes that say nothing about whether an engine is used

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl.serve import names
-from birl.serve.group import Group
+from birl.engines import names
+from birl.process_group import Group
 
 LAST = 2000  # bytes of a log that are looked at for its last line
 NO_PROCESS = 127  # the code of one that could not be started

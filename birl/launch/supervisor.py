@@ -17,12 +17,12 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
+from birl.engines import names
 from birl.errors import BirlError
 from birl.exits import MISTAKE, STOPPED
 from birl.launch import plan as files
 from birl.launch.child import Child
 from birl.launch.plan import Plan, State
-from birl.serve import names
 from birl.track.runs import last_record
 
 POLL = 0.1  # s between two looks

@@ -14,7 +14,7 @@ from birl.launch import local
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 from birl.launch.plan import Plan
-from birl.serve.process import free_port
+from birl.process import free_port
 
 PLACE = "birl"  # of torchrun's rendezvous
 

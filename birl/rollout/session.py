@@ -39,7 +39,7 @@ class Translator(Protocol):
 
 
 class Gateway(Protocol):
-    """Where sessions are reached over HTTP (`birl.serve.gateway`)."""
+    """Where sessions are reached over HTTP (`birl.server.gateway`)."""
 
     def enter(self, session: "Session") -> str: ...
     def leave(self, session: "Session") -> None: ...

@@ -61,7 +61,7 @@ def server(runs: "Runs", listener: socket.socket) -> "uvicorn.Server":
     """The server of the page, not started: `.run([listener])` blocks until a signal."""
     import uvicorn
 
-    from birl.serve.connections import Patient
+    from birl.server.connections import Patient
     from birl.view.server import app
 
     return uvicorn.Server(

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from birl.engines.client import Client
+from birl.engines.collective import Group, backend, gpu, host_store, own_address, shapes_of
+from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown, WeightsFailed, first_line
-from birl.serve.client import Client
-from birl.serve.collective import Group, backend, gpu, host_store, own_address, shapes_of
-from birl.serve.wire import Invitation
 from birl.types import Held, Update
 
 BLAMELESS = 2  # attempts in a row that fail although every engine is there

@@ -25,13 +25,13 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from birl.engines.peer import size
+from birl.engines.remote import Remote
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
 from birl.models.heads import HEADS
 from birl.parallel.experts import experts_of
-from birl.serve.peer import size
-from birl.serve.remote import Remote
 from birl.types import Held, Update
 from birl.waits import event, waiting
 from birl.weights import folder

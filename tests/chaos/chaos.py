@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from birl.loops.ledger import audit
+from birl.rollout.ledger import audit
 from tests.chaos.events import kinds
 from tests.chaos.invariants import broken
 from tests.chaos.processes import forked, preload, started

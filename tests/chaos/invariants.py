@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.learner import checkpoint
-from birl.loops.ledger import audit
+from birl.rollout.ledger import audit
 from birl.track.log import read_jsonl
 
 BF16_GAP = 0.0  # nats: with the kernels, engine and learner compute the same bits

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl.serve.group import WRAPPER
+from birl.process_group import WRAPPER
 
 FORK = multiprocessing.get_context("forkserver")
 
@@ -114,7 +114,7 @@ def _birl(words: list[str], pipe: Any) -> None:
 
 def preload() -> None:
     """Before the first `forked` of this process."""
-    FORK.set_forkserver_preload(["birl.loops.rl", "birl.loops.serve", "birl.track.report", "tests.tiny"])
+    FORK.set_forkserver_preload(["birl.train.rl", "birl.server.serve", "birl.track.report", "tests.tiny"])
 
 
 def no_room(pid: int, limit: int) -> None:

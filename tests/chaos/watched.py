@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from birl.serve.process import free_port
+from birl.process import free_port
 from tests.chaos.processes import Child, Server, Start, about, kill, servers_of, started
 from tests.chaos.proxy import Proxy
 from tests.tiny import tiny_model_folder

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from birl.cli import evaluation
 from birl.config.help import documentation
 from birl.config.load import load_with_choices
 from birl.config.schema import RL, Eval
@@ -30,11 +31,11 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.learner.store import Store
-from birl.loops import build, evaluation, rl
 from birl.parallel.ranks import AXES
 from birl.rollout.group import Rollout
 from birl.track.sink import Start
 from birl.track.sinks import KINDS, Kind
+from birl.train import build, rl
 from birl.types import Group
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
@@ -331,7 +332,7 @@ MEASURED = {  # keys of RL and Eval whose effect shows in the same place
     **SANDBOX,
     "engine.max_batch": Case("1", lambda s: s.decoded_at_once, 1),
     "engine.draft_rows": Case("0", lambda s: s.guesses, 0, "data.validation=b.jsonl validation.max_tokens=60"),
-    # what each of these does with servers: tests/loops/test_engines.py
+    # what each of these does with servers: tests/train/test_engines.py
     **{key: Case(value, refused=r"engine\.kind=embedded does not read it") for key, value in SERVERS.items()},
     "engine.kind": Case("birl", lambda s: type(s.parts.rollout.engine).__name__, "Servers"),
     "engine.kv_cache_gb": Case("1e-5", refused=r"engine\.kv_cache_gb=1e-05 holds the keys and values of \d+ tokens"),

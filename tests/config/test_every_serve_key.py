@@ -12,8 +12,8 @@ from birl.config.help import documentation, render
 from birl.config.load import load
 from birl.config.schema import Serve
 from birl.errors import BirlError
-from birl.loops import serve
-from birl.serve.service import Service
+from birl.server import serve
+from birl.server.service import Service
 from birl.types import Message, SamplingParams
 from tests.tiny import tiny_model_folder
 

@@ -17,8 +17,8 @@ from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.learner.store import Store
 from birl.learner.writer import Writer
-from birl.loops import dpo, rm, sft
 from birl.parallel.ranks import AXES
+from birl.train import dpo, rm, sft
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()

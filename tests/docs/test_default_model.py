@@ -24,7 +24,7 @@ def first_commands() -> list:
         shell = [text for language, text in blocks(ROOT / page) if language in ("sh", "bash")]
         lines += [(page, words) for words in commands(shell[number - 1])]
     runs = [(page, words[1:]) for page, words in lines if words[0] == "birl" and words[1] in SMALL]
-    elsewhere = ("parallel.", "rollout.max_staleness")  # several processes: tests/parallel, tests/loops
+    elsewhere = ("parallel.", "rollout.max_staleness")  # several processes: tests/parallel, tests/train
     here = [(page, words) for page, words in runs if not any(word.startswith(elsewhere) for word in words)]
     return [pytest.param(words, id=f"{page}: {' '.join(words)}") for page, words in here]
 

@@ -13,7 +13,7 @@ from birl.types import Task
 from tests.docs.commands import ROWS, SMALL
 from tests.docs.pages import PAGES, blocks, jsonl
 
-ELSEWHERE = {"serve.md": "tests/serve/test_page.py has a server for it"}
+ELSEWHERE = {"serve.md": "tests/server/test_page.py has a server for it"}
 TASK = Task(id="given:1", prompt="What is 3 + 4?", answer="7")
 
 
@@ -42,7 +42,7 @@ def test_snippets_run(page: str, text: str, tiny: Path, tmp_path: Path, monkeypa
 
 def small_trainer(tiny: Path) -> Callable[..., Any]:
     """`Trainer` with a tiny model, one step and two prompts. What it would start elsewhere is not started."""
-    from birl.loops.trainer import Trainer
+    from birl.trainer import Trainer
 
     short: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in SMALL}
     short |= {"track.report": False, "track.tensorboard": False}
@@ -62,8 +62,8 @@ def supposed(page: str) -> dict[str, Any]:
     """Names that the text of a page introduces before its snippet."""
     if page != "router.md":
         return {}
-    from birl.serve.client import Client
-    from birl.serve.router import Router
+    from birl.engines.client import Client
+    from birl.engines.router import Router
 
     return {"Router": Router, "Client": Client, "clients": [Client("http://127.0.0.1:9")], "children": {}, "token": ""}
 

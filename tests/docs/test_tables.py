@@ -99,7 +99,7 @@ def test_the_rows_of_the_page_are_read(tiny: Path) -> None:
 
 
 def test_what_a_function_may_ask_for_is_listed() -> None:
-    from birl.loops import credit, objective
+    from birl.train import credit, objective
 
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("## Your own loss")[2]
     surrogate, advantage = tables(page)[""]
@@ -120,7 +120,7 @@ def test_the_table_of_math_is_what_it_judges() -> None:
 
 
 def test_the_keys_that_may_change_are_listed() -> None:
-    from birl.loops.run_folder import FREE
+    from birl.train.run_folder import FREE
 
     told = set(spans(ROOT / "docs" / "runs.md"))
     assert not {key for key in FREE if key not in told} - {"run", "resume"}

@@ -10,7 +10,7 @@ from birl.config.schema import Env as Keys
 from birl.envs.open import open_world
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
-from birl.serve.gateway import Gateway
+from birl.server.gateway import Gateway
 from birl.types import Message, Outcome, SamplingParams, Task, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
 

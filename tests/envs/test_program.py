@@ -25,7 +25,7 @@ from birl.envs.program import Config, Program, reward, strays
 from birl.errors import BirlError
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
-from birl.serve.gateway import Gateway
+from birl.server.gateway import Gateway
 from birl.types import Message, Outcome, SamplingParams, Task, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
 

@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 from birl.launch import ray as launcher
 from birl.launch.launcher import find
 from birl.launch.ray_cluster import NAMESPACE
-from birl.loops.ledger import audit
+from birl.rollout.ledger import audit
 from tests.tiny import tiny_model_folder
 
 SECRET = "canary-of-the-ray-drill"

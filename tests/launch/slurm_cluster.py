@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from birl.serve.group import Group
+from birl.process_group import Group
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 NODES = ("n1", "n2", "n3")

@@ -15,17 +15,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from birl.engines import sglang_process, vllm_process
 from birl.errors import BirlError
-from birl.loops import serve
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Limits
-from birl.serve import sglang_process, vllm_process
-from birl.serve.gateway import Gateway
-from birl.serve.server import OPEN, ROUTES
+from birl.server import serve
+from birl.server.gateway import Gateway
+from birl.server.server import OPEN, ROUTES
 from tests.launch import places
-from tests.serve.running import Running, config, running
+from tests.server.running import Running, config, running
 
-SERVE = places.ROOT / "birl" / "serve"
 #: every address of an engine. One that is added here has been looked at: does it run anything?
 KNOWN = {
     *(("POST", f"/{name}") for name in ("claim", "release", "generate", "load", "join", "leave", "pause", "resume")),
@@ -97,30 +96,36 @@ def test_commands_in_every_field_run_nothing(engine: Running, tmp_path: Path, ev
     assert engine.http.get("/health").status_code == 200
 
 
+def source(name: str) -> Path:
+    return places.ROOT / f"{name.replace('.', '/')}.py"
+
+
 def imported(module: Path) -> set[str]:
-    """The modules of birl.serve that one of them imports."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == "birl.serve":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("birl.serve."):
-            found.add((node.module or "").rpartition(".")[2])
-    return found
+    """The modules of birl.server and birl.engines that one of them imports."""
+    packages = ("birl.server", "birl.engines")
+    imports = [n for n in ast.walk(ast.parse(module.read_text(encoding="utf-8"))) if isinstance(n, ast.ImportFrom)]
+    names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names if node.module in packages}
+    return names | {
+        node.module for node in imports if node.module and node.module.startswith(("birl.server.", "birl.engines."))
+    }
 
 
 def test_what_answers_requests_cannot_start_anything() -> None:
-    """Neither the server of an engine nor the gateway of agents, nor any module of birl.serve that they import."""
-    todo, reached = ["server", "gateway"], set[str]()
+    """Neither the server of an engine nor the gateway of agents, nor any module of birl.server and birl.engines
+    that they import."""
+    todo, reached = ["birl.server.server", "birl.server.gateway"], set[str]()
     while todo:
         name = todo.pop()
         if name not in reached:
             reached.add(name)
-            todo += imported(SERVE / f"{name}.py")
-    assert {"native", "openai", "service", "gateway_openai"} <= reached and "process" not in reached
+            todo += imported(source(name))
+    assert {f"birl.server.{name}" for name in ("native", "openai", "service", "gateway_openai")} <= reached
     bad = {"eval", "exec", "compile", "__import__", "system", "popen", "Popen", "spawn", "fork", "check_output"}
     modules = {"subprocess", "pickle", "marshal", "shelve", "pty"}
     for name in reached:
-        for node in ast.walk(ast.parse((SERVE / f"{name}.py").read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(source(name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("birl.process"), name
             if isinstance(node, ast.Import):
                 assert not {alias.name for alias in node.names} & modules, name
             if isinstance(node, ast.Call):

@@ -15,14 +15,13 @@ import httpx
 import pytest
 
 from birl.config import schema
+from birl.engines import attached, names
+from birl.engines.kinds import Wanted
 from birl.errors import BirlError
 from birl.launch import engine
-from birl.loops import attached
-from birl.loops.ledger import audit
-from birl.loops.server import Wanted
-from birl.serve import names
+from birl.rollout.ledger import audit
 from tests.launch.jobs import ENGINES, ROWS, alive, children_of, until
-from tests.loops.test_rl import log, run
+from tests.train.test_rl import log, run
 
 QUICK = ("rollout.max_tokens=16", "rollout.prompts=2", "model.dtype=bfloat16", *ENGINES)
 
@@ -117,8 +116,8 @@ import sys
 sys.path[:0] = {path}
 from pathlib import Path
 import uvicorn
-from tests.serve.app import tiny_engine
-from tests.serve.doubles import VLLMDouble
+from tests.server.app import tiny_engine
+from tests.server.doubles import VLLMDouble
 given = dict(zip(sys.argv, sys.argv[1:]))
 folder = Path(given["--model"])
 double = VLLMDouble(tiny_engine(folder), folder)

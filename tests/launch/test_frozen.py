@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import main
-from birl.loops.ledger import audit
+from birl.rollout.ledger import audit
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
 
 STANDS_STILL = float(os.environ.get("BIRL_FROZEN", "12"))  # s; longer than two beats of the engines' names

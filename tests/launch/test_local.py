@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import main
+from birl.engines import names
 from birl.errors import BirlError
 from birl.launch import local
 from birl.launch import plan as files
@@ -21,8 +22,7 @@ from birl.launch.job import derive
 from birl.launch.launcher import changed, find
 from birl.launch.plan import FOLDER, LOCK, Plan, supervised
 from birl.launch.supervisor import Supervisor, latest
-from birl.loops.ledger import audit
-from birl.serve import names
+from birl.rollout.ledger import audit
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes end with their supervisor on Linux only")

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from birl.cache import cache_folder
+from birl.engines import names
 from birl.errors import BirlError
 from birl.launch import modal_checks
 from birl.launch.modal import learner_status
 from birl.launch.modal_engines import Directory, serve
 from birl.launch.modal_learner import learn
 from birl.launch.modal_roles import Ended, Work
-from birl.serve import names
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -191,7 +191,7 @@ class Unreachable(Notes):
 
 WAITS = """
 import os, time
-from birl.serve import names
+from birl.engines import names
 names.register('birl-launch/demo', 'http://127.0.0.1:9', os.getpid(), 'x')
 print('birl serve')
 time.sleep(60)

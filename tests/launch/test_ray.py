@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from birl.cli import main
+from birl.engines import names
 from birl.errors import BirlError
 from birl.launch import ray as launcher
 from birl.launch import ray_supervisor
@@ -26,7 +27,6 @@ from birl.launch.ray_host import Host, Order, Seen
 from birl.launch.ray_plan import Plan, bundles
 from birl.launch.ray_spot import Spot
 from birl.launch.ray_supervisor import Supervisor
-from birl.serve import names
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"

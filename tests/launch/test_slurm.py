@@ -20,7 +20,7 @@ from birl.launch.launcher import Handle, find
 from birl.launch.slurm import Keys
 from birl.launch.slurm_script import Places, places
 from tests.launch.slurm_cluster import Cluster, cluster, missing, until
-from tests.loops import test_offline as offline
+from tests.train import test_offline as offline
 
 pytestmark = pytest.mark.timeout(240)
 needs_slurm = pytest.mark.skipif(missing(), reason="no Slurm: make setup-slurm")

@@ -16,7 +16,7 @@ from birl.launch import torchrun
 from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.plan import FOLDER
-from birl.serve.process import free_port
+from birl.process import free_port
 from tests.launch.jobs import Launched, alive, children_of, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun on Linux only")

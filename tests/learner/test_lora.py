@@ -23,9 +23,9 @@ from birl.models.load import load_model
 from tests.data.test_pack import groups
 from tests.engine.test_engine import PROMPTS, Bench, seeded
 from tests.learner.test_learner import reinforce
-from tests.loops import test_rl
 from tests.models.test_decoder import MAKERS, made
 from tests.tiny import tiny_model
+from tests.train import test_rl
 
 SAMPLES = groups(3)
 WAYS = ["kernels", "plain"]  # birl's kernels, and PyTorch's operators

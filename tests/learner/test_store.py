@@ -20,10 +20,10 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.store import COMPLETE, Store
 from birl.parallel.ranks import Grid, Ranks
-from birl.serve.process import free_port
-from tests.loops import test_offline as offline
+from birl.process import free_port
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_checkpoint import split_two_ways
+from tests.train import test_offline as offline
 
 
 def saved(root: Path, step: int) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from birl.parallel.ranks import Grid, join
-from birl.serve.process import free_port
+from birl.process import free_port
 
 PRELOADED = ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "birl.learner.learner", "tests.tiny"]
 SERVER = multiprocessing.get_context("forkserver")

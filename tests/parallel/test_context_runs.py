@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from birl.errors import BirlError
-from tests.loops import test_offline as offline
-from tests.loops import test_rl as rl
 from tests.parallel.test_runs import figures, same_weights
+from tests.train import test_offline as offline
+from tests.train import test_rl as rl
 
 GATHER, ULYSSES = ("parallel.cp=2",), ("parallel.cp=2", "parallel.context=ulysses")
 

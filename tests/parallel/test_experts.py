@@ -17,10 +17,10 @@ from birl.parallel.experts import experts_of, spread
 from birl.parallel.ranks import Grid, Ranks
 from birl.types import Sample
 from tests.data.test_pack import groups
-from tests.loops import test_rl as rl
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_learner import Outcome, reinforce, same, trained
 from tests.tiny import tiny_model, tiny_moe, tiny_moe_folder
+from tests.train import test_rl as rl
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])

@@ -15,13 +15,13 @@ import torch
 
 from birl.config import schema
 from birl.config.load import load
+from birl.engines.client import Client
 from birl.errors import BirlError
 from birl.learner import checkpoint
-from birl.loops.ledger import audit
-from birl.loops.ranks import crew
-from birl.serve.client import Client
-from tests.loops import test_offline as offline
-from tests.loops import test_rl as rl
+from birl.rollout.ledger import audit
+from birl.train.ranks import crew
+from tests.train import test_offline as offline
+from tests.train import test_rl as rl
 
 #: two of the forms at once where a run can have them
 FSDP, COPIES = "parallel.fsdp=2", "parallel.ddp=2"
@@ -214,6 +214,6 @@ def children(pid: int) -> list[int]:
             words = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == pid and b"birl.loops.ranks" in words:
+        if parent == pid and b"birl.train.ranks" in words:
             found.append(int(folder.name))
     return found

@@ -7,10 +7,10 @@ import pytest
 
 from birl.errors import BirlError
 from birl.models import load
-from tests.loops import test_offline as offline
-from tests.loops import test_rl as rl
 from tests.parallel.test_runs import figures, same_weights
 from tests.tiny import tiny_model_folder
+from tests.train import test_offline as offline
+from tests.train import test_rl as rl
 
 TP = "parallel.tp=2"
 SLOW = ("optimizer.lr=1e-3", "optimizer.eps=1e-3")  # AdamW does not turn rounding errors into steps

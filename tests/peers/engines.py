@@ -28,10 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from birl.engine.sampler import given
+from birl.engines import sglang, sglang_process, vllm, vllm_process
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
 from birl.models.load import load_tokenizer, resolve
-from birl.serve import sglang, sglang_process, vllm, vllm_process
 from birl.types import Completion, SamplingParams, Stop, Update
 
 TEXTS = ("The capital of France is", "Once upon a time", "2 + 3 =", "<|im_start|>user\nWhat is the sea?<|im_end|>\n")

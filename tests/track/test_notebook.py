@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from birl import BirlError, Trainer
-from birl.loops import signals
+from birl import BirlError, Trainer, signals
 from birl.track.console import NoView, PlainView, Terminal, open_view
 from birl.track.notebook import LINES, NotebookView
 from birl.track.plots import plot

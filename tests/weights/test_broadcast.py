@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from birl.config import schema
+from birl.engines import collective
+from birl.engines import servers as engines
+from birl.engines.collective import own_address, pieces, shapes_of, store_address
+from birl.engines.wire import Invitation, invitation_from
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
-from birl.loops import engines
 from birl.models.digests import digests, whole
 from birl.models.load import load_model
-from birl.serve import collective
-from birl.serve.collective import own_address, pieces, shapes_of, store_address
-from birl.serve.limits import Refused
-from birl.serve.membership import Membership
-from birl.serve.wire import Invitation, invitation_from
+from birl.server.limits import Refused
+from birl.server.membership import Membership
 from birl.types import Held, SamplingParams, Update
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, published
-from tests.serve.running import running
+from tests.server.running import running
 from tests.weights.test_weights import PROMPTS, train
 
 CPU = torch.device("cpu")
@@ -262,8 +262,8 @@ def test_gpus_are_told_apart(monkeypatch) -> None:
     )
     with pytest.raises(Refused, match="weights are on cpu"):
         Membership(shapes={}, device=CPU).check(invited)
-    monkeypatch.setattr("birl.serve.membership.backend", lambda device: "nccl")
-    monkeypatch.setattr("birl.serve.membership.gpu", lambda device: "GPU-1")
+    monkeypatch.setattr("birl.server.membership.backend", lambda device: "nccl")
+    monkeypatch.setattr("birl.server.membership.gpu", lambda device: "GPU-1")
     with pytest.raises(Refused, match="on one GPU"):
         Membership(shapes={}, device=CPU).check(invited)
 

@@ -438,7 +438,7 @@ def test_old_folders_go_and_those_of_a_lost_future_too(tiny: Path, tmp_path: Pat
 
 
 def test_an_engine_that_looks_by_itself_is_waited_for(tmp_path: Path) -> None:
-    from birl.serve.wire import Info
+    from birl.engines.wire import Info
 
     update = Update(version=4, digests={"a": "x"}, folder=str(tmp_path))
 

@@ -1,0 +1,252 @@
+"""`birl eval`: its objects, and what it prints."""
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from birl.algorithms.pass_at_k import wilson
+from birl.config import schema
+from birl.config.load import flatten
+from birl.data.tasks import load_tasks
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
+from birl.engines.kinds import check_engine
+from birl.engines.servers import Servers, Wanted, open_servers
+from birl.envs.open import check_world, open_world
+from birl.errors import BirlError
+from birl.models.digests import digests, whole, words
+from birl.models.load import cast
+from birl.parallel.machine import compute_thread
+from birl.rollout.group import Rollout
+from birl.server.gateway import Gateway
+from birl.track.console import Terminal
+from birl.track.log import encode
+from birl.track.progress import source
+from birl.train import checks
+from birl.train.evaluate import Plan, answers, data_digest, evaluate, plan, right_from, versions_of
+from birl.train.rewards import make_rewards, scorer, started
+from birl.train.tasks import limits_of, own_rows, tell_plain
+from birl.types import Group
+from birl.visible import visible
+
+EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens is 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """`weights`: digest of what is measured; empty where a server cannot tell. `data`: of the questions."""
+
+    plan: Plan
+    rollout: Rollout
+    engine: EmbeddedEngine | Servers
+    opened: AsyncExitStack
+    weights: str
+    data: str
+
+    async def close(self) -> None:
+        await self.opened.aclose()
+
+
+async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
+    """With servers only the tokenizer is loaded here."""
+    check_world(config.env)
+    check_engine(config.engine, trains=False)
+    in_thread = partial(asyncio.get_running_loop().run_in_executor, compute)
+    async with AsyncExitStack() as opened:
+        rewards = make_rewards(config, compute)
+        starting = await started(rewards, opened)
+        load = partial(load_policy, compute=compute) if config.engine.kind == "embedded" else load_reader
+        model: Policy | Reader = await in_thread(load, config.model)
+        world = await open_world(config.env, model.chat.text)
+        opened.push_async_callback(world.close)
+        rows = own_rows(config, world, "validation")
+        tasks = load_tasks(config.data, "validation", chat=model.chat.has_template, given=rows)
+        questions = [t[i] for t in tasks for i in range(len(t))]
+        tell_plain(model.chat, questions)
+        context = min(config.model.max_length or model.context, model.context)
+        answer = config.validation.max_tokens or EVAL_TOKENS
+        asked = (context - answer if world.turns else longest_prompt(questions, model.chat, context), answer)
+        if isinstance(model, Policy):
+            engine = await in_thread(embedded, config, model, context, asked)
+            opened.push_async_callback(engine.close)
+            found = await in_thread(lambda: whole(digests({n: p.data for n, p in model.model.named_parameters()})))
+        else:
+            engine, found = await served(config, model, context, asked, opened)
+        if config.env.sampling == "agent" and not world.agent:
+            raise BirlError(f"env.sampling=agent: env.kind={world.kind} has no client that could ask for anything.")
+        gateway = Gateway(model.chat, config.env.sampling) if world.agent else None
+        if gateway is not None:
+            await gateway.start()
+            opened.push_async_callback(gateway.close)
+        await starting
+        rollout = Rollout(
+            engine=engine,
+            chat=model.chat,
+            open_env=world.open,
+            score=scorer(rewards),
+            limits=limits_of(config.env, tokens=context),
+            seed=config.seed,
+            gateway=gateway,
+        )
+        return Evaluation(
+            plan=plan(questions, config.validation, EVAL_TOKENS),
+            rollout=rollout,
+            engine=engine,
+            weights=found,
+            data=data_digest(questions),
+            opened=opened.pop_all(),
+        )
+
+
+def embedded(config: schema.Eval, policy: Policy, context: int, asked: tuple[int, int]) -> EmbeddedEngine:
+    cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
+    engine = policy.engine(config.engine, context, lambda: 0, min(sum(asked), context))
+    check_cache(config.engine, engine, *asked)
+    return engine
+
+
+async def served(
+    config: schema.Eval, reader: Reader, context: int, asked: tuple[int, int], opened: AsyncExitStack
+) -> tuple[Servers, str]:
+    """Servers, and the digest of what they hold where all say the same. Their logs go when `opened` is closed."""
+    logs = opened.enter_context(tempfile.TemporaryDirectory(prefix="birl-engines-"))
+    servers = await open_servers(
+        config.engine,
+        Wanted(
+            folder=reader.folder,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            context=context,
+            longest=min(sum(asked), context),
+            kv_cache_gb=config.engine.kv_cache_gb or 1.0,
+            end_ids=reader.chat.end_ids,
+            logs=Path(logs),
+            words=words(reader.chat.tokenizer.get_vocab(), reader.chat.end_ids),
+        ),
+    )
+    opened.push_async_callback(servers.close)
+    infos = {remote.address: await remote.info() for remote in servers.remotes.values()}
+    for address, info in infos.items() if config.engine.attach else ():
+        print(f"{address} has version {info.version} of {info.model}.", flush=True)
+    if len({info.digest for info in infos.values()}) > 1:
+        raise BirlError(
+            "engine.attach: the servers hold different weights, so the result would belong to no model. Evaluate "
+            "one at a time."
+        )
+    return servers, next(info.digest for info in infos.values())
+
+
+def run(config: schema.Eval) -> None:
+    """`birl eval`."""
+    with compute_thread(config.threads) as compute:
+        asyncio.run(_run(config, compute))
+
+
+async def _run(config: schema.Eval, compute: Executor) -> None:
+    output = Path(config.output).absolute()
+    with _writing(output):  # better to know now than when the answers are there
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.is_file():
+            output.open("a").close()
+        elif config.output:  # nothing is there before the results are: `birl reproduce` takes the file for them
+            tempfile.TemporaryFile(dir=output.parent).close()
+    parts = await evaluation(config, compute)
+    if warning := parts.plan.greedy_repeats:
+        print(f"birl: warning: {warning}", file=sys.stderr)
+    try:
+        metrics, groups = await evaluate(parts.plan, parts.rollout)
+    finally:
+        await parts.close()
+    check_failures(groups)
+    check_versions(groups)
+    if config.output:
+        records = [
+            record
+            for g in groups
+            for record in answers([_only(g, i) for i in range(len(g.trajectories))], parts.rollout)
+        ]
+        about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
+        about |= {"n": parts.plan.samples, "config": flatten(config)}
+        found = {**about, "metrics": metrics, "answers": records}
+        text = json.dumps(json.loads(encode(found, exact=True)), indent=1)  # without NaN, which is no JSON
+        with _writing(output):
+            output.write_text(text)
+    show(metrics)
+    if rule := ruled(groups, config.validation.threshold):
+        print(rule)
+    if config.output:
+        print(f"Written to {config.output}")
+
+
+def check_failures(groups: Sequence[Group]) -> None:
+    """Say why answers have no score; without a single one there is nothing to report."""
+    episodes = [(g.task, t) for g in groups for t in g.trajectories]
+    failed = [(task, t) for task, t in episodes if not t.outcome.scored]
+    if failed:
+        text = (
+            f"{len(failed)} of {len(episodes)} answers could not be scored. Most frequent reasons:\n"
+            f"{checks.reasons(failed)}"
+        )
+        if len(failed) == len(episodes):
+            raise BirlError(text)
+        print(text)
+
+
+def check_versions(groups: Sequence[Group]) -> None:
+    found = versions_of(groups)
+    if len(found) > 1:
+        raise BirlError(
+            f"engine.attach: the weights changed meanwhile (answers come from the versions "
+            f"{', '.join(map(str, sorted(found)))}), so the result would belong to no model. Evaluate when the run "
+            "that trains them is over, or a checkpoint of it."
+        )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BirlError(f"output={path} cannot be written: {error.strerror or error}. Name another file.") from error
+
+
+def _only(group: Group, i: int) -> Group:
+    return replace(group, trajectories=(group.trajectories[i],))
+
+
+def ruled(groups: Sequence[Group], threshold: float) -> str:
+    """From which score on an answer is right; empty where that is plain."""
+    if threshold:
+        return f"Right: a score of at least {threshold:g} (validation.threshold)."
+    if right_from(groups, threshold) is None:
+        return (
+            "Scores are not only 0 and 1, so there is no pass@k; with validation.threshold=0.5, scores of at least 0.5 "
+            "would count as right."
+        )
+    return ""
+
+
+def show(metrics: dict[str, float]) -> None:
+    """Print them as a table. Names of sources are never cut: in a narrow terminal they go on in the next line."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("source", overflow="fold")
+    for head in ("n", "metric", "value", "95 %", "mean\nscore", "mean\ntokens", "truncated", "failed"):
+        table.add_column(head, no_wrap=True, justify="left" if head == "metric" else "right")
+    for name in dict.fromkeys(map(source, metrics)):
+        own = {key.rpartition("/")[2]: value for key, value in metrics.items() if source(key) == name}
+        rest = (f"{own['score']:.3f}", f"{own['length']:.1f}", f"{own['truncated']:.0f}", f"{own['failed']:.0f}")
+        if own.get("pass@1") != own["score"]:  # else its row says both
+            table.add_row(visible(name), f"{own['n']:.0f}", "score", f"{own['score']:.3f}", "", *rest)
+        for k in (key for key in own if key.startswith("pass@")):
+            low, high = wilson(own[k] * own["n"], int(own["n"]))
+            table.add_row(visible(name), f"{own['n']:.0f}", k, f"{own[k]:.3f}", f"{low:.3f} - {high:.3f}", *rest)
+    Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)

@@ -1,0 +1,182 @@
+"""`birl eval --validate`: are the right answers right? Plays each row's gold answer through its environment and its
+rewards, without any model, and names the rows that do not score 1.
+
+An environment may say what the gold replies are: `gold(task)`, one text or message for each turn. Without that, the
+row's answer is the only reply.
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from birl.config import schema
+from birl.data.tasks import Tasks, load_tasks
+from birl.envs.calls import called
+from birl.envs.open import World, check_world, open_world
+from birl.errors import BirlError
+from birl.parallel.machine import compute_thread
+from birl.rollout.episode import describe
+from birl.rollout.group import Rollout, Scorer
+from birl.rollout.session import Tools
+from birl.train.rewards import make_rewards, scorer, started
+from birl.train.tasks import limits_of
+from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
+
+AT_ONCE = 64  # rows that are played at once
+SHOWN = 20  # failing rows that are printed
+
+
+@dataclass(slots=True)
+class Gold:
+    """The gold replies of one row in the place of an engine and of a chat template: reply n is the token n."""
+
+    replies: Sequence[Message] = ()
+    version: int = 0
+    given: int = 0
+    asked_more: bool = False
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        if self.given == len(self.replies):
+            self.asked_more = True
+            raise RuntimeError("no gold reply is left")
+        self.given += 1
+        return Completion(tokens=(self.given,), logprobs=(0.0,), versions=(0,), stop=Stop.STOP)
+
+    async def close(self) -> None:
+        pass
+
+    def render(self, prompt: Conversation, tools: Tools = ()) -> tuple[int, ...]:
+        return (0,)
+
+    def extend(
+        self,
+        ids: tuple[int, ...],
+        reply_tokens: tuple[int, ...],
+        messages: tuple[Message, ...],
+        tools: Tools = (),
+        history: tuple[Message, ...] | None = None,
+    ) -> tuple[int, ...]:
+        return (*ids, *reply_tokens, 0)
+
+    def append(
+        self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str, keep_end: bool = False
+    ) -> tuple[int, ...]:
+        return (*ids, *reply_tokens, 0)
+
+    def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
+        return self.replies[tokens[0] - 1]
+
+    def said(self, tokens: Sequence[int]) -> str:
+        return self.replies[tokens[0] - 1].content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrong:
+    """A row whose gold answer is not worth 1. `where` is its file and row."""
+
+    where: str
+    why: str
+
+
+async def validate(config: schema.Eval, compute: Executor) -> tuple[int, list[Wrong]]:
+    """How many rows there are, and those that are wrong."""
+    check_world(config.env)
+    async with AsyncExitStack() as opened:
+        rewards = make_rewards(config, compute)
+        starting = await started(rewards, opened)
+        world = await open_world(config.env, text)
+        opened.push_async_callback(world.close)
+        sources = rows(config, world)
+        await starting
+        bound = asyncio.Semaphore(AT_ONCE)
+        score = scorer(rewards)
+
+        async def one(tasks: Tasks, index: int) -> Wrong | None:
+            async with bound:
+                where = tasks.rows.where(tasks.indices[index])
+                why = await problem(config, world, score, tasks, index)
+                return Wrong(where=where, why=why.removeprefix(f"{where}: ")) if why else None
+
+        found = await asyncio.gather(*(one(tasks, i) for tasks in sources for i in range(len(tasks))))
+        return len(found), [wrong for wrong in found if wrong is not None]
+
+
+def rows(config: schema.Eval, world: World) -> list[Tasks]:
+    """Those of data.validation, else the environment's own of both splits."""
+    given = partial(load_tasks, config.data, chat=True)
+    if config.data.validation:
+        return given("validation")
+    found = {which: world.rows(which) for which in ("train", "validation")} if world.rows is not None else {}
+    if not any(found.values()):
+        raise BirlError(
+            f"data.validation is empty, and env.kind={world.kind} has no tasks of its own: name a file, as in "
+            "data.validation=my.jsonl."
+        )
+    return [tasks for which, own in found.items() if own for tasks in given(which, given=own)]  # type: ignore[arg-type]
+
+
+async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks: Tasks, index: int) -> str:
+    """What is wrong with a row. Empty where its gold answer is worth 1."""
+    try:
+        task = tasks[index]
+        env = world.open(task)
+    except BirlError as error:
+        return str(error)
+    except Exception as error:
+        return f"cannot be opened: {describe(error)}"
+    try:
+        engine = Gold(replies(env, task))
+    except Exception as error:
+        await called(env.close)
+        return str(error) if isinstance(error, BirlError) else f"has no gold replies: {describe(error)}"
+    limits = limits_of(config.env, tokens=sys.maxsize)
+    rollout = Rollout(engine=engine, chat=engine, open_env=lambda _: env, score=score, limits=limits, seed=config.seed)
+    group = await rollout.group(0, task, 1, SamplingParams(max_tokens=1))
+    return verdict(group.trajectories[0], engine, config.validation.threshold or 1.0)
+
+
+def replies(env: Env | Agent, task: Task) -> list[Message]:
+    gold = getattr(env, "gold", None)
+    if gold is None and task.answer is None:
+        raise BirlError("has no answer, and the environment has no `gold`")
+    said = [task.answer] if gold is None else gold(task)
+    return [m if isinstance(m, Message) else Message(role="assistant", content=str(m)) for m in said]
+
+
+def verdict(played: Trajectory, gold: Gold, right: float) -> str:
+    shown = " | ".join(short(reply) for reply in gold.replies)
+    if gold.asked_more:
+        return f"goes on after {gold.given} gold replies (gold: {shown})"
+    if played.outcome is not Outcome.OK:
+        return f"{played.outcome}: {played.detail or 'the episode was cut by env.max_turns'} (gold: {shown})"
+    if played.score < right:
+        return f"scores {played.score:g} (gold: {shown})"
+    if gold.given < len(gold.replies):
+        return f"ends after {gold.given} of {len(gold.replies)} gold replies (gold: {shown})"
+    return ""
+
+
+def short(reply: Message) -> str:
+    said = reply.content or " ".join(f"{c.name}({c.arguments})" for c in reply.tool_calls)
+    return said if len(said) <= 60 else f"{said[:57]}..."
+
+
+def text(prompt: Conversation) -> str:
+    """A prompt for environments that work on text; there is no model, so no chat template."""
+    return prompt if isinstance(prompt, str) else "\n".join(m.content for m in prompt)
+
+
+def run(config: schema.Eval) -> int:
+    """Print the result. 0 where all rows are right, else 1."""
+    with compute_thread(config.threads) as compute:
+        total, wrong = asyncio.run(validate(config, compute))
+    print(f"{total - len(wrong)} of {total} rows: the gold answer scores 1.")
+    for each in wrong[:SHOWN]:
+        print(f"  {each.where}: {each.why}")
+    if len(wrong) > SHOWN:
+        print(f"  and {len(wrong) - SHOWN} more")
+    return 1 if wrong else 0

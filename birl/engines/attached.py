@@ -1,0 +1,197 @@
+"""Engines that run already: `engine.attach` waits for those that have a name, and follows them as they come and go."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httpx
+
+from birl.config import schema
+from birl.config.rules_engine import LAUNCHED, NAME, SERVERS
+from birl.engines import names
+from birl.engines.bounded import TooLarge, fetch
+from birl.engines.client import Client
+from birl.engines.fleet import Fleet
+from birl.engines.kinds import Wanted, speak
+from birl.engines.remote import Remote
+from birl.engines.wire import Info
+from birl.errors import BirlError, EngineDown
+
+LOOK = 1.0  # seconds between two looks at who has a name
+WAIT = 0.2  # the same before the first has it
+
+
+async def found(engine: schema.Engine, wanted: Wanted, token: str) -> list[Remote]:
+    """Those behind the words of `engine.attach`. Raises `BirlError` where nobody has a name in time."""
+    remotes: dict[str, Remote] = {}
+    for word in engine.attach:
+        more = await awaited(word, engine, wanted, token) if NAME.fullmatch(word) else [None]
+        for remote in more:
+            one = remote or speak(engine, wanted, word, token)
+            remotes.setdefault(one.address, one)
+    return list(remotes.values())
+
+
+async def awaited(name: str, engine: schema.Engine, wanted: Wanted, token: str) -> list[Remote]:
+    """Those that have the name and answer, as soon as there are enough; after engine.start_timeout one will do."""
+    enough = engine.count if name.startswith(LAUNCHED) else 1
+    until, known, told = time.monotonic() + engine.start_timeout, dict[str, Remote](), False
+    there: list[str] = []
+    try:
+        while True:
+            named = names.find(name)
+            known |= {address: speak(engine, wanted, address, token) for address in named if address not in known}
+            there = [address for address in named if await answers(known[address])]
+            late = time.monotonic() >= until
+            if len(there) >= enough or (there and late):
+                break
+            if late:
+                raise BirlError(
+                    f"engine.attach={name}: no server has that name now, and none came within engine.start_timeout="
+                    f"{engine.start_timeout:g} s. Start one in another shell: `birl serve name={name} model=...`."
+                )
+            if not told:
+                servers = f"{enough} server{'s' * (enough > 1)}"
+                print(f"engine.attach={name}: waiting for {servers}, at most {engine.start_timeout:g} s", flush=True)
+                told = True
+            await asyncio.sleep(WAIT)
+    except BaseException:
+        there = []
+        raise
+    finally:
+        await asyncio.gather(*(remote.close() for address, remote in known.items() if address not in there))
+    if len(there) < enough:
+        print(f"engine.attach={name}: {len(there)} of {enough} servers came in time; others may join later", flush=True)
+    return [known[address] for address in there]
+
+
+async def answers(remote: Remote) -> bool:
+    """One that was killed has its name for half a minute."""
+    with contextlib.suppress(EngineDown):
+        await remote.info()
+        return True
+    return False
+
+
+async def other_kind(engine: schema.Engine, remotes: Sequence[Remote], token: str) -> str:
+    """A sentence about an address where a server of another kind answers; empty where none does."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    for remote in remotes:
+        with contextlib.suppress(httpx.HTTPError, TooLarge, ValueError, LookupError, TypeError):
+            async with httpx.AsyncClient(
+                base_url=remote.address, headers=headers, timeout=5.0, trust_env=False
+            ) as http:
+                kind = (await fetch(http, "GET", "/v1/models", most=2**20)).json()["data"][0]["owned_by"]
+            if kind in SERVERS and kind != engine.kind:
+                return f" {remote.address} is a server of {kind}: set engine.kind={kind}."
+    return ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Following:
+    """Keeps a fleet to the servers that have the names. `remotes` by address, as they are without what `wrap` puts
+    around them; `heard` is told of who comes and goes."""
+
+    engine: schema.Engine
+    wanted: Wanted
+    token: str
+    fleet: Fleet
+    remotes: dict[str, Remote]
+    wrap: Callable[[Remote], Remote]
+    heard: Callable[..., None]
+    told: set[str] = field(default_factory=set)  # why one was not taken
+    leaving: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK)
+                try:
+                    await self.look()
+                except OSError:  # of the folder with the names: the next look may find it
+                    pass
+                except Exception as error:
+                    if (why := f"{type(error).__name__}: {error}") not in self.told:
+                        self.told.add(why)
+                        self.heard("engines_not_looked_for", error=why)
+        finally:
+            for task in self.leaving.values():
+                task.cancel()
+
+    async def look(self) -> None:
+        words = [word for word in self.engine.attach if NAME.fullmatch(word)]
+        there = await asyncio.to_thread(lambda: {address for word in words for address in names.find(word)})
+        if not there:  # rather the folder with the names is out of reach than all of them gone
+            return
+        for address in sorted(there - self.remotes.keys()):
+            await self.join(address)
+        for address in self.remotes.keys() - there - set(self.engine.attach) - self.leaving.keys():
+            self.leaving[address] = asyncio.create_task(self.leave(address))
+
+    async def join(self, address: str) -> None:
+        """It gets the weights from the fleet before its first request."""
+        remote = speak(self.engine, self.wanted, address, self.token)
+        try:
+            info = await remote.info()
+            if why := unfit(self.engine, self.wanted, address, info):
+                raise BirlError(why)
+            if isinstance(remote, Client) and self.wanted.run:
+                await remote.claim()
+        except BaseException as error:
+            await remote.close()
+            if not isinstance(error, (EngineDown, BirlError)):
+                raise
+            if isinstance(error, BirlError) and (why := f"{address}: {error}") not in self.told:
+                self.told.add(why)
+                self.heard("engine_not_taken", address=address, error=str(error))
+            return
+        self.remotes[address] = remote
+        self.fleet.add(self.wrap(remote))
+        self.heard("engine_joined", address=address)
+
+    async def leave(self, address: str) -> None:
+        member = next(m for m in self.fleet.members if m.remote.address == address)
+        self.heard("engine_leaves", address=address)
+        await self.fleet.remove(member, "it has given up its name")
+        del self.remotes[address], self.leaving[address]
+
+
+async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote], infos: Sequence[Info]) -> None:
+    """Raises `BirlError` where servers that run already do not fit this model, or belong to another run."""
+    for remote, info in zip(remotes, infos, strict=True):
+        if found := unfit(engine, wanted, remote.address, info):
+            raise BirlError(f"engine.attach: {remote.address} has the model {info.model}, which does not fit: {found}")
+    for remote, info in zip(remotes, infos, strict=True):
+        if isinstance(remote, Client) and wanted.run:
+            await remote.claim()
+        elif info.run:
+            print(f"{remote.address} is used by the run {info.run}, which may change its weights.", flush=True)
+
+
+def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> str:
+    """Why a server can not stand in for the model, and what to do; empty where it can."""
+    if info.words and wanted.words and info.words != wanted.words:
+        return (
+            "its vocabulary or its end tokens are others, so its tokens mean something else. Start it with this model."
+        )
+    if engine.kind == "birl" and info.dtype != wanted.dtype:
+        return f"it computes in {info.dtype}. Set model.dtype={info.dtype} here, or start it with {wanted.dtype}."
+    if info.context < wanted.longest:
+        return (
+            f"its context is {info.context} tokens, and prompt and answer may have {wanted.longest}. Start it with a "
+            f"larger model.max_length or engine.kv_cache_gb, or lower rollout.max_tokens or data.max_prompt_tokens."
+        )
+    here = urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")  # else it may see it at another place
+    elsewhere = info.volume != wanted.volume if here else not info.volume
+    if engine.kind == "birl" and wanted.volume and elsewhere:
+        return (
+            f"it looks for new weights in {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the "
+            "folder as it sees it), or set weights.method=reload or direct."
+        )
+    if (info.asleep or info.paused) and not engine.sleep:
+        return "it is paused or sleeps, as a run that was killed leaves it. Start it again."
+    return ""

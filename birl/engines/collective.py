@@ -1,0 +1,267 @@
+"""Tensors from one process to several at once: rank 0 has them, the others get them (weights.method=nccl).
+
+torch.distributed without its global state: a process group of our own on a store that rank 0's process hosts. NCCL
+where the weights are on CUDA, else Gloo. Only bytes cross it. A store and a group know no password: whoever reaches
+their ports can disturb them, and what arrives is compared with digests that came by another way.
+"""
+
+import asyncio
+import ipaddress
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from birl.engines.wire import Invitation
+from birl.errors import BirlError, WeightsFailed, first_line
+
+T = TypeVar("T")
+GLOO, NCCL = "gloo", "nccl"
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Group:
+    """One rank of a group. `device`: where its buckets are.
+
+    Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a thread of its own. Whoever
+    waits for it waits no longer when it is closed, or after the invitation's timeout; the thread itself may need that
+    long once more. Gloo broadcasts along a tree: where one rank hangs, those below it hang too.
+    Every failure is `WeightsFailed` "unreachable", and the group is of no use after it: close it.
+    """
+
+    def __init__(self, invitation: Invitation, device: torch.device) -> None:
+        self.invitation, self.device = invitation, device
+        self.closed = threading.Event()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[..., None]] | None] = queue.SimpleQueue()
+        self._waits: set[asyncio.Future[Any]] = set()
+        self._group: Any = None  # the thread's alone: taking it down waits for its operations
+        self._thread = threading.Thread(target=self._work, name=f"broadcast {invitation.group}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self.invitation.group
+
+    async def open(self) -> None:
+        """Returns when all ranks are there."""
+        await self._do(self._open)
+
+    async def send(self, tensors: Mapping[str, Tensor]) -> None:
+        """Rank 0."""
+
+        def work() -> None:
+            for names in pieces(shapes_of(tensors), self.invitation.bucket_mb):
+                flat = torch.cat([tensors[name].detach().reshape(-1) for name in names])
+                self._broadcast(flat.to(self.device).view(torch.uint8))
+
+        await self._do(work)
+
+    async def receive(self, shapes: Shapes) -> dict[str, Tensor]:
+        """The other ranks."""
+
+        def work() -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for names in pieces(shapes, self.invitation.bucket_mb):
+                sizes = [prod(shapes[name][0]) for name in names]
+                flat = torch.empty(sum(sizes), dtype=shapes[names[0]][1], device=self.device)
+                self._broadcast(flat.view(torch.uint8))
+                parts = flat.split(sizes)
+                found |= {name: part.view(shapes[name][0]) for name, part in zip(names, parts, strict=True)}
+            return found
+
+        return await self._do(work)
+
+    def close(self) -> None:
+        """Event loop's thread. The other ranks see it at their next operation, or by their timeouts."""
+        if not self.closed.is_set():
+            self.closed.set()
+            self._jobs.put(None)
+            for future in tuple(self._waits):
+                _settle(future, None, self._failed("it was left"))
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread of a closed group."""
+        self._thread.join(seconds)
+
+    async def _do(self, work: Callable[[], T]) -> T:
+        if self.closed.is_set():
+            raise self._failed("it was left")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._waits.add(future)
+
+        def told(*found: Any) -> None:
+            loop.call_soon_threadsafe(partial(_settle, future, *found))
+
+        self._jobs.put((work, told))
+        try:
+            async with asyncio.timeout(self.invitation.timeout):
+                return await future
+        except TimeoutError as error:
+            raise self._failed(f"it took longer than {self.invitation.timeout:g} s") from error
+        except (RuntimeError, OSError) as error:  # all of torch's own are the former
+            raise self._failed(first_line(error)) from error
+        finally:
+            self._waits.discard(future)
+
+    def _failed(self, why: str) -> WeightsFailed:
+        given = self.invitation
+        return WeightsFailed("unreachable", f"Broadcast {given.group}, rank {given.rank} of {given.size}: {why}")
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, tell = job
+            result, error = None, None
+            try:
+                result = work()
+            except Exception as failure:
+                error = failure
+            try:
+                tell(result, error)
+            except RuntimeError:  # the event loop is gone
+                break
+            del job, work, tell, result, error  # while it waits for the next one it holds no weights
+        self._group = None
+
+    def _open(self) -> None:
+        given, span = self.invitation, timedelta(seconds=self.invitation.timeout)
+        host, port = store_address(given.store)
+        client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=span)
+        make = _nccl if given.backend == NCCL else _gloo
+        self._group = make(dist.PrefixStore(given.group, client), given, self.device, own_address(host))
+        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects at its first operation
+
+    def _broadcast(self, flat: Tensor) -> None:
+        work = self._group.broadcast(flat, 0)
+        if self.invitation.backend != NCCL:
+            work.wait()
+            return
+        deadline = time.monotonic() + self.invitation.timeout  # of NCCL's own the watchdog ends the process
+        while not work.is_completed():
+            if self.closed.is_set() or time.monotonic() > deadline:
+                self._group.abort()
+                raise RuntimeError("the broadcast was given up")
+            time.sleep(0.0005)
+        work.wait()
+
+
+def _gloo(store: Any, given: Invitation, device: torch.device, address: str) -> Any:
+    options = c10d.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=given.timeout)
+    options._threads = 1
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]  # listens there and nowhere else
+    return c10d.ProcessGroupGloo(store, given.rank, given.size, options)
+
+
+NCCL_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_environment = threading.Lock()
+
+
+def _nccl(store: Any, given: Invitation, device: torch.device, address: str) -> Any:
+    """By default a rank that is lost ends the processes of all others; this group must only fail."""
+    torch.cuda.set_device(device)
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * given.timeout)
+    with _environment:  # read by the constructor; the learner's own groups keep theirs
+        before = {key: os.environ.get(key) for key in NCCL_ENV}
+        os.environ.update(NCCL_ENV)
+        try:
+            return c10d.ProcessGroupNCCL(store, given.rank, given.size, options)
+        finally:
+            for key, value in before.items():
+                os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+
+
+def backend(device: torch.device) -> str:
+    """Raises `BirlError` where there is none."""
+    name = NCCL if device.type == "cuda" else GLOO
+    if not dist.is_available() or not (dist.is_nccl_available() if name == NCCL else dist.is_gloo_available()):
+        raise BirlError(f"weights.method=nccl: this build of PyTorch has no {name}; use weights.method=direct.")
+    return name
+
+
+def gpu(device: torch.device) -> str:
+    """What tells one GPU from every other; empty on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+
+
+def pieces(shapes: Shapes, bucket_mb: float) -> list[list[str]]:
+    """Names of the tensors of each bucket, the same on every rank: of one type, sorted, at most `bucket_mb` [MiB],
+    unless one tensor alone is larger."""
+    found: list[list[str]] = []
+    room, last = 0.0, None
+    for name in sorted(shapes, key=lambda n: (str(shapes[n][1]), n)):
+        shape, dtype = shapes[name]
+        size = prod(shape) * dtype.itemsize
+        if dtype != last or size > room:
+            found.append([])
+            room, last = bucket_mb * 2**20, dtype
+        found[-1].append(name)
+        room -= size
+    return found
+
+
+def host_store(address: str, timeout: float) -> tuple[Any, str]:
+    """A store that listens at this address of ours, at a free port, and its host:port. It lives as long as what is
+    returned."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listens:  # torch's own would listen at every address of the machine
+        listens.bind((address, 0))
+        listens.listen(1024)
+        port = listens.getsockname()[1]
+        span = timedelta(seconds=timeout)
+        store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=span, master_listen_fd=listens.detach()
+        )
+    return store, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def store_address(text: str) -> tuple[str, int]:
+    """host:port. Raises `ValueError`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"store must be host:port, got {text!r}")
+    return host, int(port)
+
+
+def own_address(host: str) -> str:
+    """By which of our addresses that host reaches us. Raises `OSError` where there is no way to it."""
+    if host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback):
+        return "::1" if ":" in host else "127.0.0.1"
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as asks:
+        asks.connect(place)  # sends nothing
+        return asks.getsockname()[0]
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

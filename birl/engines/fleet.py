@@ -1,0 +1,337 @@
+"""The engines of a router and what they hold: a watch for each looks at it, brings it up to date, has it started again.
+No engine counts as ready whose weights are not proven."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from birl.engines.member import Member, State, check_held
+from birl.engines.remote import Remote
+from birl.engines.wire import Info
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.models.digests import whole
+from birl.spans import done, engine_name
+from birl.types import Held, Update
+
+STRIKES = 2  # looks in a row that fail before an engine is down
+DRAIN = 0.1  # s between two looks at whether an engine that leaves has answered everything
+
+
+class Fleet:
+    """For the parameters see `Router`. `version` is what the engines should hold, `arriving` what is being loaded."""
+
+    def __init__(
+        self,
+        remotes: Sequence[Remote],
+        *,
+        version: int,
+        update: Update | None,
+        interval: float,
+        poll_timeout: float,
+        load_timeout: float,
+        restart_timeout: float,
+        prove: Callable[[Remote], Awaitable[None]] | None,
+        restart: Callable[[Remote], Awaitable[Remote]] | None,
+        on_event: Callable[..., None] | None,
+    ) -> None:
+        self.members = [Member(remote=remote) for remote in remotes]
+        self.update, self.interval, self.poll_timeout = update, interval, poll_timeout
+        self.load_timeout, self.restart_timeout = load_timeout, restart_timeout
+        self.prove, self.restart = prove, restart
+        self.on_event: Callable[..., None] = on_event or (lambda name, **fields: None)
+        self.on_ready: Callable[[Member], None] = lambda member: None
+        self.expect: Callable[[Mapping[Remote, int], Update], None] | None = (
+            None  # hears whom a load goes to (with pid)
+        )
+        self.paused = self.closed = False
+        self.version = self.arriving = update.version if update else version
+        self.changed = asyncio.Event()  # a new one after each change
+        self._digest = whole(update.digests) if update and update.digests else ""  # empty: what the first one says
+        self.refused: list[WeightsFailed] = []  # of the last load: by engines that answer
+        self._commands = 0  # pauses and resumes so far: a look that one of them overtook says nothing
+        self._loading = asyncio.Lock()
+        self._watches: dict[Member, asyncio.Task[None]] = {}
+
+    def watch(self) -> None:
+        """Begin, once."""
+        if self.closed:
+            raise EngineDown("the router was closed")
+        if not self._watches:
+            self._watches = {m: asyncio.create_task(self._watch(m)) for m in self.members}
+
+    def add(self, remote: Remote) -> Member:
+        """One more engine. It gets requests as soon as it holds the weights of the others and has proven them."""
+        member = Member(remote=remote)
+        self.members.append(member)
+        if self._watches and not self.closed:
+            self._watches[member] = asyncio.create_task(self._watch(member))
+        return member
+
+    async def remove(self, member: Member, why: str) -> None:
+        """It gets no more requests; returns when it has answered those that it has, or is down, and is forgotten."""
+        member.leaving = True
+        if member.state is State.READY:
+            self.become(member, State.DRAINING, why)
+        while member.in_flight and member.state is not State.DOWN and not self.closed:
+            await asyncio.sleep(min(self.interval, DRAIN))
+        if self.closed:
+            return
+        self.members.remove(member)
+        watch = self._watches.pop(member, None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        member.become(State.DOWN, why)  # no event: nothing is wrong
+        self.notify()
+        await member.remote.close()
+
+    async def wait(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Until `done`, which is asked after every change. False when it is late."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not done():
+                    await self.changed.wait()
+        return done()
+
+    async def close(self) -> None:
+        self.closed = True
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        for member in self.members:
+            member.become(State.DOWN, "the router was closed")  # no event: nothing is wrong
+        self.notify()
+        await asyncio.gather(*(m.remote.close() for m in self.members))
+
+    def describe(self) -> str:
+        """Every engine, for messages."""
+        lines: list[str] = []
+        for m in self.members:
+            why = m.error or ("" if m.state is State.READY else "it has not answered yet")
+            why = f" ({'last failure: ' * (m.state is State.READY)}{why})" * bool(why)
+            since = time.strftime("%H:%M:%S", time.localtime(m.since))
+            lines.append(f"{m.remote.address} is {m.state} since {since}{why}")
+        return "; ".join(lines)
+
+    def become(self, member: Member, state: State, error: str = "") -> None:
+        was = member.state
+        if member.become(state, error):
+            told = "" if state is State.READY else member.error
+            fields = {"address": member.remote.address, "was": str(was), "version": member.version, "error": told}
+            self.on_event(f"engine_{state}", **fields)
+            if state is State.READY:
+                self.on_ready(member)
+        self.notify()
+
+    def notify(self) -> None:
+        told, self.changed = self.changed, asyncio.Event()
+        told.set()
+
+    async def command(self, what: str, call: Callable[[Member], Awaitable[Any]], among: Iterable[Member]) -> None:
+        """On each of these engines; one that does not answer in time is down."""
+
+        async def one(member: Member) -> None:
+            try:
+                async with asyncio.timeout(self.poll_timeout):
+                    await call(member)
+            except (EngineDown, TimeoutError) as error:
+                why = str(error) or f"no answer within {self.poll_timeout:g} s"
+                self.become(member, State.DOWN, f"{what}: {why}")
+            except BirlError as error:  # it answers, and can not: the next look says how it is
+                member.error = f"{what}: {error}"
+            member.poke.set()
+
+        self._commands += 1
+        await asyncio.gather(*(one(m) for m in among))
+        self._commands += 1
+
+    async def load(self, update: Update) -> Held:
+        """See `Router.load`."""
+        async with self._loading:
+            if update.version < self.version and not update.anew:
+                raise WeightsFailed(
+                    "stale", f"The engines have version {self.version}, and are given {update.version}."
+                )
+            now = asyncio.get_running_loop().time
+            deadline, found = now() + self.load_timeout, await self._give_all(update, self.load_timeout)
+            while all(gone(x) for x in found) and (left := deadline - now()) > 0:  # the last one: it may come back
+                found = await self._give_all(update, left)
+        held = [x for x in found if isinstance(x, Held)]
+        if strange := [x for x in found if isinstance(x, BaseException) and not isinstance(x, WeightsFailed)]:
+            raise strange[0]
+        failed = [x for x in found if isinstance(x, WeightsFailed)]
+        self.refused = [x for x in failed if x.cause != "unreachable"]
+        if not held:
+            raise failed[0]
+        digest = next((h.digest for h in held if h.digest), "")
+        seconds, size = max(h.seconds for h in held), sum(h.bytes for h in held)
+        return Held(version=update.version, digest=digest, seconds=seconds, bytes=size)
+
+    async def _give_all(self, update: Update, timeout: float) -> list[Held | BaseException]:
+        """To every engine that answers, as soon as one does."""
+        await self.wait(lambda: any(m.state is not State.DOWN for m in self.members), timeout)
+        chosen = [m for m in self.members if m.state is not State.DOWN]
+        if not chosen:
+            message = f"Version {update.version} of the weights: no engine answers. {self.describe()}"
+            return [WeightsFailed("unreachable", message)]
+        self.arriving = update.version
+        if self.expect is not None:  # not whom a lock may keep waiting
+            self.expect({m.remote: m.pid for m in chosen if not m.lock.locked()}, update)
+        gifts = [asyncio.create_task(self._give(m, update)) for m in chosen]
+        try:
+            return await asyncio.gather(*gifts, return_exceptions=True)
+        finally:
+            taken = any(g.done() and not g.cancelled() and g.exception() is None for g in gifts)
+            self._settle(update, taken)
+
+    def _settle(self, update: Update, taken: bool) -> None:
+        """After a load: the new version counts where one engine took it, even if that is lost already."""
+        if taken:
+            self.version, self.update = update.version, update
+            self._digest = whole(update.digests) if update.digests else ""
+            for member in self.members:
+                if member.state is not State.DOWN and not (member.proven and member.version == self.version):
+                    self.become(member, State.STALE, member.error or "it did not get the new weights")
+                member.poke.set()
+        self.arriving = self.version
+        self.notify()
+
+    async def _give(self, member: Member, update: Update) -> Held:
+        """Load and prove. Raises `WeightsFailed`; then nobody knows what the engine has until somebody has looked."""
+        try:
+            async with asyncio.timeout(self.load_timeout), member.lock:
+                member.loads += 1
+                member.load = asyncio.create_task(self._load(member, update))
+                try:
+                    return await member.load
+                except asyncio.CancelledError:
+                    me = asyncio.current_task()
+                    if me is not None and me.cancelling():
+                        raise
+                    raise EngineDown(member.error) from None  # it got down meanwhile
+                finally:
+                    member.load = None
+                    member.loads += 1
+        except (EngineDown, TimeoutError) as error:
+            why = str(error) or f"{member.remote.address} had not loaded them within {self.load_timeout:g} s"
+            failed = WeightsFailed("unreachable", f"Version {update.version} of the weights: {why}")
+        except WeightsFailed as error:
+            failed = error
+        member.proven = False
+        member.loads_failed += 1
+        member.load_after = asyncio.get_running_loop().time() + min(self.interval * 2**member.loads_failed, 60.0)
+        self.become(member, State.DOWN if failed.cause == "unreachable" else State.STALE, str(failed))
+        member.poke.set()
+        raise failed
+
+    async def _load(self, member: Member, update: Update) -> Held:
+        began = time.perf_counter()
+        held = await member.remote.load(update)
+        name = engine_name(member.remote.address)
+        done("load", began, process=name, lane="weights", version=update.version, paused=held.seconds)
+        if not check_held(held, update):
+            if self.prove is None:
+                raise WeightsFailed(
+                    "mismatch", f"{member.remote.address} can not tell a digest, and there is no `prove` for it."
+                )
+            await self.prove(member.remote)
+        member.holds(update.version, held.digest)
+        return held
+
+    async def _watch(self, member: Member) -> None:
+        """Look, again and again. What goes wrong in here is told as the engine's error, and the watch goes on."""
+        while True:
+            member.poke.clear()
+            try:
+                again = await self._look(member)
+            except Exception as error:
+                self.become(member, State.DOWN, f"{type(error).__name__}: {error}")
+                again = False
+            if not again:
+                wait = min(self.interval, 0.1) if 0 < member.strikes < STRIKES else self.interval
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await member.poke.wait()
+
+    async def _look(self, member: Member) -> bool:
+        """One look, and what follows from it. Says whether to look again at once."""
+        commands, loads = self._commands, member.loads
+        try:
+            async with asyncio.timeout(self.poll_timeout):
+                info = await member.remote.info()
+        except (EngineDown, TimeoutError) as error:
+            member.strikes += 1
+            if member.strikes >= STRIKES:
+                why = str(error) or f"it did not say how it is within {self.poll_timeout:g} s"
+                self.become(member, State.DOWN, why)
+            return member.state is State.DOWN and await self._restarted(member)
+        member.strikes = 0
+        if member.load is not None:  # what it says now may be over when it is heard
+            return False
+        if commands != self._commands or loads != member.loads:
+            return True
+        self._judge(member, info)
+        return await self._mend(member, info)
+
+    def _judge(self, member: Member, info: Info) -> None:
+        fresh, why = member.pid == 0, member.seen(info)
+        if not member.proven and self._as_it_is(member, info, fresh):
+            member.holds(info.version, info.digest)
+            self._digest = self._digest or info.digest
+        if info.asleep:
+            self.become(member, State.DRAINING, "it sleeps")
+        elif not member.proven or member.version not in (self.version, self.arriving):
+            told = member.error if member.state is State.STALE else f"it has version {info.version} of the weights"
+            self.become(member, State.STALE, why or told)
+        elif member.leaving:
+            self.become(member, State.DRAINING)
+        elif info.paused and not self.paused:
+            self.become(member, State.DRAINING, "it is paused")
+        else:
+            self.become(member, State.READY)
+
+    def _as_it_is(self, member: Member, info: Info, fresh: bool) -> bool:
+        """Whether it can be taken without a load: at the start, with the weights that are expected, and where a load
+        failed, but its digest says that what it had is still there."""
+        if info.asleep or info.version != self.version:
+            return False
+        if self.update is None and info.digest in ("", self._digest or info.digest):
+            return True
+        return bool(info.digest) and info.digest == (self._digest if fresh else member.digest)
+
+    async def _mend(self, member: Member, info: Info) -> bool:
+        if info.paused and not info.asleep and member.held and not self.paused:
+            await member.remote.resume()  # it did not hear the first one
+            member.held = False
+            return True
+        due = asyncio.get_running_loop().time() >= member.load_after
+        update = None if member.leaving or self._loading.locked() else self.update
+        if member.state is State.STALE and update is not None and due:
+            with contextlib.suppress(WeightsFailed):  # told by its state, and tried again later
+                await self._give(member, replace(update, anew=True))  # whatever it has
+                return True
+        return False
+
+    async def _restarted(self, member: Member) -> bool:
+        """Whether it was started again."""
+        if self.restart is None:
+            return False
+        try:
+            async with asyncio.timeout(self.restart_timeout):
+                remote = await self.restart(member.remote)
+        except (BirlError, EngineDown, TimeoutError) as error:
+            why = str(error) or f"it took longer than {self.restart_timeout:g} s"
+            self.become(member, State.DOWN, f"it could not be started again: {why}")
+            return False
+        old, member.remote = member.remote, remote
+        if old is not remote:
+            await old.close()
+        return old is not remote
+
+
+def gone(found: object) -> bool:
+    """Whether it is the failure of an engine that does not answer."""
+    return isinstance(found, WeightsFailed) and found.cause == "unreachable"

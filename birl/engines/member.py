@@ -1,0 +1,154 @@
+"""One engine as the router sees it: its state, what it is known to hold, and what it does."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from birl.engines.remote import Remote
+from birl.engines.wire import Info
+from birl.errors import EngineDown, WeightsFailed
+from birl.models.digests import whole
+from birl.types import Completion, Held, Update
+
+
+class State(StrEnum):
+    READY = "ready"  # holds the router's weights, and that is proven
+    STALE = "stale"  # answers, but holds other weights, or nobody knows which: gets no request
+    DOWN = "down"  # does not answer
+    DRAINING = "draining"  # answers, and takes no new request: it was paused, or sleeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What `Router.table` says of an engine. `in_flight`, `served` and `failures` count requests, `since` is the time
+    of the last change of state [s, Unix], `error` the last failure, also of an engine that is well again.
+
+    Example: Row(address="http://127.0.0.1:8000", state="ready", version=12, in_flight=31, served=4096, failures=0,
+                 error="", since=1760000000.0)
+    """
+
+    address: str
+    state: str
+    version: int
+    in_flight: int
+    served: int
+    failures: int
+    error: str
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """`version` and `digest` are what the engine was last proven to hold; they say nothing unless `proven`."""
+
+    remote: Remote
+    state: State = State.DOWN
+    error: str = ""
+    since: float = field(default_factory=time.time)
+    version: int = -1
+    digest: str = ""
+    proven: bool = False
+    pid: int = 0  # 0: never answered
+    engine: str = ""  # Info.engine
+    in_flight: int = 0
+    sent: int = 0
+    served: int = 0
+    failures: int = 0
+    strikes: int = 0  # looks in a row that failed
+    row: int = 0  # requests in a row that failed
+    suspect: bool = False  # a request failed or was cut short, and nobody has looked since
+    rest_until: float = 0.0  # no request before (the event loop's clock),
+    load_after: float = 0.0  # nor another attempt to bring it up to date
+    loads_failed: int = 0  # in a row
+    held: bool = False  # the router paused it
+    leaving: bool = False  # it answers what it has, and is forgotten then
+    gone: "asyncio.Future[None] | None" = None  # done when it stops being one whose answers count
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one load at a time
+    load: "asyncio.Task[Held] | None" = None
+    loads: int = 0  # begun and ended
+    poke: asyncio.Event = field(default_factory=asyncio.Event)  # look now
+
+    def line(self) -> Row:
+        return Row(
+            address=self.remote.address,
+            state=str(self.state),
+            version=self.version if self.proven else self.remote.version,
+            in_flight=self.in_flight,
+            served=self.served,
+            failures=self.failures,
+            error=self.error,
+            since=self.since,
+        )
+
+    def free(self, now: float) -> bool:
+        return self.state is State.READY and not self.suspect and now >= self.rest_until
+
+    def become(self, state: State, error: str = "") -> bool:
+        """Says whether that is a change. Whoever waits for an engine that gets down or stale waits no longer: an answer
+        from weights that are in doubt is none."""
+        counts = state in (State.READY, State.DRAINING)
+        if counts and (self.gone is None or self.gone.done()):
+            self.gone = asyncio.get_running_loop().create_future()
+        elif not counts and self.gone is not None and not self.gone.done():
+            self.gone.set_result(None)
+        if state is State.DOWN and self.load is not None:
+            self.load.cancel()
+        self.error = error or self.error
+        if state is self.state:
+            return False
+        self.state, self.since = state, time.time()
+        return True
+
+    def failed(self, error: EngineDown, counts: bool = True) -> None:
+        """A request failed: no other one before somebody has looked, and later each time. Not `counts`: its state tells
+        already why."""
+        now = asyncio.get_running_loop().time()
+        if error.retry_after:
+            self.rest_until = max(self.rest_until, now + error.retry_after)
+            return
+        self.failures += 1
+        if not counts or now < self.rest_until:  # many fail together: once is enough
+            return
+        self.row, self.suspect, self.error = self.row + 1, True, str(error)
+        self.rest_until = max(self.rest_until, now + min(0.05 * 2 ** min(self.row, 10), 30.0))
+        self.poke.set()
+
+    def seen(self, info: Info) -> str:
+        """Take in what it says of itself. Why what was proven does not hold any more; empty where it does."""
+        why = ""
+        if self.pid and info.pid != self.pid:
+            why = f"it was started again (process {info.pid}, before {self.pid})"
+        elif self.proven and info.version != self.version:
+            why = f"it has version {info.version} of the weights, and was given {self.version}"
+        elif self.proven and self.digest and info.digest and info.digest != self.digest:
+            why = f"its version {info.version} is no longer what it was: the digest is {info.digest}"
+        elif self.proven and info.asleep:
+            why = "it sleeps, and gave its weights back"
+        self.digest = "" if why else self.digest
+        self.pid, self.engine, self.suspect = info.pid, info.engine, False
+        self.proven = self.proven and not why
+        return why
+
+    def holds(self, version: int, digest: str) -> None:
+        self.proven, self.version, self.digest = True, version, digest
+        self.loads_failed, self.load_after = 0, 0.0
+        self.row, self.rest_until = 0, 0.0
+
+
+def check_held(held: Held, update: Update) -> bool:
+    """Whether the digest proves that the engine holds the update; False where there is none to compare. Raises
+    `WeightsFailed`."""
+    if held.version != update.version:
+        raise WeightsFailed("stale", f"Version {update.version} was given, and it says that it has {held.version}.")
+    if not held.digest or not update.digests:
+        return False
+    if held.digest != whole(update.digests):
+        raise WeightsFailed("mismatch", f"Version {update.version} was loaded, and its weights are not what was sent.")
+    return True
+
+
+def check_versions(completion: Completion, lowest: int, highest: int) -> None:
+    """Raises `EngineDown` where tokens come from weights that the router has not given."""
+    if wrong := sorted(v for v in set(completion.versions) if not lowest <= v <= highest):
+        raise EngineDown(f"it answered with version {wrong[0]} of the weights, and has {lowest}")

@@ -1,0 +1,301 @@
+"""Many engines as one: every request is answered once, by an engine whose weights are proven, as long as there is one.
+
+    generate -> pick (least loaded; a session stays) -> attempt -> joined with what was there -> answer
+                  ^                                       | failed, gone, or cut short: again, elsewhere
+    a watch per engine: look every `interval`, bring it up to date, start it again
+
+Load is counted in requests. A step of an engine costs about the same for each of its running requests, so that is what
+they compete for; how long one still takes nobody knows, as `max_tokens` is a bound that most answers do not reach.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+
+from birl.engines.fleet import Fleet
+from birl.engines.inflight import Asked
+from birl.engines.loads import Loads
+from birl.engines.member import Member, Row, State, check_versions
+from birl.engines.remote import Remote
+from birl.engines.sessions import Sessions
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.spans import answered, engine_name
+from birl.types import Completion, Held, SamplingParams, Stop, Update
+
+
+class Router:
+    """Implements `birl.types.Engine`, and what a learner needs besides: `load`, `pause`, `resume`, `abort`.
+
+    The engines are taken to hold `version` at the start, or `update`, which those that do not hold it are given. A
+    request may take `timeout` [s] in all and `attempt_timeout` on one engine, and is tried again `retries` times. An
+    engine is looked at every `interval` and has `poll_timeout` to answer, `load_timeout` for new weights.
+
+    `prove(remote)` raises `WeightsFailed` where an engine that cannot tell a digest computes something else than it
+    should. `restart(remote)` is called for an engine that does not answer, and gives the one to speak to from now on:
+    the same one where its process still lives. `on_event(name, **fields)` hears of every change: engine_ready,
+    engine_stale, engine_down, engine_draining (address, was, version, error), retry (address, session, error).
+
+    Example: router = Router([Client("http://127.0.0.1:8000"), Client("http://127.0.0.1:8001")])
+             await router.start()
+             await router.generate((1, 9, 4), SamplingParams(max_tokens=64), session="episode-7")
+    """
+
+    def __init__(
+        self,
+        remotes: Sequence[Remote],
+        *,
+        version: int = 0,
+        update: Update | None = None,
+        timeout: float = 3600.0,
+        attempt_timeout: float = 1200.0,
+        retries: int = 5,
+        interval: float = 2.0,
+        poll_timeout: float = 5.0,
+        load_timeout: float = 300.0,
+        restart_timeout: float = 600.0,
+        prove: Callable[[Remote], Awaitable[None]] | None = None,
+        restart: Callable[[Remote], Awaitable[Remote]] | None = None,
+        on_event: Callable[..., None] | None = None,
+    ) -> None:
+        if not remotes:
+            raise BirlError("A router needs at least one engine.")
+        self.timeout, self.attempt_timeout, self.poll_timeout = timeout, attempt_timeout, poll_timeout
+        self.retries = retries
+        self.fleet = Fleet(
+            remotes,
+            version=version,
+            update=update,
+            interval=interval,
+            poll_timeout=poll_timeout,
+            load_timeout=load_timeout,
+            restart_timeout=restart_timeout,
+            prove=prove,
+            restart=restart,
+            on_event=on_event,
+        )
+        self._loads = Loads()
+        self.fleet.on_ready = self._loads.put
+        self._open: set[Asked] = set()
+        self._sessions = Sessions[Member]()
+
+    @property
+    def version(self) -> int:
+        return self.fleet.version
+
+    @property
+    def refused(self) -> list[WeightsFailed]:
+        """Why engines that answer did not take the last update, though others did. An engine that is gone comes back
+        and is brought up to date; one that answers and has something else may point to a mistake."""
+        return self.fleet.refused
+
+    def table(self) -> list[Row]:
+        return [member.line() for member in self.fleet.members]
+
+    def describe(self) -> str:
+        """Every engine with its state, since when, and why."""
+        return self.fleet.describe()
+
+    async def start(self, timeout: float = 60.0) -> None:
+        """Returns when every engine is ready. Raises `EngineDown` that lists them where one is not in time."""
+        self.fleet.watch()
+        if not await self.fleet.wait(lambda: all(m.state is State.READY for m in self.fleet.members), timeout):
+            raise EngineDown(f"Not every engine was ready within {timeout:g} s: {self.fleet.describe()}")
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        """Answered by one engine, or by several one after the other. Raises `EngineDown` that lists the engines when
+        its time or its retries are over, and `BirlError` where the request itself is wrong."""
+        self.fleet.watch()
+        if params.seed is None:  # the same for every attempt: a new draw would favour answers that are soon over
+            params = replace(params, seed=secrets.randbits(31))
+        asked = Asked(prompt_ids, params, session, asyncio.get_running_loop().create_future())
+        self._open.add(asked)
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await self._answer(asked)
+        except TimeoutError as error:
+            raise EngineDown(self._obituary(asked, f"was not answered within {self.timeout:g} s")) from error
+        finally:
+            self._open.discard(asked)
+            asked.over.set()
+
+    async def load(self, update: Update) -> Held:
+        """Give new weights to every engine that answers; those that do not take them are stale from then on. Says the
+        longest of their times and the sum of what they read. Raises the first `WeightsFailed` where none takes them;
+        then the version is the old one. What is being answered goes on."""
+        self.fleet.watch()
+        return await self.fleet.load(update)
+
+    async def settle(self, timeout: float) -> None:
+        """Look at every engine now; returns when all that answer and whose weights are proven are ready, and one is.
+        Raises `EngineDown` where that is not so in time."""
+        for member in self.fleet.members:
+            member.poke.set()
+
+        def done() -> bool:
+            there = [m for m in self.fleet.members if m.state is not State.DOWN and not m.leaving]
+            proven = [m for m in there if m.proven and m.version == self.version]
+            return bool(proven) and all(m.state is State.READY for m in proven)
+
+        if not await self.fleet.wait(done, timeout):
+            raise EngineDown(f"No engine was ready within {timeout:g} s: {self.fleet.describe()}")
+
+    async def pause(self, abort: bool = False) -> None:
+        """What is being answered is kept and goes on at `resume`, or ends with what it has; what is asked from now on
+        waits here. Deadlines go on."""
+        self.fleet.paused = True
+        if abort:
+            await self.abort()
+
+        async def pause(member: Member) -> None:
+            member.held = True
+            await member.remote.pause(abort)
+
+        await self.fleet.command("pause", pause, self._counting())
+
+    async def resume(self) -> None:
+        """An engine that does not hear it is resumed when it is back."""
+
+        async def resume(member: Member) -> None:
+            await member.remote.resume()
+            member.held = False
+
+        await self.fleet.command("resume", resume, [m for m in self._counting() if m.held])
+        self.fleet.paused = False
+        self.fleet.notify()
+
+    async def abort(self, sessions: Collection[str] | None = None) -> int:
+        """End the requests of these sessions, or all, with what they have; says how many."""
+        chosen = [a for a in self._open if sessions is None or a.session in sessions]
+        for asked in chosen:
+            asked.aborted = True
+        self.fleet.notify()
+        if chosen:
+            busy = [m for m in self._counting() if m.in_flight]
+            await self.fleet.command("abort", lambda m: m.remote.abort(sessions), busy)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.poll_timeout):
+                    for asked in chosen:
+                        await asked.over.wait()
+        for asked in chosen:  # one whose request reached the engine after the abort
+            if not asked.cut.done():
+                asked.cut.set_result(None)
+        return len(chosen)
+
+    async def close(self) -> None:
+        """Whoever waits gets `EngineDown`. The engines go on; their connections are closed."""
+        await self.fleet.close()
+
+    def _counting(self) -> list[Member]:
+        return [m for m in self.fleet.members if m.state in (State.READY, State.DRAINING)]
+
+    def _obituary(self, asked: Asked, what: str) -> str:
+        tried = f" Failed: {'; '.join(asked.failures[-3:])}." if asked.failures else ""
+        whose = f" of session {asked.session!r}" if asked.session else ""
+        return f"A request{whose} {what}.{tried} {self.fleet.describe()}"
+
+    async def _answer(self, asked: Asked) -> Completion:
+        while True:
+            member = await self._pick(asked)
+            if member is None:
+                return asked.part
+            before = len(asked.part.tokens)
+            try:
+                asked.part = await self._attempt(member, asked)
+            except EngineDown as error:
+                self._failed(member, asked, error)
+                continue
+            if asked.part.stop is not Stop.ABORT or asked.aborted:
+                return asked.part
+            member.suspect = True  # somebody else has paused it, or aborted this: look before it is asked again
+            member.poke.set()
+            if len(asked.part.tokens) == before:
+                error = EngineDown("it aborted the request, which nobody had asked for")
+                member.failed(error)
+                self._failed(member, asked, error)
+
+    def _failed(self, member: Member, asked: Asked, error: EngineDown) -> None:
+        """Raises where it was tried often enough."""
+        if self.fleet.closed:
+            raise EngineDown("the router was closed") from error
+        if error.retry_after:
+            return
+        asked.avoid.add(member)
+        asked.failures.append(f"{member.remote.address}: {error}")
+        if len(asked.failures) > self.retries:
+            raise EngineDown(self._obituary(asked, f"failed {len(asked.failures)} times")) from error
+        self.fleet.on_event("retry", address=member.remote.address, session=asked.session, error=str(error))
+
+    async def _pick(self, asked: Asked) -> Member | None:
+        """Wait for an engine. None: the request is to end."""
+        while not asked.aborted:
+            if self.fleet.closed:
+                raise EngineDown("the router was closed")
+            if not self.fleet.paused and (member := self._choose(asked)):
+                return member
+            now = asyncio.get_running_loop().time()
+            resting = [m.rest_until - now for m in self.fleet.members if m.state is State.READY and m.rest_until > now]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(min(resting), 0.001) if resting else None):
+                    await self.fleet.changed.wait()
+        return None
+
+    def _choose(self, asked: Asked) -> Member | None:
+        now = asyncio.get_running_loop().time()
+        known = self._sessions.get(asked.session)
+        if known is None or not known.free(now) or known in asked.avoid:
+            known = self._loads.least(now, asked.avoid)
+        if known is not None:
+            self._sessions.keep(asked.session, known)
+        return known
+
+    async def _attempt(self, member: Member, asked: Asked) -> Completion:
+        """The answer so far, with what this engine adds to it."""
+        prompt, params = asked.rest(member.engine)
+        lowest, gone, engine = member.version, member.gone, member.engine
+        assert gone is not None
+        member.in_flight += 1
+        member.sent += 1
+        self._loads.put(member)
+        began = time.perf_counter()
+        task = asyncio.ensure_future(member.remote.generate(prompt, params, asked.session))
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # looked at, even where nobody waits any more
+        try:
+            ends = {task, gone, asked.cut}
+            await asyncio.wait(ends, timeout=self.attempt_timeout, return_when=asyncio.FIRST_COMPLETED)
+            if asked.cut.done() and not task.done():
+                return asked.part
+            if gone.done():
+                raise EngineDown(member.error)
+            if not task.done():
+                raise EngineDown(f"session {asked.session!r} had no answer within {self.attempt_timeout:g} s")
+            answered(task.result(), began, asked.session, engine_name(member.remote.address))
+            found = asked.join(engine, task.result())
+            await self._admit(member, gone, task.result(), lowest)
+            member.served += 1
+            member.row = 0
+            return found
+        except EngineDown as error:
+            member.failed(error, counts=not gone.done())
+            raise
+        finally:
+            member.in_flight -= 1
+            self._loads.put(member)
+            task.cancel()
+
+    async def _admit(self, member: Member, gone: "asyncio.Future[None]", found: Completion, lowest: int) -> None:
+        """Only tokens of weights that were given and are proven; where a load is not over yet, after its end."""
+        try:
+            check_versions(found, lowest, max(self.fleet.arriving, member.version))
+        except EngineDown as error:
+            member.proven = False
+            self.fleet.become(member, State.STALE, str(error))
+            member.poke.set()
+            raise
+        if max(found.versions, default=-1) > member.version:
+            async with member.lock:
+                pass
+        if gone.done() or max(found.versions, default=-1) > member.version:
+            raise EngineDown(f"its weights were in doubt when it had answered: {member.error}")

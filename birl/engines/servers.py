@@ -1,0 +1,278 @@
+"""Engines in other processes, for `birl rl` and `birl eval`: started with the run and ended with it, or attached to.
+
+engine.kind=birl | vllm | sglang   what they speak; each has an adapter here, and there is one for classes of the user's
+engine.attach                      addresses, or a name under which `birl serve` was started
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from birl.allocator import cores
+from birl.config import schema
+from birl.config.rules_engine import LAUNCHED, NAME, SERVERS, weights_method
+from birl.data.tasks import Tasks
+from birl.engine.policy import Policy, cache_bytes
+from birl.engines.attached import Following, found, other_kind, take
+from birl.engines.kinds import Wanted, child, speak
+from birl.engines.remote import Remote
+from birl.engines.router import Router
+from birl.engines.spread import Counting
+from birl.errors import BirlError
+from birl.learner.learner import Learner
+from birl.models.device import choose
+from birl.models.digests import words
+from birl.parallel.grid import grid_of, rank_threads
+from birl.process import Process, free_port
+from birl.types import Completion, SamplingParams
+from birl.waits import event
+from birl.weights.broadcast import Broadcast, Joined
+from birl.weights.canary import Canary
+from birl.weights.publish import Sender, Volume, published, released, shared_memory
+
+
+@dataclass(slots=True, kw_only=True)
+class Servers(Counting):
+    """Many engines as one: implements `birl.types.Engine`."""
+
+    router: Router
+    children: list[Process]
+    remotes: dict[str, Remote]  # by address, without what the method of the weights puts around them
+    broadcast: Broadcast | None = None
+    following: asyncio.Task[None] | None = None  # of a name
+    say: Callable[[str], None] = lambda text: None
+    renewed: bool = False  # they are just being started from other weights
+    vocabulary: int = 0  # tokens of the model; 0: not known
+
+    @property
+    def version(self) -> int:
+        return self.router.version
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        found = await self.counted(self.router.generate(prompt_ids, params, session))
+        if 0 < self.vocabulary <= (most := max(found.tokens, default=0)):
+            raise BirlError(f"An engine answered with token id {most}, and the model has {self.vocabulary} tokens.")
+        return found
+
+    def ready(self) -> list[Remote]:
+        return [m.remote for m in self.router.fleet.members if m.state == "ready"]
+
+    def heard(self, name: str, **fields: object) -> None:
+        """Something has changed with an engine."""
+        text = f"{name.replace('_', ' ')}: {fields.get('address', '')} {fields.get('error', '')}".strip()
+        if name == "engine_down" and not self.children:
+            where = "under the same name" if self.following is not None else "at the same address"
+            text += f"; the run waits for it: start it again {where}"
+        event(text)
+        if name != "retry":
+            self.say(text)
+
+    async def restart(self, remote: Remote) -> Remote:
+        """What the router calls for an engine that does not answer."""
+        process = self.children[list(self.remotes).index(remote.address)]
+        if not process.alive and not self.renewed:
+            await process.restart()
+        return remote
+
+    async def renew(self, folder: str) -> None:
+        """weights.method=checkpoint: end every server and start it from another folder. Answers that were under way
+        are sampled anew."""
+
+        async def one(process: Process) -> None:
+            await process.terminate()
+            for place, word in enumerate(process.command):
+                if word.startswith("model.path="):
+                    process.command[place] = f"model.path={folder}"
+                elif word in ("--model", "--model-path"):
+                    process.command[place + 1] = folder
+            await process.start()
+
+        self.renewed = True
+        try:
+            await asyncio.gather(*map(one, self.children))
+        finally:
+            self.renewed = False
+
+    async def close(self) -> None:
+        if self.following is not None:
+            self.following.cancel()
+            await asyncio.gather(self.following, return_exceptions=True)
+        with suppress(Exception):  # whatever is wrong with them, the processes must end
+            await self.router.close()
+        await asyncio.gather(*(child.terminate() for child in self.children))
+
+
+def learner_threads(config: schema.RL) -> int:
+    """threads, where it is 0: half of the cores when servers on this machine have the others."""
+    if grid_of(config).size > 1:
+        return rank_threads(config)
+    shares = config.engine.kind != "embedded" and not config.engine.attach
+    if config.threads or not shares or config.model.device == "cuda" or torch.cuda.is_available():
+        return config.threads
+    return max(cores() // 2, 1)
+
+
+async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
+    """Start or find them; returns when each answers. Raises `BirlError`, and then none is left running."""
+    if engine.attach:
+        token = os.environ.get("BIRL_TOKEN", "")
+        remotes, children = await found(engine, wanted, token), []
+    elif engine.kind not in SERVERS:
+        remotes, children = [speak(engine, wanted, "", "", number) for number in range(engine.count)], []
+    else:
+        token = secrets.token_hex(16)
+        ports = [free_port() for _ in range(engine.count)]
+        remotes = [speak(engine, wanted, f"http://127.0.0.1:{port}", token) for port in ports]
+        pairs = enumerate(zip(remotes, ports, strict=True))
+        children = [child(engine, wanted, remote, port, token, number) for number, (remote, port) in pairs]
+    try:
+        await start(engine, children)
+        infos = await asyncio.gather(*(remote.info() for remote in remotes))
+        if engine.attach:
+            await take(engine, wanted, remotes, infos)
+    except BaseException as error:
+        hint = await other_kind(engine, remotes, token) if engine.attach and isinstance(error, Exception) else ""
+        await asyncio.gather(*(c.terminate() for c in children))
+        await asyncio.gather(*(remote.close() for remote in remotes))
+        if isinstance(error, Exception) and (hint or not isinstance(error, BirlError)):
+            key = f"engine.attach=[{','.join(engine.attach)}]" if engine.attach else f"engine.kind={engine.kind}"
+            raise BirlError(f"{key}: {error}{hint}") from error
+        raise
+    plain = {remote.address: remote for remote in remotes}
+    broadcast = None
+    if wanted.method == "nccl":
+        broadcast = Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
+    wrap = partial(wrapped, wanted=wanted, broadcast=broadcast)
+    servers = Servers(
+        router=Router(
+            [wrap(remote) for remote in remotes],
+            version=max(info.version for info in infos),
+            timeout=engine.request_timeout * (engine.restarts + 1),
+            attempt_timeout=engine.request_timeout,
+            load_timeout=wanted.timeout,
+            restart_timeout=engine.start_timeout,
+        ),
+        children=children,
+        remotes=plain,
+        broadcast=broadcast,
+        vocabulary=wanted.vocabulary,
+    )
+    fleet = servers.router.fleet
+    if broadcast is not None:
+        fleet.expect = broadcast.expect
+    fleet.on_event = servers.heard
+    if children:
+        fleet.restart = servers.restart
+    if any(NAME.fullmatch(word) for word in engine.attach):
+        limits = {"engine": engine, "wanted": wanted, "token": token}
+        follow = Following(**limits, fleet=fleet, remotes=plain, wrap=wrap, heard=servers.heard)
+        servers.following = asyncio.create_task(follow.run())
+    return servers
+
+
+def wrapped(remote: Remote, wanted: Wanted, broadcast: Broadcast | None) -> Remote:
+    """With what the method of the weights needs around it."""
+    if broadcast is not None:
+        return Joined(remote, broadcast)  # pyright: ignore[reportArgumentType, reportReturnType]
+    return Volume(remote, wanted.timeout) if wanted.method == "volume" else remote  # pyright: ignore[reportReturnType]
+
+
+async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
+    """Raises `BirlError` with the end of the log of the first that does not get ready."""
+    try:
+        await asyncio.gather(*(c.start() for c in children))
+    except BirlError as error:
+        hint = "engine.python names its interpreter, engine.arguments its further words, engine.start_timeout its time"
+        raise BirlError(f"engine.kind={engine.kind}: a server did not start ({hint}). {error}") from error
+
+
+def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[int, int]], run: Path) -> Wanted:
+    longest = min(max(map(sum, asked)), context)
+    size = config.engine.kv_cache_gb or (
+        cache_bytes(policy.model, config.engine.max_batch, longest, device=choose(config.model.device)) / 2**30
+    )
+    method = weights_method(config)
+    if method in ("reload", "volume", "checkpoint"):
+        check_writable(weights_folder(config, run))
+    return Wanted(
+        folder=policy.folder,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        context=context,
+        longest=longest,
+        kv_cache_gb=size,
+        end_ids=policy.chat.end_ids,
+        logs=run / "engines",
+        method=method,
+        volume=str(weights_folder(config, run)) if method == "volume" else "",
+        words=words(policy.tokenizer.get_vocab(), policy.chat.end_ids),
+        run=owner(config, run),
+        vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore
+        timeout=config.weights.timeout,
+        bucket_mb=config.weights.bucket_mb,
+    )
+
+
+def owner(config: schema.RL, run: Path) -> str:
+    """What servers that run already are told of who uses them. A launcher may start the run on another machine again,
+    and its engines are nobody else's."""
+    launched = [word for word in config.engine.attach if word.startswith(LAUNCHED)]
+    return next(iter(launched), f"{socket.gethostname()}:{run.resolve()}" if config.engine.attach else "")
+
+
+def check_writable(folder: Path) -> None:
+    """Better to know before servers are started."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BirlError(
+            f"weights.folder={folder}: cannot be written ({error.strerror}). Name another place that servers see too."
+        ) from error
+
+
+def weights_folder(config: schema.RL, run: Path) -> Path:
+    """Where the versions of the weights are written."""
+    if weights_method(config) == "shared":
+        return shared_memory()
+    return Path(config.weights.folder).expanduser().resolve() if config.weights.folder else run.resolve() / "weights"
+
+
+def sender(
+    config: schema.RL,
+    policy: Policy,
+    learner: Learner,
+    servers: Servers,
+    train: Sequence[Tasks],
+    run: Path,
+    say: Callable[[str], None],
+) -> Sender:
+    """How the learner's weights come to the servers, and what they are compared with."""
+    prompts = [policy.chat.render(t[i].prompt) for t in train for i in range(min(len(t), config.weights.canary))]
+    found = Sender(
+        learner=learner,
+        fleet=servers.router,
+        remotes=servers.ready,
+        method=weights_method(config),
+        root=weights_folder(config, run),
+        beside=run / "model",
+        compute=policy.compute,
+        canary=Canary(learner, prompts[: config.weights.canary], config.weights.max_gap),
+        timeout=config.weights.timeout,
+        tensors=published if config.engine.kind == "birl" else released,
+        broadcast=servers.broadcast,
+        sleeping=servers.remotes.values() if config.engine.sleep else (),  # as they are then
+        recreate=servers.renew if weights_method(config) == "checkpoint" else None,
+    )
+    servers.router.fleet.prove = found.prove  # pyright: ignore[reportAttributeAccessIssue]
+    servers.say = say
+    return found

@@ -1,0 +1,275 @@
+"""SGLang as an engine: tokens in, tokens, log-probs and versions out, and new weights in the middle of an answer.
+
+    generate   POST /generate with input_ids; SGLang refuses keys of sampling_params that it does not know
+    load       POST /update_weights_from_disk while it is paused; birl compares the folder first
+    pause      "retract" puts what runs back into the queue, without keys and values; "in_place" keeps them
+
+With `recompute_kv` a pause retracts: the log-prob of a token of version v is exactly what version v gives it. Without,
+the keys and values of the older tokens stay.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from birl.engines.peer import QUICK, Peer, answer_given, check_folder, number, size, versions, vocabulary
+from birl.engines.wire import Info
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.types import Completion, Held, SamplingParams, Stop, Update
+
+STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
+
+
+class SGLang:
+    """Implements `birl.types.Engine`. `end_ids` are those of the model, for given answers (`SamplingParams.forced`);
+    SGLang knows its own. `timeout` is that of one answer, pauses included [s]."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        recompute_kv: bool = True,
+        end_ids: frozenset[int] = frozenset(),
+        timeout: float = 1800.0,
+    ) -> None:
+        self.peer = Peer(address, token=token, timeout=timeout)
+        self.address, self.version = self.peer.address, 0
+        self.recompute_kv, self.end_ids, self.timeout = recompute_kv, end_ids, timeout
+        self.paused = self.asleep = False
+        self.empty = False  # slept, and still without weights
+        self.cacheless = False  # slept, and still without a cache
+        self.broken = ""  # why its weights are not to be trusted
+        self.context = 0  # [tokens], once that is known
+        self.takes = 0  # how often its weights were changed
+        self._control, self._asking = asyncio.Lock(), asyncio.Lock()
+        self._going = asyncio.Event()  # SGLang can not abort what came while it was paused: it is held back here
+        self._going.set()
+        self._held: dict[asyncio.Future[None], str] = {}  # -> session
+
+    async def info(self) -> Info:
+        """Raises `EngineDown`."""
+        known = None if self._control.locked() else self.takes
+        try:
+            # not /health: it samples a token, and so waits for the end of a pause
+            model = await self.peer.json("GET", "/model_info", timeout=QUICK)
+            server = await self.peer.json("GET", "/server_info", timeout=QUICK)
+            card = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
+            ranks = (await self.peer.json("GET", "/v1/loads?include=core", timeout=QUICK))["loads"]
+            running = sum(int(rank["num_running_reqs"]) for rank in ranks)
+            waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
+            label, context = model["weight_version"], int(card["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("", repr(error), error)
+        self.context = context
+        if known == self.takes and not self._control.locked():  # else a load has overtaken the answer
+            self.version = number(label)
+        return Info(
+            engine="sglang",
+            model=model["model_path"],
+            version=number(label),
+            digest="",
+            dtype=str(server.get("dtype", "")),
+            context=self.context,
+            vocabulary=vocabulary(model["model_path"]),
+            running=running,
+            waiting=waiting + len(self._held),
+            paused=self.paused,
+            asleep=self.asleep,
+            pid=0,
+        )
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        """One answer. Raises `EngineDown`, and `BirlError` for what SGLang refuses or would report wrongly."""
+        if not prompt_ids:
+            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        if params.top_p < 1 or params.top_k or params.min_p:
+            raise BirlError(
+                "SGLang reports log-probs before top_p, top_k and min_p, not those of the distribution that it samples "
+                "from: sample without them (temperature is accounted for)."
+            )
+        if not await self.let_in(session):
+            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.ABORT)
+        if self.broken:
+            raise EngineDown(f"{self.address}: {self.broken}")
+        room = min(params.max_tokens, await self.longest() - len(prompt_ids))
+        if room <= 0:
+            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+        if not params.forced:
+            return self.parse(await self.ask(prompt_ids, params, room, session), room)
+        return await answer_given(self, "SGLang", prompt_ids, params, room, session)
+
+    async def longest(self) -> int:
+        """The context [tokens], asked for once."""
+        async with self._asking:
+            return self.context or (await self.info()).context
+
+    async def let_in(self, session: str) -> bool:
+        """Wait for the end of a pause. False: it was aborted."""
+        if self._going.is_set():
+            return True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held[future] = session
+        going = asyncio.create_task(self._going.wait())
+        try:
+            await asyncio.wait({future, going}, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not future.done() and not going.done():
+                raise EngineDown(f"{self.address} was paused for {self.timeout:.0f} s.")
+            return not future.done()
+        finally:
+            going.cancel()
+            del self._held[future]
+
+    async def ask(
+        self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
+    ) -> Any:
+        sampling: dict[str, Any] = {
+            **{"max_new_tokens": count, "temperature": params.temperature, "ignore_eos": params.ignore_eos},
+            **{"stop": list(params.stop), "stop_token_ids": list(params.stop_ids), "skip_special_tokens": False},
+            "no_stop_trim": True,
+        }
+        if params.seed is not None:
+            sampling["sampling_seed"] = params.seed  # SGLang heeds it under --enable-deterministic-inference
+        with self.peer.request(session) as name:
+            body: dict[str, Any] = {"rid": name, "input_ids": token_ids, "sampling_params": sampling}
+            body |= {"return_logprob": True, "logprob_start_len": len(token_ids) - scored - 1 if scored else -1}
+            # The key keeps what the prefix cache holds of one version from answers of another one.
+            body["extra_key"] = f"weights-{self.version}"
+            return await self.peer.json("POST", "/generate", json=body)
+
+    def parse(self, answer: Any, count: int) -> Completion:
+        try:
+            meta = answer["meta_info"]
+            reason = meta["finish_reason"]
+            if reason["type"] == "abort" and (reason.get("status_code") or 0) >= 400:
+                raise EngineDown(f"{self.address}/generate: {reason.get('message')}")
+            tokens = tuple(answer["output_ids"])
+            rows = meta.get("output_token_logprobs") or []
+            if tuple(row[1] for row in rows) != tokens or len(tokens) > count:
+                raise ValueError("log-probs of other tokens")
+            return Completion(
+                tokens=tokens,
+                logprobs=tuple(float(row[0]) for row in rows),
+                versions=versions([s for s in meta.get("weight_versions") or [] if s["end"]], len(tokens)),
+                stop=STOPS[reason["type"]],
+            ).possible()
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("/generate", f"{error!r} in {answer}", error)
+
+    def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]:
+        try:
+            rows = answer["meta_info"]["input_token_logprobs"][-len(given) :]
+            if tuple(row[1] for row in rows) != given:
+                raise ValueError("log-probs of other tokens")
+            return tuple(float(row[0]) for row in rows)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("/generate", f"{error!r} in its input_token_logprobs", error)
+
+    @property
+    def mode(self) -> str:
+        return "retract" if self.recompute_kv else "in_place"
+
+    async def load(self, update: Update) -> Held:
+        """New weights from `update.folder`. What runs goes on with them. Raises `WeightsFailed`: the old ones are still
+        there, unless the message says that the engine is broken; then it refuses to generate until a load succeeds."""
+        async with self._control:
+            await asyncio.to_thread(check_folder, update, self.version)
+            began = time.perf_counter()
+            await self.take(update)
+            return Held(version=update.version, seconds=time.perf_counter() - began, bytes=size(update.folder))
+
+    async def take(self, update: Update) -> None:
+        """SGLang says that it goes back to the old weights when it fails half-way, but reads the new folder again."""
+        self._going.clear()
+        self.takes += 1
+        label = str(update.version)
+        try:
+            if not self.paused:
+                await self.peer.call("POST", "/pause_generation", json={"mode": self.mode}, timeout=QUICK)
+            body: dict[str, Any] = {"model_path": str(Path(update.folder).absolute()), "weight_version": label}
+            body |= {"flush_cache": self.recompute_kv, "abort_all_requests": False}
+            answer = await self.peer.json("POST", "/update_weights_from_disk", json=body)
+            if answer.get("success") is not True:
+                raise BirlError(str(answer.get("message", answer)))
+            found = (await self.peer.json("GET", "/model_info", timeout=QUICK))["weight_version"]
+            if found != label:
+                raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
+            self.version, self.broken, self.empty = update.version, "", False
+            if not self.paused:
+                await self.go_on()
+        except (EngineDown, BirlError, asyncio.CancelledError) as error:
+            self.broken = f"loading version {label} of the weights failed half-way ({error or 'cancelled'})"
+            await asyncio.shield(self.release())
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            cause = error.cause if isinstance(error, WeightsFailed) else "unreachable"
+            what = f"Version {label} of the weights: {error}"
+            raise WeightsFailed(cause, f"{what} The engine is broken: nobody knows which weights it has.") from error
+
+    async def release(self) -> None:
+        """Let go who waits for a broken engine."""
+        self._going.set()
+        try:
+            await self.peer.call("POST", "/pause_generation", json={"mode": "abort"}, timeout=QUICK)
+            await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)
+        except (EngineDown, BirlError):
+            return  # it is down as well: whoever waits has heard so
+
+    async def go_on(self) -> None:
+        await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)
+        self._going.set()
+
+    async def pause(self, abort: bool = False) -> None:
+        """Stop between two tokens. What runs is kept; with `abort` it ends with what it has. New requests wait."""
+        async with self._control:
+            self._going.clear()
+            mode = "abort" if abort else self.mode
+            await self.peer.call("POST", "/pause_generation", json={"mode": mode}, timeout=QUICK)
+            self.paused = True
+
+    async def resume(self) -> None:
+        async with self._control:
+            if self.asleep or self.empty:
+                raise BirlError("The engine sleeps: wake it and load weights first.")
+            if self.cacheless:
+                await self.peer.call("POST", "/resume_memory_occupation", json={"tags": ["kv_cache"]}, timeout=QUICK)
+                self.cacheless = False
+            self.paused = False
+            await self.go_on()
+
+    async def abort(self, sessions: Collection[str] | None = None) -> int:
+        """End the requests of these sessions, or all of this client, with what they have; says how many."""
+        waiting = [future for future, session in self._held.items() if sessions is None or session in sessions]
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+        async def tell(names: list[str]) -> None:
+            for name in names:
+                await self.peer.call("POST", "/abort_request", json={"rid": name}, timeout=QUICK)
+
+        return len(waiting) + await self.peer.end(sessions, tell)
+
+    async def sleep(self) -> None:
+        """Give the memory of weights and cache back, where SGLang runs with --enable-memory-saver. What runs is kept,
+        and computed anew after `resume`."""
+        async with self._control:
+            self._going.clear()
+            await self.peer.call("POST", "/pause_generation", json={"mode": "retract"}, timeout=QUICK)
+            await self.peer.call(
+                "POST", "/release_memory_occupation", json={"tags": ["kv_cache", "weights"]}, timeout=QUICK
+            )
+            self.paused = self.asleep = self.empty = self.cacheless = True
+
+    async def wake(self) -> None:
+        """Have room for weights again: then `load`, then `resume`, which brings the cache back."""
+        async with self._control:
+            if self.asleep:
+                await self.peer.call("POST", "/resume_memory_occupation", json={"tags": ["weights"]}, timeout=QUICK)
+                self.asleep = False
+
+    async def close(self) -> None:
+        """Of this client: the server goes on."""
+        await self.peer.close()

@@ -1,0 +1,95 @@
+"""Engines on several ranks of one learner as one: each gets its weights from the learner's part beside it.
+
+    generate -> the engine of its session, else of its prompt, else the least loaded one -> answer
+
+A group's answers have one prompt, whose keys and values are then computed once. Nothing is tried again: a rank that is
+gone ends the run (`parallel/crew.py`).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
+
+from birl.engine.engine import Counters, EmbeddedEngine
+from birl.engines.client import Client
+from birl.engines.sessions import Sessions
+from birl.spans import answered, engine_name
+from birl.types import Completion, Engine, SamplingParams
+from birl.waits import alive
+
+
+@dataclass(slots=True, kw_only=True)
+class Counting:
+    """Counts what engines elsewhere answer; `counters.seconds` is the time in which anything was asked for."""
+
+    done: Counters = field(default_factory=Counters)  # as of the last answer
+    _open: int = 0
+    _since: float = 0.0
+
+    @property
+    def counters(self) -> Counters:
+        now = time.perf_counter() - self._since if self._open else 0.0
+        return replace(self.done, seconds=self.done.seconds + now)
+
+    async def counted(self, answer: Awaitable[Completion]) -> Completion:
+        self._open += 1
+        if self._open == 1:
+            self._since = time.perf_counter()
+        try:
+            found = await answer
+        finally:
+            self._open -= 1
+            if self._open == 0:
+                self.done.seconds += time.perf_counter() - self._since
+        alive()
+        self.done.tokens += len(found.tokens)
+        self.done.finished += 1
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Spread(Counting):
+    """Implements `birl.types.Engine`. `own`: that of this process."""
+
+    own: EmbeddedEngine
+    others: Sequence[Client]
+    _load: Counter[int] = field(default_factory=Counter[int])  # open requests, by engine
+    _prompts: Counter[tuple[tuple[int, ...], int]] = field(default_factory=Counter[tuple[tuple[int, ...], int]])
+    _sessions: Sessions[int] = field(default_factory=Sessions[int])
+
+    @property
+    def version(self) -> int:
+        return self.own.version
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        """As the engines do."""
+        engines: list[Engine] = [self.own, *self.others]
+        chosen = self._choose(prompt_ids, session, len(engines))
+        self._load[chosen] += 1
+        self._prompts[prompt_ids, chosen] += 1
+        began = time.perf_counter()
+        try:
+            found = await self.counted(engines[chosen].generate(prompt_ids, params, session))
+            if chosen:  # our own tells of itself
+                answered(found, began, session, engine_name(self.others[chosen - 1].address))
+            return found
+        finally:
+            self._load[chosen] -= 1
+            self._prompts[prompt_ids, chosen] -= 1
+            if not self._prompts[prompt_ids, chosen]:
+                del self._prompts[prompt_ids, chosen]
+
+    def _choose(self, prompt: tuple[int, ...], session: str, engines: int) -> int:
+        found = self._sessions.get(session)
+        if found is None:
+            found = next((n for n in range(engines) if self._prompts[prompt, n]), None)
+        if found is None:
+            found = min(range(engines), key=lambda n: self._load[n])
+        self._sessions.keep(session, found)
+        return found
+
+    async def close(self) -> None:
+        await self.own.close()
+        for client in self.others:
+            await client.close()

@@ -1,0 +1,330 @@
+"""vLLM as an engine: tokens in, tokens, log-probs and versions out, and new weights in the middle of an answer.
+
+    generate   POST /inference/v1/generate (--enable-scale-out)
+    load       "birl": by birl's part of vLLM's workers (`vllm_plugin`); "reload": vLLM's reload_weights, without it
+    pause ...  the endpoints of VLLM_SERVER_DEV_MODE=1, which no token guards: such a server belongs on the loopback
+
+With `recompute_kv` a running request loses its keys and values when the weights change, and vLLM computes them anew:
+the log-prob of a token of version v is exactly what version v gives it. Without, those of the older tokens stay.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from birl.engines import vllm_plugin
+from birl.engines.peer import QUICK, Peer, answer_given, check_folder, fresh, number, size, tied, versions, vocabulary
+from birl.engines.wire import Info
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.types import Completion, Held, SamplingParams, Stop, Update
+
+METHODS = ("birl", "reload")
+KEEP = "/pause?mode=keep&clear_cache=false"  # without the second vLLM drops the keys and values of what runs
+STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
+COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions", "vllm:request_success")
+
+
+class VLLM:
+    """Implements `birl.types.Engine`. `end_ids` are those of the model, for given answers (`SamplingParams.forced`);
+    vLLM knows its own. `timeout` is that of one answer, pauses included [s]."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        method: str = "birl",
+        recompute_kv: bool = True,
+        end_ids: frozenset[int] = frozenset(),
+        timeout: float = 1800.0,
+    ) -> None:
+        if method not in METHODS:
+            raise BirlError(f"vLLM takes weights by {' or '.join(METHODS)}, not by {method!r}.")
+        self.peer = Peer(address, token=token, timeout=timeout)
+        self.address, self.version = self.peer.address, 0
+        self.method, self.recompute_kv, self.end_ids = method, recompute_kv, end_ids
+        self.paused = self.asleep = False
+        self.empty = False  # slept, and still without weights
+        self.cacheless = False  # slept, and still without a cache
+        self.broken = ""  # why its weights are not to be trusted
+        self.hash = ""  # what the plug-in hashes with, once that is known
+        self.context, self.dtype = 0, ""  # [tokens], once that is known
+        self.on_cpu = False
+        self.takes = 0  # how often its weights were changed
+        self._control, self._asking = asyncio.Lock(), asyncio.Lock()
+
+    async def info(self) -> Info:
+        """Raises `EngineDown`."""
+        known = None if self._control.locked() else self.takes
+        try:
+            model = (await self.peer.json("GET", "/v1/models", timeout=QUICK))["data"][0]
+            label = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
+            paused = (await self.peer.json("GET", "/is_paused", timeout=QUICK))["is_paused"]
+            if not self.dtype:
+                await self.look()
+            figures = gauges((await self.peer.call("GET", "/metrics", timeout=QUICK)).text)
+            context = int(model["max_model_len"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("", repr(error), error)
+        except BirlError as error:
+            hint = " Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
+            raise BirlError(f"{error}{hint}") from error
+        self.context = context
+        if known == self.takes and not self._control.locked():  # else a load has overtaken the answer
+            self.version = number(label)
+        return Info(
+            engine="vllm",
+            model=model["root"],
+            version=number(label),
+            digest="",
+            dtype=self.dtype,
+            context=self.context,
+            vocabulary=vocabulary(model["root"]),
+            running=int(figures.pop("running")),
+            waiting=int(figures.pop("waiting")),
+            paused=paused,
+            asleep=self.asleep,
+            pid=0,
+            counters=figures,
+        )
+
+    async def look(self) -> None:
+        """At what does not change while it runs. Raises `BirlError` where it was started so that its log-probs are not
+        those of the distribution that it samples from."""
+        found = await self.peer.json("GET", "/server_info?config_format=json", timeout=QUICK)
+        model = found["vllm_config"]["model_config"]
+        if model["logprobs_mode"] != "processed_logprobs":
+            raise BirlError(
+                f"{self.address} reports {model['logprobs_mode']}, not the log-probs that it samples from: start vLLM "
+                "with --logprobs-mode processed_logprobs."
+            )
+        self.dtype = model["dtype"].removeprefix("torch.")
+        self.on_cpu = found["vllm_config"].get("device_config", {}).get("device") == "cpu"
+
+    async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+        """One answer. Raises `EngineDown`, and `BirlError` for what vLLM refuses."""
+        if self.broken:
+            raise EngineDown(f"{self.address}: {self.broken}")
+        if not prompt_ids:
+            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        room = min(params.max_tokens, await self.longest() - len(prompt_ids))
+        if room <= 0:
+            return Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+        if not params.forced:
+            return self.parse(await self.ask(prompt_ids, params, room, session), room)
+        return await answer_given(self, "vLLM", prompt_ids, params, room, session, exact=self.recompute_kv)
+
+    async def longest(self) -> int:
+        """The context [tokens], asked for once."""
+        async with self._asking:
+            return self.context or (await self.info()).context
+
+    async def ask(
+        self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
+    ) -> Any:
+        sampling: dict[str, Any] = {
+            **{"max_tokens": count, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k},
+            **{"min_p": params.min_p, "seed": params.seed, "stop": list(params.stop), "ignore_eos": params.ignore_eos},
+            **{"stop_token_ids": list(params.stop_ids), "include_stop_str_in_output": True, "logprobs": 0},
+            **{"skip_special_tokens": False, "detokenize": bool(params.stop)},
+        }
+        if scored:
+            sampling["prompt_logprobs"] = 0
+        with self.peer.request(session) as name:
+            # The salt keeps what the prefix cache holds of one version from answers of another one.
+            salt = f"weights-{self.version}"
+            body = {"request_id": name, "token_ids": token_ids, "sampling_params": sampling, "cache_salt": salt}
+            return await self.peer.json("POST", "/inference/v1/generate", json=body)
+
+    def parse(self, answer: Any, count: int) -> Completion:
+        try:
+            choice = answer["choices"][0]
+            tokens = tuple(choice["token_ids"])
+            content = (choice["logprobs"] or {}).get("content") or []
+            if tuple(c["token_id"] for c in content) != tokens or len(tokens) > count:
+                raise ValueError("log-probs of other tokens")
+            logprobs = tuple(float(c["logprob"]) for c in content)
+            if any(p <= -9999 for p in logprobs):  # vLLM's way to write NaN and -inf
+                raise ValueError("a log-prob that is no number")
+            return Completion(
+                tokens=tokens,
+                logprobs=logprobs,
+                versions=versions(choice["weight_versions"] or [], len(tokens)),
+                stop=STOPS[choice["finish_reason"]],
+            ).possible()
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            self.peer.strange("/inference/v1/generate", f"{error!r} in {answer}", error)
+
+    def scores(self, answer: Any, given: tuple[int, ...]) -> tuple[float, ...]:
+        try:
+            rows = answer["prompt_logprobs"][-len(given) :]
+            return tuple(float(row[str(token)]["logprob"]) for row, token in zip(rows, given, strict=True))
+        except (KeyError, TypeError, ValueError) as error:
+            self.peer.strange("/inference/v1/generate", f"{error!r} in its prompt_logprobs", error)
+
+    async def load(self, update: Update) -> Held:
+        """New weights from `update.folder`. What runs goes on with them. Raises `WeightsFailed`: the old ones are still
+        there, unless the message says that the engine is broken; then it refuses to generate until a load succeeds."""
+        async with self._control:
+            fresh(update, self.version)
+            if self.method == "birl":
+                await self.stage(update)
+            else:
+                await asyncio.to_thread(check_folder, update, self.version)
+                await self.reloadable(update)
+            began = time.perf_counter()
+            await self.take(update)
+            seconds = time.perf_counter() - began
+            return Held(version=update.version, seconds=seconds, bytes=size(update.folder))
+
+    async def reloadable(self, update: Update) -> None:
+        """On a CPU reload_weights leaves the packed copy of a tied output layer as it was, and says nothing."""
+        try:
+            await self.info()
+        except EngineDown as error:
+            raise refusal(update, error) from error
+        if self.on_cpu and tied(update.folder):
+            raise WeightsFailed(
+                "missing",
+                "vLLM on a CPU keeps the old output layer of a model with tied embeddings when it reloads weights: "
+                'use method="birl".',
+            )
+
+    async def stage(self, update: Update) -> None:
+        """Let vLLM's workers read the folder and compare it, while they sample. Nothing is changed."""
+        try:
+            if not self.hash:
+                shared = set.intersection(*(set(found) for found in await self.workers("birl_hashes")))
+                self.hash = "xxh3_128" if "xxh3_128" in shared else "sha256"
+            digests = dict(update.digests)
+            if self.hash != "xxh3_128" and digests:
+                digests = await asyncio.to_thread(self.rehash, update)
+            where = {"folder": str(Path(update.folder).absolute()), "hash": self.hash, "digests": digests}
+            await self.workers("birl_stage", **where)
+            deadline = time.monotonic() + self.peer.timeout
+            while not all(found["done"] for found in await self.workers("birl_staged")):
+                if time.monotonic() > deadline:
+                    raise EngineDown(f"its workers did not read the folder within {self.peer.timeout:.0f} s")
+                await asyncio.sleep(0.02)
+        except (EngineDown, BirlError) as error:
+            raise refusal(update, error) from error
+
+    async def workers(self, method: str, **keys: Any) -> list[Any]:
+        """Call a method of every worker. Raises `WeightsFailed` for a refusal."""
+        body = {"method": method, "kwargs": keys}
+        answer = await self.peer.json("POST", "/collective_rpc", json=body)
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not results or not all(isinstance(found, dict | list) for found in results):
+            self.peer.strange("/collective_rpc", answer)
+        for found in results:
+            if isinstance(found, dict) and "refused" in found:
+                raise WeightsFailed(str(found["refused"]), str(found.get("message")))
+        return results
+
+    def rehash(self, update: Update) -> dict[str, str]:
+        """vLLM's environment has no xxhash: birl compares the folder itself, and sends hashes that vLLM can repeat."""
+        tensors = check_folder(update, self.version)
+        return {name: vllm_plugin.fingerprint(tensor, self.hash) for name, tensor in tensors.items()}
+
+    async def take(self, update: Update) -> None:
+        """Put the new weights in place between two tokens. A failure here leaves neither the old nor the new ones."""
+        label = str(update.version)
+        self.takes += 1
+        try:
+            if not self.paused:
+                await self.peer.call("POST", KEEP, timeout=QUICK)
+            if self.method == "birl":
+                await self.workers("birl_take")
+            else:
+                where = {"weights_path": str(Path(update.folder).absolute())}
+                await self.peer.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": where})
+            await self.peer.call("POST", "/update_weight_version", json={"new_version": label})
+            reset = f"/reset_prefix_cache?reset_running_requests={str(self.recompute_kv).lower()}"
+            await self.peer.call("POST", reset, timeout=QUICK)
+            found = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
+            if found != label:
+                raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
+            self.version, self.broken, self.empty = update.version, "", False
+            if not self.paused:
+                await self.peer.call("POST", "/resume", timeout=QUICK)
+        except (EngineDown, BirlError, asyncio.CancelledError) as error:
+            self.broken = f"loading version {label} of the weights failed half-way ({error or 'cancelled'})"
+            await asyncio.shield(self.release())
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            failed = refusal(update, error)
+            raise WeightsFailed(
+                failed.cause, f"{failed} The engine is broken: it has neither the old nor the new weights."
+            ) from error
+
+    async def release(self) -> None:
+        """Let go who waits for a broken engine."""
+        try:
+            await self.peer.call("POST", "/pause?mode=abort", timeout=QUICK)
+        except (EngineDown, BirlError):
+            return  # it is down as well: whoever waits has heard so
+
+    async def pause(self, abort: bool = False) -> None:
+        """Stop between two tokens. What runs is kept; with `abort` it ends with what it has. New requests wait."""
+        async with self._control:
+            await self.peer.call("POST", "/pause?mode=abort" if abort else KEEP, timeout=QUICK)
+            self.paused = True
+
+    async def resume(self) -> None:
+        async with self._control:
+            if self.asleep or self.empty:
+                raise BirlError("The engine sleeps: wake it and load weights first.")
+            if self.cacheless:
+                await self.peer.call("POST", "/wake_up?tags=kv_cache", timeout=QUICK)
+                self.cacheless = False
+            await self.peer.call("POST", "/resume", timeout=QUICK)
+            self.paused = False
+
+    async def abort(self, sessions: Collection[str] | None = None) -> int:
+        """End the requests of these sessions, or all of this client, with what they have; says how many."""
+
+        async def tell(names: list[str]) -> None:
+            body = {"request_ids": [f"generate-tokens-{name}" for name in names]}
+            await self.peer.call("POST", "/abort_requests", json=body, timeout=QUICK)
+
+        return await self.peer.end(sessions, tell)
+
+    async def sleep(self) -> None:
+        """Give the memory of weights and cache back, where vLLM runs with --enable-sleep-mode. What runs is kept."""
+        async with self._control:
+            await self.peer.call("POST", "/sleep?level=2&mode=keep", timeout=QUICK)
+            self.paused = self.asleep = self.empty = self.cacheless = True
+
+    async def wake(self) -> None:
+        """Have room for weights again: then `load`, then `resume`. The cache stays away until `resume`, since vLLM goes
+        on computing as soon as it has both."""
+        async with self._control:
+            if self.asleep:
+                await self.peer.call("POST", "/wake_up?tags=weights", timeout=QUICK)
+                self.asleep = False
+
+    async def close(self) -> None:
+        """Of this client: the server goes on."""
+        await self.peer.close()
+
+
+def refusal(update: Update, error: Exception) -> WeightsFailed:
+    """With the cause, where it is known."""
+    cause = error.cause if isinstance(error, WeightsFailed) else "unreachable"
+    return WeightsFailed(cause, f"Version {update.version} of the weights: {error}.")
+
+
+def gauges(text: str) -> dict[str, float]:
+    """From vLLM's metrics: how many requests run and wait, and the counters, summed over their labels."""
+    found = {"running": 0.0, "waiting": 0.0}
+    for family in text_string_to_metric_families(text):
+        total = sum(s.value for s in family.samples if not s.name.endswith("_created"))
+        if family.name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+            found[family.name.rsplit("_", 1)[1]] = total
+        elif family.name in COUNTED:
+            found[family.name.removeprefix("vllm:")] = total
+    return found

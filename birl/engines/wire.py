@@ -1,0 +1,166 @@
+"""How an engine in another process is spoken to: birl's own dialect, JSON over HTTP. Token ids and log-probs cross it
+exactly (a float is written with all its digits).
+
+    POST /generate   {prompt_ids, params, session}          -> {tokens, logprobs, versions, stop}, and routes (base64)
+                                                               of an engine that says which experts computed them
+    POST /load       {version, digests, folder, anew}       -> {version, digest, seconds, bytes}
+    PUT  /stage/{version}   safetensors bytes, a bucket of tensors; then /load without a folder
+    POST /join      {store, group, rank, size, ...}         -> {group, rank}   when all are there (`Invitation`)
+    POST /load      {version, digests, anew, group}         the tensors come from rank 0 of that group
+    POST /leave     {}                                      -> {}              who waits for the group fails
+    POST /claim   /release   of the run in the header birl-run (`owner.py`)
+    POST /pause {mode: keep | abort}   /resume   /abort {sessions}   /sleep   /wake
+    GET  /health   /ready   /info   /digests   /metrics
+
+An error is {"error": {"message", "type"}} with a status of 400 or more; a refused load has the type "weights" and its
+`cause` beside it (`WeightsFailed`).
+"""
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from operator import index
+from typing import Any
+from urllib.parse import quote
+
+from birl.types import Completion, Held, SamplingParams, Stop
+
+HEADER = "birl-run"  # host:folder of the run that asks
+
+
+def header(run: str) -> dict[str, str]:
+    """What a request says about the run that asks."""
+    return {HEADER: quote(run)} if run else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Info:
+    """GET /info. `digest` is `whole` of the weights that are held; `context` and `vocabulary` in tokens; `counters` are
+    those of the engine since its start. Only of `birl serve`: `words`, digest of vocabulary and end tokens; `volume`,
+    the folder that it looks into for new weights; `run`, whose weights it holds."""
+
+    engine: str
+    model: str
+    version: int
+    digest: str
+    dtype: str
+    context: int
+    vocabulary: int
+    running: int
+    waiting: int
+    paused: bool
+    asleep: bool
+    pid: int
+    words: str = ""
+    volume: str = ""
+    run: str = ""
+    counters: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """POST /join: become `rank` of `size` in a group that meets at the store host:port under the name `group`; rank 0
+    is the learner, and hosts the store. `backend`: gloo | nccl; `gpu`: which one the learner is on. To join, or an
+    update, may take `timeout` [s]. `tensors`: (name, shape, type) of what rank 0 will send, sorted, in buckets of
+    `bucket_mb` [MiB]."""
+
+    store: str
+    group: str
+    rank: int
+    size: int
+    backend: str
+    timeout: float
+    bucket_mb: float
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+    gpu: str = ""
+
+
+def invitation_from(data: Mapping[str, Any]) -> Invitation:
+    """Raises `ValueError` naming the key that is unknown, missing or wrong."""
+    kinds = {
+        **{"store": str, "group": str, "backend": str, "gpu": str, "rank": int, "size": int, "tensors": list},
+        **{"timeout": float, "bucket_mb": float},
+    }
+    if unknown := sorted(set(data) - set(kinds)):
+        raise ValueError(f"{unknown[0]}: there is no such key; there are {', '.join(sorted(kinds))}")
+    for key, kind in kinds.items():
+        if key not in data and key != "gpu":
+            raise ValueError(f"{key} is missing")
+        value = data.get(key, "")
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+            raise ValueError(f"{key}: {value!r} is no {kind.__name__}")
+    if data["size"] < 2 or not 0 < data["rank"] < data["size"]:
+        raise ValueError(f"rank {data['rank']} of {data['size']}: rank 0 is the learner, an engine is 1 to size - 1")
+    if data["backend"] not in ("gloo", "nccl"):
+        raise ValueError(f"backend must be gloo | nccl, got {data['backend']!r}")
+    if not 0 < data["timeout"] < 1e6 or not 0 < data["bucket_mb"] < 1e6:
+        raise ValueError("timeout and bucket_mb must be above 0")
+    try:
+        tensors = tuple((str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in data["tensors"])
+    except (TypeError, ValueError):
+        raise ValueError("tensors must be a list of [name, shape, type]") from None
+    names = [name for name, _, _ in tensors]
+    if names != sorted(set(names)):
+        raise ValueError("tensors must be sorted by name, each once: all ranks send and take them in one order")
+    return Invitation(**{**data, "tensors": tensors})
+
+
+def params_to(params: SamplingParams) -> dict[str, Any]:
+    """Only what differs from the defaults."""
+    default = SamplingParams(max_tokens=params.max_tokens)
+    found = {f.name: getattr(params, f.name) for f in fields(params)}
+    return {k: v for k, v in found.items() if k == "max_tokens" or v != getattr(default, k)}
+
+
+def params_from(data: Mapping[str, Any]) -> SamplingParams:
+    """Raises `ValueError` naming the key that is unknown, missing or of a wrong type."""
+    kinds = {
+        **{"max_tokens": int, "top_k": int, "seed": int, "ignore_eos": bool},
+        **{"temperature": float, "top_p": float, "min_p": float, "stop": str, "stop_ids": int, "forced": int},
+    }
+    if unknown := sorted(set(data) - set(kinds)):
+        raise ValueError(f"params.{unknown[0]}: there is no such key; there are {', '.join(sorted(kinds))}")
+    if "max_tokens" not in data:
+        raise ValueError("params.max_tokens is missing")
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        listed = key in ("stop", "stop_ids", "forced")
+        if key == "seed" and value is None:
+            continue
+        if listed and not isinstance(value, list | tuple):
+            raise ValueError(f"params.{key} must be a list")
+        for item in value if listed else [value]:
+            good = isinstance(item, kinds[key]) or (kinds[key] is float and isinstance(item, int))
+            if not good or (isinstance(item, bool) and kinds[key] is not bool):
+                raise ValueError(f"params.{key}: {item!r} is no {kinds[key].__name__}")
+        found[key] = tuple(value) if listed else value
+    return SamplingParams(**found)
+
+
+def completion_to(completion: Completion) -> dict[str, Any]:
+    found = {
+        "tokens": completion.tokens,
+        "logprobs": completion.logprobs,
+        "versions": completion.versions,
+        "stop": str(completion.stop),
+    }
+    return found | {"routes": b64encode(completion.routes).decode()} if completion.routes else found
+
+
+def completion_from(data: Mapping[str, Any]) -> Completion:
+    """Raises `ValueError` or `KeyError` where that is no completion."""
+    return Completion(
+        tokens=tuple(map(index, data["tokens"])),
+        logprobs=tuple(map(float, data["logprobs"])),
+        versions=tuple(map(index, data["versions"])),
+        stop=Stop(data["stop"]),
+        routes=b64decode(data.get("routes", ""), validate=True),
+    )
+
+
+def held_to(held: Held) -> dict[str, Any]:
+    return asdict(held)
+
+
+def held_from(data: Mapping[str, Any]) -> Held:
+    return Held(**{f.name: data[f.name] for f in fields(Held)})

@@ -1,0 +1,39 @@
+"""How the processes of a run share its model and its data: the grid of ranks, and the threads of each."""
+
+import ctypes
+import os
+import signal
+import sys
+
+from birl.allocator import cores
+from birl.config import schema
+from birl.parallel.ranks import Grid
+
+
+def grid_of(config: schema.RL | schema.Stage) -> Grid:
+    keys = config.parallel
+    names = ("ddp", "fsdp", "cp", "tp", "ep", "sequence", "context")
+    return Grid(**{name: getattr(keys, name) for name in names})
+
+
+def leads() -> bool:
+    """Is this process rank 0, or alone?"""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def started() -> int:
+    """How many ranks a launcher has started; 1 where none did."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_threads(config: schema.RL | schema.Stage) -> int:
+    """CPU threads of each rank; 0: what PyTorch would take."""
+    ranks = grid_of(config).size
+    return config.threads or (max(1, cores() // ranks) if ranks > 1 else 0)
+
+
+def end_with_torchrun() -> None:
+    """torchrun that is killed leaves its ranks behind, which would go on and keep the run folder."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        death_signal = 1
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL, 0, 0, 0)

@@ -1,0 +1,187 @@
+"""An engine as a child process: started, waited for, drained, started again. It ends when this process ends, however
+that ends, and the terminal's Ctrl-C does not reach it: whoever started it decides."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from birl.errors import BirlError, EngineDown
+from birl.process_group import Group
+
+LONGEST = 30.0  # s that it waits before it starts a process again
+POLL = 0.05  # s between two looks at a process that is to start or to end
+
+
+class Process:
+    """`command` in a process group of its own, with `env` added to this process's environment (None takes a variable
+    away); what it prints is appended to `log`.
+
+    `ready()` is asked until it gives True, for at most `start_timeout` [s]; `EngineDown` from it means not yet.
+    `terminate` waits `stop_timeout` [s] between SIGTERM and SIGKILL. At most `max_restarts` within `window` [s], the
+    first after `backoff` [s], each further one after twice as long, at most LONGEST.
+
+    Start it from the main thread (`Group`). Children of the child are killed by `terminate`.
+
+    Example: port = free_port()
+             client = Client(f"http://127.0.0.1:{port}")
+             child = Process(["birl", "serve", f"port={port}"], log=Path("engine.log"), ready=answers(client.info))
+             await child.start()
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        ready: Callable[[], Awaitable[bool]],
+        env: Mapping[str, str | None] | None = None,
+        start_timeout: float = 300.0,
+        stop_timeout: float = 15.0,
+        max_restarts: int = 5,
+        window: float = 3600.0,
+        backoff: float = 1.0,
+    ) -> None:
+        self.command, self.log, self.ready = [str(part) for part in command], Path(log), ready
+        self.env = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
+        self.start_timeout, self.stop_timeout = start_timeout, stop_timeout
+        self.max_restarts, self.window, self.backoff = max_restarts, window, backoff
+        self.restarts: deque[float] = deque()  # when, within the window
+        self._child: Group | None = None
+        self._busy = asyncio.Lock()
+
+    @property
+    def pid(self) -> int:
+        """0 before the first start."""
+        return self._child.pid if self._child else 0
+
+    @property
+    def alive(self) -> bool:
+        return self._child is not None and self._child.alive
+
+    async def start(self) -> None:
+        """Returns when it is ready. Raises `BirlError` with the end of its log where it ends before, or is late; then
+        no process is left."""
+        async with self._busy:
+            await self._start()
+
+    async def terminate(self) -> None:
+        """SIGTERM, so that it can finish what it does; SIGKILL for it and all its children afterwards."""
+        async with self._busy:
+            await self._terminate()
+
+    async def restart(self) -> None:
+        """End it where it still lives, wait, start it. Raises `BirlError` where that was done too often, or fails."""
+        async with self._busy:
+            now = time.monotonic()
+            while self.restarts and now - self.restarts[0] > self.window:
+                self.restarts.popleft()
+            if len(self.restarts) >= self.max_restarts:
+                raise BirlError(
+                    f"{self._name} was started again {len(self.restarts)} times within {self.window:g} s, and not once "
+                    f"more. {self._last()}"
+                )
+            wait = min(self.backoff * 2 ** len(self.restarts), LONGEST)
+            self.restarts.append(now)
+            await self._terminate()
+            await asyncio.sleep(wait)
+            await self._start()
+
+    async def __aenter__(self) -> "Process":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.terminate()
+
+    @property
+    def _name(self) -> str:
+        return f"`{' '.join(self.command)[:120]}`"
+
+    async def _start(self) -> None:
+        if self.alive:
+            raise BirlError(f"{self._name} runs already, as process {self.pid}.")
+        if shutil.which(self.command[0], path=self.env.get("PATH")) is None:
+            raise BirlError(f"{self.command[0]} is not there, or is no program.")
+        self._spawn()
+        try:
+            await self._until_ready()
+        except BaseException:  # Ctrl-C too: nobody would know of it
+            self._kill()
+            raise
+
+    def _spawn(self) -> None:
+        try:
+            self._child = Group(self.command, log=self.log, env=self.env)
+        except OSError as error:
+            raise BirlError(f"The log {self.log} can not be written: {error.strerror}.") from error
+
+    async def _until_ready(self) -> None:
+        assert self._child is not None
+        began = time.monotonic()
+        while (left := began + self.start_timeout - time.monotonic()) > 0:
+            if not self.alive:
+                raise BirlError(f"{self._name} {self._child.how()} before it was ready. {self._last()}")
+            with contextlib.suppress(EngineDown, TimeoutError):
+                async with asyncio.timeout(left):
+                    if await self.ready() and self.alive:  # else somebody else has its port
+                        return
+            await asyncio.sleep(POLL)
+        raise BirlError(f"{self._name} was not ready within {self.start_timeout:g} s. {self._last()}")
+
+    async def _terminate(self) -> None:
+        if self.alive:
+            assert self._child is not None
+            self._child.signal(signal.SIGTERM)
+            deadline = time.monotonic() + self.stop_timeout
+            try:
+                while self.alive and time.monotonic() < deadline:
+                    await asyncio.sleep(POLL)
+            finally:
+                self._kill()
+        else:
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def _last(self, lines: int = 12) -> str:
+        """The end of what it printed since its last start."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._child.said_from if self._child else 0, size - 8192))
+            found = file.read().decode(errors="replace").splitlines()[-lines:]
+        return f"Its last lines, from {self.log}:\n" + "\n".join(f"    {x[:300]}" for x in found or ["(none)"])
+
+
+def answers(ask: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[bool]]:
+    """For `Process(ready=...)`: as soon as `ask` gives something instead of raising `EngineDown`."""
+
+    async def ready() -> bool:
+        await ask()
+        return True
+
+    return ready
+
+
+def flags(values: Mapping[str, object]) -> list[str]:
+    """The words of a command; None leaves a flag out.
+
+    Example: flags({"--port": 8000, "--dtype": None}) == ["--port", "8000"]
+    """
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+
+
+def free_port() -> int:
+    """One that nobody listens at on this machine's loopback now. Somebody else may take it before the child does; then
+    the child ends, and says so in its log."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -1,0 +1,103 @@
+"""An episode that agents talk to over HTTP: what they asked and what is being answered."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from birl.errors import Aborted, EngineFailed
+from birl.server.limits import Refused
+from birl.text.chat import Chat
+from birl.types import Conversation, Message, SamplingParams, Turn
+
+Tools = Sequence[Mapping[str, Any]]
+Answers = list[tuple[Message, Turn]]
+
+
+class Limits(Protocol):
+    tokens: int  # in one conversation
+
+
+class Session(Protocol):
+    """What is needed of `birl.rollout.session.Session`."""
+
+    params: SamplingParams
+
+    @property
+    def limits(self) -> Limits: ...
+
+    failure: Exception | None
+
+    async def answer(
+        self, said: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
+    ) -> tuple[Message, Turn]: ...
+    def forget(self, turn: Turn) -> None: ...
+    def rewarded(self, reward: float, agent: str = "") -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """One request, and how its dialect writes the answers: in one piece, or as the events of a stream. `ping`: an event
+    without a meaning."""
+
+    chat: Chat
+    said: Conversation
+    params: SamplingParams
+    tools: Tools = ()
+    agent: str = ""
+    n: int = 1
+    stream: bool = False
+    form: str = ""  # of the answer: the body of a grammar (`birl.text.grammar`)
+    ping: bytes = b": ping\n\n"
+
+    def whole(self, answers: Answers) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def chunks(self, answers: Answers) -> Iterable[bytes]:
+        raise NotImplementedError
+
+    def failed(self, refused: Refused) -> bytes:
+        """The end of a stream that has begun."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    session: Session
+    open: "set[asyncio.Task[Answers]]" = field(default_factory=set)
+
+    def ask(self, reply: Reply) -> "asyncio.Task[Answers]":
+        """All n answers, on their way. Raises `EngineFailed` and `Aborted` where the episode is lost already: what is
+        sampled then would be for nothing."""
+        if isinstance(self.session.failure, EngineFailed | Aborted):
+            raise self.session.failure
+        task = asyncio.ensure_future(self._answers(reply))
+        self.open.add(task)
+        task.add_done_callback(self.open.discard)
+        return task
+
+    async def drop(self, asking: "asyncio.Task[Answers]") -> None:
+        """Nobody waits for these answers any more."""
+        asking.cancel()
+        (found,) = await asyncio.gather(asking, return_exceptions=True)
+        for _, turn in found if isinstance(found, list) else ():
+            self.session.forget(turn)
+
+    def close(self) -> None:
+        for task in self.open:
+            task.cancel()
+
+    async def one(self, reply: Reply) -> tuple[Message, Turn]:
+        return await self.session.answer(reply.said, reply.params, tools=reply.tools, agent=reply.agent)
+
+    async def _answers(self, reply: Reply) -> Answers:
+        asked = [asyncio.ensure_future(self.one(reply)) for _ in range(reply.n)]
+        try:
+            return list(await asyncio.gather(*asked))
+        except BaseException:
+            for task in asked:
+                task.cancel()
+            for found in await asyncio.gather(*asked, return_exceptions=True):
+                if not isinstance(found, BaseException):
+                    self.session.forget(found[1])
+            raise

@@ -1,0 +1,86 @@
+"""Anthropic's dialect on a server: POST /v1/messages and /v1/messages/count_tokens, by the code of the agents'
+gateway."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from birl.server import ask, gateway_anthropic
+from birl.server.agent_session import Reply, Visit
+from birl.server.bulk import check_bulk
+from birl.server.gateway import answered as replied
+from birl.server.limits import answered, json_object
+from birl.server.service import Service
+from birl.text.grammar import whole
+from birl.types import Message, SamplingParams, Turn
+
+Body = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Limits:
+    tokens: int
+
+
+@dataclass(slots=True)
+class Alone:
+    """A request that belongs to no episode."""
+
+    params: SamplingParams
+    limits: Limits
+    failure: Exception | None = None
+
+    async def answer(self, *_: Any, **__: Any) -> tuple[Message, Turn]:
+        raise NotImplementedError
+
+    def forget(self, turn: Turn) -> None: ...
+
+    def rewarded(self, reward: float, agent: str = "") -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Direct(Visit):
+    """Answers come from the server's own engine."""
+
+    service: Service
+    prompt: tuple[int, ...] = ()
+
+    async def one(self, reply: Reply) -> tuple[Message, Turn]:
+        service, prompt = self.service, self.prompt
+        grammar = reply.form and whole(service.chat, reply.form, service.chat.thinks(prompt))
+        (params,) = service.seeded(reply.params)
+        with service.gate.enter(1):
+            found = await service.answering(grammar)(prompt, params)
+        said = service.chat.parse(found.tokens, reply.tools, prompt)
+        cut = min((at for s in params.stop if (at := said.content.find(s)) >= 0), default=None)
+        said = said if cut is None else replace(said, content=said.content[:cut])
+        return said, Turn(prompt=prompt, completion=found)
+
+
+async def messages(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+    context = service.engine.context
+    visit = Direct(session=Alone(SamplingParams(max_tokens=context), Limits(context)), service=service)
+
+    def read() -> Reply:
+        check_bulk(data, context)
+        ask.known({"model": data.get("model")}, ("model",), service)
+        reply = gateway_anthropic.message(data, service.terms, visit)
+        visit.prompt = service.chat.render(reply.said, reply.tools)
+        service.check_prompt(visit.prompt)
+        return reply
+
+    reply = await answered(request, service.read(read), service.timeout)
+    return await replied(visit, reply, request, service.timeout)
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+
+    def count() -> int:
+        check_bulk(data, service.engine.context)
+        return len(service.chat.render(*gateway_anthropic.conversation(data)))
+
+    return JSONResponse({"input_tokens": await answered(request, service.read(count), service.timeout)})

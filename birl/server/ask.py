@@ -1,0 +1,199 @@
+"""What an OpenAI client asks for. What would change the answer and is not here is refused by name, never left out."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from birl.errors import BirlError
+from birl.server.bulk import check_bulk, check_text, too_large
+from birl.server.limits import Refused, outside
+from birl.server.messages import invalid, message, typed
+from birl.server.parameters import FORMS
+from birl.server.request_policy import Terms, speaker
+from birl.server.service import Service
+from birl.text.grammar import whole
+from birl.types import SamplingParams
+
+CHOICES = 128  # most answers to one prompt
+
+SHARED = (
+    *("model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p", "max_tokens", "logprobs"),
+    *("min_p", "top_k", "ignore_eos", "stop_token_ids", "return_token_ids", *FORMS),
+)
+CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens")
+ANY = ("", "any", "default", "birl")  # names of a model that mean the one there is; and birl/NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """`n` answers to each of `prompts`; `usage`: the stream ends with token counts."""
+
+    chat: bool
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    n: int
+    stream: bool
+    usage: bool
+    logprobs: bool
+    token_ids: bool
+    tools: tuple[Mapping[str, Any], ...] = ()
+    echo: bool = False
+    best: bool = False  # tell the likeliest token of each place of the prompt, too
+    mute: bool = False  # nothing is sampled
+    grammar: str = ""
+
+
+def chat(data: Mapping[str, Any], service: Service) -> Ask:
+    """POST /v1/chat/completions. Raises `Refused`."""
+    check_bulk(data, service.engine.context)
+    known(data, (*SHARED, *CHAT), service)
+    tools, form = service.terms.tools(data, typed(data, "tools", list, []), data.get("tool_choice"))
+    messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
+    if not messages:
+        raise invalid("messages", "is empty")
+    try:
+        ids = service.chat.render(messages, tools)
+    except BirlError as error:
+        raise Refused(400, str(error), param="tools" if tools else "messages") from error
+    return common(
+        data, service, chat=True, prompts=(ids,), key=limit_of(data), default=service.engine.context,
+        logprobs=typed(data, "logprobs", bool, False), tools=tuple(tools),
+        grammar=form and whole(service.chat, form, service.chat.thinks(ids)),
+    )  # fmt: skip
+
+
+def completion(data: Mapping[str, Any], service: Service) -> Ask:
+    """POST /v1/completions. Raises `Refused`."""
+    check_bulk(data, service.engine.context, ("prompt",))
+    known(data, (*SHARED, "prompt", "echo"), service)
+    echo, (_, form) = typed(data, "echo", bool, False), service.terms.tools(data, [], None)
+    given = prompts(data.get("prompt"), choices(data), service)
+    return common(
+        data, service, chat=False, prompts=given, key="max_tokens", default=16,
+        logprobs=sampled_logprobs(data, service.terms), echo=echo, grammar=form and f"start: body\nbody: {form}\n",
+    )  # fmt: skip
+
+
+def common(
+    data: Mapping[str, Any],
+    service: Service,
+    *,
+    chat: bool,
+    prompts: tuple[tuple[int, ...], ...],
+    key: str,
+    default: int,
+    logprobs: bool,
+    tools: tuple[Mapping[str, Any], ...] = (),
+    echo: bool = False,
+    grammar: str = "",
+) -> Ask:
+    """`key` names the limit of an answer; `default` counts without it."""
+    for ids in prompts:
+        try:
+            service.check_prompt(ids)
+        except BirlError as error:
+            code = "context_length_exceeded" if ids else None
+            raise Refused(400, str(error), param="messages" if chat else "prompt", code=code) from error
+    n, (stream, usage) = choices(data), streaming(data, service.terms)
+    mute = echo and data.get(key) == 0 and type(data[key]) is int
+    data = {**data, key: 1} if mute else data
+    if echo and stream:
+        raise invalid("echo", "goes without stream only")
+    return Ask(
+        chat=chat,
+        prompts=prompts,
+        params=service.terms.params(data, SamplingParams(max_tokens=default), stops(data), key),
+        n=n,
+        stream=stream,
+        usage=usage,
+        logprobs=logprobs,
+        token_ids=typed(data, "return_token_ids", bool, False),
+        tools=tools,
+        echo=echo,
+        best=echo and logprobs and typed(data, "logprobs", int, 0) > 0,
+        grammar=grammar,
+        mute=mute,
+    )
+
+
+def limit_of(data: Mapping[str, Any]) -> str:
+    """The key of a chat's longest answer. Raises `Refused` where both say something else."""
+    limit = data.get("max_completion_tokens")
+    if limit is not None and data.get("max_tokens") not in (None, limit):
+        raise invalid("max_tokens", "and max_completion_tokens differ; max_completion_tokens is the newer name")
+    return "max_tokens" if limit is None else "max_completion_tokens"
+
+
+def streaming(data: Mapping[str, Any], terms: Terms) -> tuple[bool, bool]:
+    """Whether the answer is streamed, and whether its end counts tokens."""
+    stream, options = typed(data, "stream", bool, False), typed(data, "stream_options", dict, {})
+    if options and not stream:
+        raise invalid("stream_options", "goes with stream=true only")
+    for option in sorted(set(options) - {"include_usage", "include_obfuscation"}):
+        terms.vain(f"stream_options.{option}", options[option])
+    return stream, bool(options.get("include_usage"))
+
+
+def choices(data: Mapping[str, Any]) -> int:
+    """How many answers to each prompt."""
+    n = typed(data, "n", int, 1)
+    if not 1 <= n <= CHOICES:
+        raise invalid("n", f"must be at least 1 and at most {CHOICES}, got {n}")
+    return n
+
+
+def stops(data: Mapping[str, Any]) -> tuple[str, ...]:
+    given = data.get("stop")
+    found = [given] if isinstance(given, str) else typed(data, "stop", list, [])
+    if not all(isinstance(s, str) for s in found):
+        raise invalid("stop", "must be a text or a list of texts")
+    return tuple(found)
+
+
+def sampled_logprobs(data: Mapping[str, Any], terms: Terms) -> bool:
+    """Of /v1/completions, where 0 asks for those of the sampled tokens alone, and 1 for the likeliest ones, too: only
+    those of a prompt that is echoed are known."""
+    logprobs = data.get("logprobs")
+    if isinstance(logprobs, bool):  # as a chat has it
+        return logprobs
+    logprobs = typed(data, "logprobs", int, -1)
+    if logprobs > 1:
+        terms.note("logprobs", f"{logprobs}; only the sampled tokens have log-probs.")
+    return logprobs >= 0
+
+
+def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]:
+    """Text, a list of texts, token ids, or lists of token ids; `n` answers to each."""
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise invalid("prompt", "must be text, a list of texts, a list of token ids, or a list of such lists")
+    if len(given) * n > service.gate.most:
+        raise invalid("prompt", f"{len(given) * n} answers in one request; this server takes {service.gate.most}")
+    found = []
+    for one in given:
+        if isinstance(one, str):
+            check_text(one, "prompt", service.engine.context)
+            found.append(service.chat.render(one))
+        elif isinstance(one, list) and len(one) > service.engine.context:
+            raise too_large("prompt", f"{len(one)} tokens", service.engine.context)
+        elif isinstance(one, list) and all(type(i) is int for i in one):
+            if (wrong := outside(tuple(one), service.vocabulary)) is not None:
+                raise invalid("prompt", f"has {wrong}, which is no token; the model has {service.vocabulary}")
+            found.append(tuple(one))
+        else:
+            raise invalid("prompt", f"has {json.dumps(one)[:80]}, which is neither text nor a list of token ids")
+    return tuple(found)
+
+
+def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> None:
+    """Refuse another model than ours, and what would be another answer altogether; `keys` are honoured."""
+    model = typed(data, "model", str, None)
+    if model not in (None, *ANY, service.name) and not speaker(model):
+        raise Refused(
+            404, f"There is no model {str(model)[:100]!r}; this server has {service.name!r} (served_name=NAME)."[:300],
+            "not_found_error",
+            param="model", code="model_not_found",
+        )  # fmt: skip
+    service.terms.check(data, keys)

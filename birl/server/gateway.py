@@ -1,0 +1,244 @@
+"""Where agents find the model: an address for each episode, in OpenAI's and Anthropic's dialects, on loopback.
+
+    http://127.0.0.1:PORT/s/SECRET/v1
+        POST /chat/completions   POST /completions   GET /models        OpenAI
+        POST /messages           POST /messages/count_tokens            Anthropic
+        POST /reward             {"reward": 1.0, "agent": "critic"}     what the episode was worth
+
+Each answer is a turn of the episode. Whoever has the address may ask; nobody can guess it. Answers that their client
+did not wait for are aborted, and are no turns.
+"""
+
+import asyncio
+import contextlib
+import math
+import secrets
+import socket
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from birl.errors import Aborted, BirlError, EngineFailed, TooLong
+from birl.server import gateway_anthropic, gateway_openai
+from birl.server.agent_session import Reply, Session, Visit
+from birl.server.bulk import check_bulk
+from birl.server.connections import Patient
+from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, disconnected, json_object
+from birl.server.messages import typed
+from birl.server.request_policy import Terms
+from birl.text.chat import Chat
+
+MOST_BYTES = 16 << 20  # of one request
+LONGEST = 1 << 20  # tokens; an episode may have no bound of its own
+PING = 10.0  # seconds between signs of life of a stream whose answer is not there yet
+
+EVENTS = "text/event-stream"
+OVER = "The episode is over."
+
+Body = dict[str, Any]
+
+
+class Gateway:
+    """Its sessions are `birl.rollout.session.Session`s. `sampling` "run": answers are drawn as the run has it, whatever
+    a client asks for; "agent": a client's temperature, top_p, top_k and min_p count."""
+
+    def __init__(self, chat: Chat, sampling: str = "run") -> None:
+        self.terms = Terms(chat=chat, sampling=sampling)
+        self.visits: dict[str, Visit] = {}
+        self._url = ""
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen at a free port."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 Nagle stays on
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(4096)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Starlette(routes=[Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]),
+                http=Patient, ws="none", lifespan="off", log_level="warning", access_log=False,
+                timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False, backlog=4096,
+            )
+        )  # fmt: skip
+        self._server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  the run's own
+        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.01)
+        self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+    def enter(self, session: Session) -> str:
+        """The address of a session, until `leave`."""
+        secret = secrets.token_urlsafe(24)
+        self.visits[secret] = Visit(session=session)
+        return f"{self._url}/s/{secret}/v1"
+
+    def leave(self, session: Session) -> None:
+        """Nothing is answered any more, and what is being answered is aborted."""
+        for secret in [s for s, visit in self.visits.items() if visit.session is session]:
+            self.visits.pop(secret).close()
+
+    async def close(self) -> None:
+        for visit in self.visits.values():
+            visit.close()
+        self.visits.clear()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    async def _endpoint(self, request: Request) -> Any:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            with contextlib.suppress(Gone):
+                await (await self._answer(request))(scope, receive, send)
+
+        return respond
+
+    async def _answer(self, request: Request) -> Any:
+        """A response, or an ASGI app where it is a stream."""
+        empty, place, secret, *path = request.url.path.split("/") + [""] * 3
+        where = "/".join(path).strip("/").removeprefix("v1/").removeprefix("v1/")  # Anthropic's client adds another v1
+        error = gateway_anthropic.error if where.startswith("messages") else Refused.body
+        visit = self.visits.get(secret) if not empty and place == "s" else None
+        try:
+            if doubt := ambiguous(request.headers):
+                raise doubt
+            if visit is None:
+                raise Refused(404, "There is no such episode, or it is over.", "not_found_error")
+            return await self._handled(visit, where, request)
+        except Gone:
+            raise
+        except Exception as failure:
+            refused = refusal(failure)
+            # The clients of OpenAI and of Anthropic try again unless they are told not to: it would be in vain.
+            return JSONResponse(error(refused), refused.status, {**refused.headers, "x-should-retry": "false"})
+
+    async def _handled(self, visit: Visit, where: str, request: Request) -> Any:
+        match request.method, where:
+            case "GET", "models":
+                return JSONResponse({"object": "list", "data": [card("birl")]})
+            case "GET", name if name.startswith("models/"):
+                return JSONResponse(card(name.removeprefix("models/")))
+            case "POST", "reward":
+                return reward(visit, await json_object(request, MOST_BYTES))
+            case "POST", "messages/count_tokens":
+                said, tools = gateway_anthropic.conversation(await asked(request, visit))
+                return JSONResponse({"input_tokens": len(self.terms.chat.render(said, tools))})
+            case "POST", "chat/completions":
+                reply = gateway_openai.chat(await asked(request, visit), self.terms, visit)
+            case "POST", "completions":
+                reply = gateway_openai.completion(await asked(request, visit), self.terms, visit)
+            case "POST", "messages":
+                reply = gateway_anthropic.message(await asked(request, visit), self.terms, visit)
+            case _:
+                raise Refused(404, f"{request.method} /{where}: there is no such address.", "not_found_error")
+        reply.agent = request.headers.get("x-birl-agent", reply.agent)
+        return await answered(visit, reply, request)
+
+
+async def asked(request: Request, visit: Visit) -> Body:
+    data = await json_object(request, MOST_BYTES)
+    check_bulk(data, min(visit.session.limits.tokens, LONGEST))
+    return data
+
+
+async def answered(visit: Visit, reply: Reply, request: Request, timeout: float = math.inf) -> Any:
+    """The answer in one piece; as a stream once it is there. Raises `Gone` when nobody waits for it any more, and
+    `Refused` after `timeout` [s]."""
+    asking = visit.ask(reply)
+    gone = asyncio.ensure_future(disconnected(request.receive))
+    finished = False
+    try:
+        first = PING if reply.stream else None if math.isinf(timeout) else timeout
+        await asyncio.wait({asking, gone}, timeout=first, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise Gone
+        if not asking.done() and not reply.stream:
+            raise Refused(504, f"The answer took longer than {timeout:g} s (request_timeout).", TIMEOUT)
+        if not asking.done():
+            stream = Stream(visit, reply, asking, gone)
+            finished = True
+            return stream
+        if asking.cancelled():
+            raise Refused(503, OVER, "episode_over")
+        found = asking.result()
+        finished = True
+        if not reply.stream:
+            return JSONResponse(reply.whole(found))
+        return Response(b"".join(reply.chunks(found)), headers={"cache-control": "no-cache"}, media_type=EVENTS)
+    finally:
+        if not finished:
+            await visit.drop(asking)
+        if not finished or asking.done():
+            gone.cancel()
+
+
+@dataclass(slots=True)
+class Stream:
+    """An answer that takes long: signs of life until it is there."""
+
+    visit: Visit
+    reply: Reply
+    asking: "asyncio.Task[Any]"
+    gone: "asyncio.Future[None]"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", EVENTS.encode()), (b"cache-control", b"no-cache")]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while not self.asking.done():
+                await send({"type": "http.response.body", "body": self.reply.ping, "more_body": True})
+                waits: set[asyncio.Future[Any]] = {self.asking, self.gone}
+                await asyncio.wait(waits, timeout=PING, return_when=asyncio.FIRST_COMPLETED)
+                if self.gone.done():
+                    return
+            try:
+                body = b"".join(self.reply.chunks(self.asking.result()))
+            except (Exception, asyncio.CancelledError) as failure:
+                body = self.reply.failed(refusal(failure))
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        finally:
+            if self.gone.done() or not self.asking.done():
+                await self.visit.drop(self.asking)
+            self.gone.cancel()
+
+
+def refusal(failure: BaseException) -> Refused:
+    match failure:
+        case Refused():
+            return failure
+        case TooLong():
+            return Refused(400, f"{failure}.", code="context_length_exceeded")
+        case EngineFailed():
+            return Refused(503, f"The engine failed: {failure.__cause__!r}"[:500], "engine_down")
+        case Aborted():
+            return Refused(503, "The engine was told to end the answer.", "engine_down")
+        case asyncio.CancelledError():
+            return Refused(503, OVER, "episode_over")
+        case BirlError():
+            return Refused(400, str(failure))
+        case _:
+            traceback.print_exception(failure)
+            return Refused(500, f"{type(failure).__name__}: {failure}"[:500], "server_error")
+
+
+def reward(visit: Visit, data: Body) -> Response:
+    value, agent = typed(data, "reward", float, math.nan), data.get("agent") or ""
+    if not math.isfinite(value):
+        raise Refused(400, f"reward must be a finite number, got {data.get('reward')!r}"[:200], param="reward")
+    if not isinstance(agent, str):
+        raise Refused(400, "agent must be a name.", param="agent")
+    if unknown := sorted(set(data) - {"reward", "agent"}):
+        raise Refused(400, f"{unknown[0]}: there is no such key; there are reward and agent.", param=unknown[0])
+    visit.session.rewarded(value, agent)
+    return JSONResponse({"reward": data["reward"], "agent": agent})
+
+
+def card(name: str) -> Body:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "birl", "type": "model", "display_name": name}

@@ -1,0 +1,194 @@
+"""Anthropic's dialect for agents: POST /v1/messages, whole or as events."""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from birl.server.agent_session import Answers, Reply, Visit
+from birl.server.limits import OVERLOADED, Refused
+from birl.server.messages import invalid, text, typed
+from birl.server.openai_format import call_id
+from birl.server.request_policy import SAMPLING, Terms, speaker
+from birl.types import Message, Stop, ToolCall, Turn
+
+KNOWN = (
+    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice"),
+    *("stop_token_ids", *SAMPLING),
+)
+KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 503: "api_error"}
+
+Block = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class AnthropicReply(Reply):
+    model: str
+    own_stop: tuple[str, ...] = ()
+
+    def head(self, turn: Turn) -> Block:
+        return {
+            "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": self.model,
+            "content": [], "stop_reason": None, "stop_sequence": None,
+            "usage": {"input_tokens": len(turn.prompt), "output_tokens": 0},
+        }  # fmt: skip
+
+    def whole(self, answers: Answers) -> Block:
+        ((said, turn),) = answers
+        usage = {"input_tokens": len(turn.prompt), "output_tokens": len(turn.completion.tokens)}
+        return self.head(turn) | {"content": blocks(said), "usage": usage} | self.end(said, turn)
+
+    def end(self, said: Message, turn: Turn) -> Block:
+        reason, stop = "end_turn", None
+        if turn.completion.stop is Stop.LENGTH:
+            reason = "max_tokens"
+        elif said.tool_calls:
+            reason = "tool_use"
+        elif stop := self.stopped(turn):
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def stopped(self, turn: Turn) -> str | None:
+        """The client's stop string that ended the answer."""
+        if not self.own_stop:
+            return None
+        text = self.chat.decode(turn.completion.tokens)
+        found = [(at, s) for s in self.own_stop if (at := text.find(s)) >= 0]
+        return min(found)[1] if found else None
+
+    def chunks(self, answers: Answers) -> Iterator[bytes]:
+        ((said, turn),) = answers
+        yield event("message_start", message=self.head(turn))
+        for i, block in enumerate(blocks(said)):
+            empty, delta = opened(block)
+            yield event("content_block_start", index=i, content_block=empty)
+            yield event("content_block_delta", index=i, delta=delta)
+            yield event("content_block_stop", index=i)
+        usage = {"output_tokens": len(turn.completion.tokens)}
+        yield event("message_delta", delta=self.end(said, turn), usage=usage)
+        yield event("message_stop")
+
+    def failed(self, refused: Refused) -> bytes:
+        return event("error", error=error(refused)["error"])
+
+
+def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicReply:
+    """POST /messages. Raises `Refused`."""
+    terms.check(data, (*KNOWN, *(("seed", "output_format", "output_config") if terms.served else ())))
+    said, tools = conversation(data)
+    stop = typed(data, "stop_sequences", list, [])
+    if not all(isinstance(s, str) for s in stop):
+        raise invalid("stop_sequences", "must be a list of texts")
+    choice = typed(data, "tool_choice", dict, {})
+    words = {None: None, "auto": "auto", "none": "none", "any": "required"}
+    wanted = words.get(choice.get("type"), choice)
+    params = terms.params(data, visit.session.params, stop, "max_tokens")
+    seen, form = terms.tools(openai_form(data, choice), tools, wanted)
+    return AnthropicReply(
+        said=said,
+        params=params,
+        tools=seen,
+        form=form,
+        agent=speaker(data.get("model")),
+        stream=typed(data, "stream", bool, False),
+        ping=event("ping"),
+        chat=terms.chat,
+        model=str(data.get("model") or "birl"),
+        own_stop=tuple(s for s in params.stop if s not in visit.session.params.stop),
+    )
+
+
+def openai_form(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Block:
+    """What of a request forces the form of its answer, in OpenAI's words."""
+    form = data.get("output_format") or typed(data, "output_config", dict, {}).get("format")
+    found: Block = {"parallel_tool_calls": not typed(choice, "disable_parallel_tool_use", bool, False)}
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        found["response_format"] = {**form, "json_schema": {"schema": form.get("schema"), "strict": True}}
+    return found
+
+
+def conversation(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], list[Block]]:
+    """Messages and tools of a request, in OpenAI's form. Raises `Refused`."""
+    found: list[Message] = []
+    if data.get("system"):
+        found.append(Message(role="system", content=text(data["system"], "system")))
+    for place, one in enumerate(typed(data, "messages", list, None)):
+        where = f"messages.{place}"
+        if not isinstance(one, dict) or one.get("role") not in ("user", "assistant", "system"):
+            raise invalid(where, "must be an object with a role (user, assistant) and a content")
+        found += spoken(one["role"], one.get("content"), where)
+    if not found or found[-1].role == "system":
+        raise invalid("messages", "is empty")
+    if found[-1].role == "assistant":
+        raise invalid("messages", "ends with the assistant: an answer cannot be begun for the model")
+    return tuple(found), [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
+
+
+def spoken(role: str, content: Any, where: str) -> list[Message]:
+    """A message as birl has it; the results of tools are messages of their own, and come first."""
+    if not isinstance(content, list):
+        return [Message(role=role, content=text(content, f"{where}.content"))]
+    results, said, thinking, calls = [], "", "", []
+    for i, block in enumerate(content):
+        place = f"{where}.content.{i}"
+        match block:
+            case {"type": "text", "text": str(words)}:
+                said += words
+            case {"type": "thinking", "thinking": str(words)}:
+                thinking += words
+            case {"type": "redacted_thinking"}:
+                pass
+            case {"type": "tool_use", "name": str(name), "input": dict(given)} if role == "assistant":
+                id = str(block.get("id") or "")
+                calls.append(ToolCall(name=name, arguments=json.dumps(given, ensure_ascii=False), id=id))
+            case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
+                answer = text(block.get("content") or "", f"{place}.content")
+                results.append(Message(role="tool", content=answer, tool_call_id=id))
+            case _:
+                kind = block.get("type") if isinstance(block, dict) else block
+                raise invalid(place, f"is of type {kind!r}; the model reads text, tool_use and tool_result"[:200])
+    if results and not said:
+        return results
+    return [*results, Message(role=role, content=said, thinking=thinking, tool_calls=tuple(calls))]
+
+
+def tool(given: Any, place: int) -> Block:
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or "input_schema" not in given:
+        raise invalid(f"tools.{place}", "must have a name and an input_schema; the API has no tools of its own")
+    function = {"name": given["name"], "description": given.get("description") or ""}
+    function |= {"parameters": given["input_schema"]} | ({"strict": True} if given.get("strict") else {})
+    return {"type": "function", "function": function}
+
+
+def blocks(said: Message) -> list[Block]:
+    found: list[Block] = []
+    if said.thinking:
+        found.append({"type": "thinking", "thinking": said.thinking, "signature": ""})
+    if said.content.strip() or not said.tool_calls:
+        found.append({"type": "text", "text": said.content})
+    for call in said.tool_calls:
+        arguments = json.loads(call.arguments)
+        found.append({"type": "tool_use", "id": call.id or call_id(), "name": call.name, "input": arguments})
+    return found
+
+
+def opened(block: Block) -> tuple[Block, Block]:
+    """A block as a stream begins it, and what comes behind."""
+    match block["type"]:
+        case "text":
+            return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        case "thinking":
+            return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+        case _:
+            given = json.dumps(block["input"], ensure_ascii=False)
+            return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": given}
+
+
+def event(kind: str, **data: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n".encode()
+
+
+def error(refused: Refused) -> Block:
+    kind = "overloaded_error" if refused.kind == OVERLOADED else KINDS.get(refused.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(refused)}}

@@ -1,0 +1,215 @@
+"""What a server takes: how much at once, how large, how long, and from whom."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from birl.hosts import is_own_name
+from birl.types import SamplingParams
+
+T = TypeVar("T")
+COLDEST = 0.001  # logits divided by less leave what float32 can hold; 0 is greedy
+HOTTEST = sys.float_info.max  # JSON's whole numbers have no bound
+QUIET = 60.0  # seconds between two pieces of a body
+STOPS, STOP_CHARACTERS, STOP_IDS = 256, 4096, 4096  # each token of an answer is compared with all of them
+INVALID, OVERLOADED, TIMEOUT = "invalid_request_error", "overloaded", "timeout"
+
+
+class Refused(Exception):
+    """The answer to a request is an error: an HTTP status, and a message with the fix. `more` is put beside it;
+    `close`: nothing more is read from the connection."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        retry_after: int | None = None,
+        close: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.retry_after, self.close, self.more = status, kind, retry_after, close, more
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.kind, "param": None, "code": None} | self.more}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return found | ({"connection": "close"} if self.close else {})
+
+
+class Gone(Exception):
+    """Whoever asked has closed the connection: there is nobody to answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Gate:
+    """Counts the sequences that are open, and closes for good when the server ends. At most `most` are open."""
+
+    most: int
+    open: int = 0
+    draining: bool = False
+    _empty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextlib.contextmanager
+    def enter(self, sequences: int) -> Iterator[None]:
+        """Raises `Refused`: 503 while draining, 429 when too many wait, 400 when it is too much at once for ever."""
+        if self.draining:
+            raise Refused(503, "The server is shutting down and takes no more requests.", OVERLOADED, 1)
+        if sequences > self.most:
+            raise Refused(400, f"{sequences} answers in one request; this server takes {self.most} at once.")
+        if self.open + sequences > self.most:
+            raise Refused(
+                429, f"{self.open} requests are open and the server takes {self.most}; try again.", OVERLOADED, 1
+            )
+        self.open += sequences
+        try:
+            yield
+        finally:
+            self.open -= sequences
+            if not self.open:
+                self._empty.set()
+
+    async def drain(self, timeout: float) -> bool:
+        """Take nothing more; says whether all that was open ended within `timeout` [s]."""
+        self.draining = True
+        self._empty.clear()
+        if not self.open:
+            return True
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+
+async def body(request: Request, most: int) -> bytes:
+    """All of it. Raises `Refused` beyond `most` bytes, without reading on, or after `QUIET` seconds without any, and
+    `Gone`."""
+    told = request.headers.get("content-length", "0")
+    parts: list[bytes] = []
+    size = int(told) if told.isdigit() else 0
+    if size <= most:
+        size = 0
+        while True:
+            try:
+                message = await asyncio.wait_for(request.receive(), QUIET)
+            except TimeoutError:
+                raise Refused(408, f"Nothing more of the body came for {QUIET:g} s.", TIMEOUT, close=True) from None
+            if message["type"] == "http.disconnect":
+                raise Gone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                break
+            if not message.get("more_body", False):
+                return b"".join(parts)
+    what = f"The request is larger than the {most} bytes that this server takes (max_request_mb)."
+    raise Refused(413, what, close=True)
+
+
+async def json_object(request: Request, most: int) -> dict[str, Any]:
+    """Raises `Refused` where the body is no JSON object; an empty one counts as {}."""
+    raw = await body(request, most)
+    try:
+        found = json.loads(raw.decode()) if raw.strip() else {}  # from bytes it takes other encodings, and halves
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"The body is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise Refused(400, "The body must be a JSON object.")
+    if b"\\ud" in raw.lower():  # JSON can say half a character, which no tokenizer takes
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused(
+                400, "The body has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+            ) from None
+    return found
+
+
+async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Returns when whoever asked has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def answered(request: Request, work: Awaitable[T], timeout: float) -> T:
+    """The result of `work`, which is cancelled when whoever asked goes away (`Gone`) or after `timeout` [s] (504)."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise Gone
+        raise Refused(504, f"The answer took longer than {timeout:g} s (request_timeout).", TIMEOUT)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def ambiguous(headers: Mapping[str, str]) -> Refused | None:
+    """Two lengths of one body: a proxy in front may believe the other one."""
+    if "transfer-encoding" not in headers or "content-length" not in headers:
+        return None
+    return Refused(400, "Content-Length and Transfer-Encoding do not go together: send one of them.", close=True)
+
+
+def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
+    """Why a request may not come in. Without a token everybody on this machine may, but no page of a browser, which
+    could be anybody's: neither one that says so, nor one whose own name leads to this machine."""
+    if not token:
+        if "origin" in headers:
+            return Refused(
+                403, "Requests from web pages need a token: start the server with BIRL_TOKEN set.", "forbidden"
+            )
+        host = headers.get("host")
+        if host is None or is_own_name(host):
+            return None
+        return Refused(
+            403, f"Host {host[:100]!r} is not this machine's own name: use 127.0.0.1 or localhost, or start the server "
+            "with BIRL_TOKEN set.", "forbidden",
+        )  # fmt: skip
+    kind, _, said = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(" ")
+    if kind.lower() == "bearer" and hmac.compare_digest(said.strip().encode(), token.encode()):
+        return None
+    return Refused(
+        401, "The token is missing or wrong: send `Authorization: Bearer TOKEN`, with the server's BIRL_TOKEN.",
+        "authentication_error", code="invalid_api_key",
+    )  # fmt: skip
+
+
+def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
+    """The first parameter that cannot be, and what is wrong with it. An id outside of the vocabulary would end the
+    engine's step, and with it everybody's answers."""
+    p = params
+    ranges = (
+        ("max_tokens", p.max_tokens >= 1, "must be at least 1"),
+        ("temperature", p.temperature == 0 or COLDEST <= p.temperature <= HOTTEST, f"must be 0 or at least {COLDEST}"),
+        ("top_p", 0 < p.top_p <= 1, "must be more than 0 and at most 1"),
+        ("top_k", 0 <= p.top_k < 2**31, "must be at least 0 (0: off) and less than 2^31"),
+        ("min_p", 0 <= p.min_p <= 1, "must be at least 0 and at most 1"),
+        ("seed", p.seed is None or 0 <= p.seed < 2**64, "must be at least 0 and less than 2^64"),
+        ("stop", all(p.stop), "must not have an empty string"),
+        ("stop", len(p.stop) <= STOPS, f"must have at most {STOPS} strings"),
+        ("stop", all(len(s) <= STOP_CHARACTERS for s in p.stop), f"must have at most {STOP_CHARACTERS} characters"),
+        ("stop_ids", len(p.stop_ids) <= STOP_IDS, f"must be at most {STOP_IDS} token ids"),
+        ("stop_ids", outside(p.stop_ids, vocabulary) is None, f"must be token ids below {vocabulary}"),
+        ("forced", outside(p.forced, vocabulary) is None, f"must be token ids below {vocabulary}"),
+    )
+    return next(((key, f"{what}, got {getattr(p, key)!r}"[:300]) for key, good, what in ranges if not good), None)
+
+
+def outside(ids: tuple[int, ...], vocabulary: int) -> int | None:
+    """The first id that is none."""
+    return next((i for i in ids if not 0 <= i < vocabulary), None)

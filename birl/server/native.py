@@ -1,0 +1,228 @@
+"""birl's own dialect: the routes of `birl/engines/wire.py`."""
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from birl.engines import wire
+from birl.engines.collective import store_address
+from birl.engines.wire import HEADER
+from birl.server.limits import Refused, answered, body, json_object, outside, problem
+from birl.server.service import Service
+from birl.server.staging import read
+from birl.types import Update
+
+
+def reply(data: Mapping[str, Any], status: int = 200) -> Response:
+    """JSON with every digit of a float, and -Infinity where a log-prob is."""
+    return Response(json.dumps(data), status, media_type="application/json")
+
+
+async def claim(service: Service, request: Request) -> Response:
+    """A run takes the server for itself (`owner.py`)."""
+    only(await json_object(request, service.most_bytes))
+    if not service.owner.now():
+        raise Refused(400, f"Who claims the server must say so in the header {HEADER}.")
+    return reply({"run": service.owner.name})
+
+
+async def release(service: Service, request: Request) -> Response:
+    only(await json_object(request, service.most_bytes))
+    service.owner.release(request.headers)
+    return reply({"run": service.owner.now()})
+
+
+async def generate(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+    only(data, "prompt_ids", "params", "session")
+    prompt = ids(data, "prompt_ids", service.vocabulary)
+    if not prompt:
+        raise Refused(400, "prompt_ids is empty: there is nothing to predict the first token from.")
+    params, session = data.get("params"), data.get("session", "")
+    if not isinstance(params, dict):
+        raise Refused(400, "params must be an object such as {\"max_tokens\": 64}.")  # fmt: skip
+    if not isinstance(session, str):
+        raise Refused(400, "session must be text.")
+    try:
+        asked = wire.params_from(params)
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
+    if found := problem(asked, service.vocabulary):
+        raise Refused(400, f"params.{found[0]} {found[1]}.")
+    with service.gate.enter(1):
+        (seeded,) = service.seeded(asked)
+        completion = await answered(request, service.generate(prompt, seeded, session), service.timeout)
+    return reply(wire.completion_to(completion))
+
+
+async def load(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+    only(data, "version", "digests", "folder", "anew", "group")
+    number, digests, folder = data.get("version"), data.get("digests", {}), data.get("folder", "")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise Refused(400, f"version must be a whole number of at least 0, got {number!r}.")
+    if not isinstance(digests, dict) or not all(isinstance(d, str) for d in digests.values()):
+        raise Refused(400, "digests must be an object of texts: the digest of each tensor by its name.")
+    if not isinstance(folder, str) or "\0" in folder:
+        raise Refused(400, "folder must be a path, or empty for what was staged.")
+    if not isinstance(anew := data.get("anew", False), bool):
+        raise Refused(400, f"anew must be true or false, got {anew!r}.")
+    if not isinstance(group := data.get("group", ""), str) or (group and folder):
+        raise Refused(400, "group must be the name of the group that was joined, and goes without a folder.")
+    update = Update(version=number, digests=digests, folder=folder, anew=anew)
+    if group:  # nobody else waits while they arrive
+        update = await service.received(update, group)
+    async with service.control():
+        held = await service.load(update)
+    return reply(wire.held_to(held))
+
+
+async def join(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+    try:
+        invitation = wire.invitation_from(data)
+        store_address(invitation.store)
+    except ValueError as error:
+        raise Refused(400, f"{error}.") from None
+    await service.membership.join(invitation)
+    return reply({"group": invitation.group, "rank": invitation.rank})
+
+
+async def leave(service: Service, request: Request) -> Response:
+    only(await json_object(request, service.most_bytes))
+    service.membership.leave()
+    return reply({})
+
+
+async def stage(service: Service, request: Request) -> Response:
+    version = request.path_params["version"]
+    service.staging.begin(version)
+    data = await body(request, service.staging.most + 2**24)  # a header of safetensors is smaller than that
+    size = service.staging.put(version, await asyncio.to_thread(read, data, version))
+    return reply({"version": version, "tensors": len(service.staging.tensors), "bytes": size})
+
+
+async def pause(service: Service, request: Request) -> Response:
+    data = await json_object(request, service.most_bytes)
+    only(data, "mode")
+    mode = data.get("mode", "keep")
+    if mode not in ("keep", "abort"):
+        raise Refused(400, f"mode must be keep | abort, got {mode!r}.")
+    async with service.control():
+        await service.engine.pause(abort=mode == "abort")
+    return reply(state(service))
+
+
+async def resume(service: Service, request: Request) -> Response:
+    only(await json_object(request, service.most_bytes))
+    async with service.control():
+        await service.resume()
+    return reply(state(service))
+
+
+async def abort(service: Service, request: Request) -> Response:
+    """`sessions` null or absent: all."""
+    data = await json_object(request, service.most_bytes)
+    only(data, "sessions")
+    sessions = data.get("sessions")
+    if sessions is not None and not (isinstance(sessions, list) and all(isinstance(s, str) for s in sessions)):
+        raise Refused(400, "sessions must be a list of texts, or null for all.")
+    async with service.control():
+        count = await service.engine.abort(None if sessions is None else set(sessions))
+    return reply({"aborted": count})
+
+
+async def sleep(service: Service, request: Request) -> Response:
+    only(await json_object(request, service.most_bytes))
+    async with service.control():
+        await service.sleep()
+    return reply(state(service))
+
+
+async def wake(service: Service, request: Request) -> Response:
+    only(await json_object(request, service.most_bytes))
+    async with service.control():
+        await service.engine.wake()
+    return reply(state(service))
+
+
+async def health(service: Service, request: Request) -> Response:
+    why = service.stuck()
+    if why:
+        raise Refused(503, f"The engine is stuck: {why}.", "stuck")
+    return reply({"status": "ok"})
+
+
+async def ready(service: Service, request: Request) -> Response:
+    why = service.unready() or service.stuck()
+    if why:
+        raise Refused(503, f"Not ready: {why}.", "not_ready", retry_after=1)
+    return reply({"status": "ready", "version": service.engine.version})
+
+
+async def info(service: Service, request: Request) -> Response:
+    engine = service.engine
+    return reply(
+        dataclasses.asdict(
+            wire.Info(
+                engine="birl",
+                model=service.name,
+                version=engine.version,
+                digest=service.digest,
+                dtype=service.dtype,
+                context=engine.context,
+                vocabulary=service.vocabulary,
+                words=service.words,
+                volume=service.volume,
+                run=service.owner.now(),
+                running=len(engine.scheduler.running),
+                waiting=max(service.gate.open - len(engine.scheduler.running), 0),
+                paused=engine.paused,
+                asleep=engine.asleep,
+                pid=os.getpid(),
+                counters=dataclasses.asdict(engine.counters),
+            )
+        )
+    )
+
+
+async def digests(service: Service, request: Request) -> Response:
+    """Read from the engine's memory now."""
+    async with service.control():
+        found = await service.digests()
+        return reply({"version": service.engine.version, "digests": found})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def state(service: Service) -> dict[str, Any]:
+    engine = service.engine
+    return {"version": engine.version, "paused": engine.paused, "asleep": engine.asleep}
+
+
+def only(data: Mapping[str, Any], *keys: str) -> None:
+    """Raises `Refused` naming a key that is none."""
+    if unknown := sorted(set(data) - set(keys)):
+        there = f"there are {', '.join(keys)}" if keys else "this takes none"
+        raise Refused(400, f"{unknown[0]}: there is no such key; {there}.")
+
+
+def ids(data: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
+    """Raises `Refused` where that is no list of token ids."""
+    if key not in data:
+        raise Refused(400, f"{key} is missing.")
+    found = data[key]
+    if not isinstance(found, list) or not all(type(i) is int for i in found):
+        raise Refused(400, f"{key} must be a list of token ids.")
+    wrong = outside(tuple(found), vocabulary)
+    if wrong is not None:
+        raise Refused(400, f"{key}: {wrong} is no token; the model has {vocabulary}.")
+    return tuple(found)

@@ -1,0 +1,66 @@
+"""OpenAI's dialect: GET /v1/models, POST /v1/chat/completions and /v1/completions.
+
+Beyond OpenAI: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, and `return_token_ids`, which adds `prompt_token_ids`
+and, for each choice, `token_ids` and `weight_versions`. Log-probs are those of the distribution that was sampled from.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from birl.server import ask
+from birl.server.ask import Ask
+from birl.server.limits import answered, json_object
+from birl.server.openai_format import Pieces
+from birl.server.service import Scored, Service
+from birl.server.stream import streamed
+from birl.types import Completion, Stop
+
+Body = dict[str, Any]
+EMPTY = Completion(tokens=(), logprobs=(), versions=(), stop=Stop.LENGTH)
+
+
+async def models(service: Service, request: Request) -> Response:
+    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "birl"}
+    return JSONResponse({"object": "list", "data": [card | {"max_model_len": service.engine.context}]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    if request.path_params["name"] != service.name:
+        ask.known({"model": request.path_params["name"]}, (), service)
+    return JSONResponse({"id": service.name, "object": "model", "created": service.created, "owned_by": "birl"})
+
+
+async def chat(service: Service, request: Request) -> Response:
+    return await completed(service, request, ask.chat)
+
+
+async def completion(service: Service, request: Request) -> Response:
+    return await completed(service, request, ask.completion)
+
+
+async def completed(service: Service, request: Request, read: Callable[[Body, Service], Ask]) -> Response:
+    data = await json_object(request, service.most_bytes)
+    asked = await answered(request, service.read(lambda: read(data, service)), service.timeout)
+    jobs = [(prompt, p) for prompt in asked.prompts for p in service.seeded(asked.params, asked.n)]
+    if asked.stream:
+        return streamed(service, asked, jobs)  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
+    with service.gate.enter(len(jobs)):
+        found = [EMPTY] * len(jobs)
+        if not asked.mute:
+            found = await answered(request, service.all(jobs, asked.grammar), service.timeout)
+        scored = await answered(request, scores(service, asked), service.timeout)
+    pieces = Pieces(service, asked)
+    choices = [pieces.choice(i, c) for i, c in enumerate(found)]
+    for i, choice in enumerate(choices if asked.echo else []):
+        pieces.echo(choice, i, scored)
+    return JSONResponse(pieces.head(chunk=False) | {"choices": choices, "usage": pieces.usage(found)})
+
+
+async def scores(service: Service, asked: Ask) -> list[Scored]:
+    """Of each prompt, where it is said again with log-probs."""
+    return await service.together(
+        [service.score(ids) for ids in asked.prompts] if asked.echo and asked.logprobs else []
+    )

@@ -1,0 +1,189 @@
+"""The JSON of an answer in OpenAI's dialect, whole or in chunks."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from birl.server.ask import Ask
+from birl.text.chat import Chat
+from birl.text.thinking import Growing, Parts
+from birl.text.visible import INCOMPLETE, Visible
+from birl.types import Completion, Stop, ToolCall
+
+Scored = tuple[Sequence[float], Sequence[tuple[int, float]]]  # of a prompt, as `Service.score` has it
+
+
+class Speaker(Protocol):
+    """Whose answers they are. `end_ids`: tokens that end an answer, and are no text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def chat(self) -> Chat: ...
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+
+
+class Pieces:
+    """Those of one request."""
+
+    def __init__(self, speaker: Speaker, asked: Ask) -> None:
+        self.speaker, self.asked = speaker, asked
+        self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+
+    def visible(self) -> Visible:
+        asked, speaker = self.asked, self.speaker
+        hidden = speaker.end_ids | frozenset(asked.params.stop_ids)
+        fences = speaker.chat.fences(bool(asked.tools)) if asked.chat else ()
+        return Visible(speaker.chat.tokenizer, hidden, asked.params.stop, fences)
+
+    def thoughts(self, index: int) -> Growing:
+        """Sets thinking apart while an answer grows."""
+        return Growing(self.speaker.chat.tags if self.asked.chat else None, self.opened(index))
+
+    def opened(self, index: int) -> bool:
+        return self.asked.chat and self.speaker.chat.thinks(self.prompt(index))
+
+    def head(self, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.asked.chat else "text_completion"
+        found: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.speaker.name}
+        found["system_fingerprint"] = f"birl-version-{self.speaker.version}"
+        if self.asked.chat and self.asked.token_ids and not chunk:
+            found["prompt_token_ids"] = self.asked.prompts[0]
+        return found
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A finished one."""
+        shown = self.visible()
+        shown.feed(completion.tokens)
+        said = self.said(index, shown.whole())
+        return self.spoken(index, completion, said.content, said.calls, said.thinking or "")
+
+    def spoken(
+        self, index: int, completion: Completion, content: str, calls: Sequence[ToolCall], thinking: str = ""
+    ) -> dict[str, Any]:
+        """A finished one of which it is known what it says."""
+        found: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
+        found["logprobs"] = self.logprobs(completion.tokens, completion.logprobs, 0) if self.asked.logprobs else None
+        if self.asked.chat:
+            own: dict[str, Any] = {"role": "assistant", "content": content if content.strip() or not calls else None}
+            own |= {"reasoning_content": thinking} if thinking else {}
+            found["message"] = own | ({"tool_calls": self.calls(calls, False)} if calls else {})
+        else:
+            found["text"] = content
+            found |= {"prompt_token_ids": self.prompt(index)} if self.asked.token_ids else {}
+        return found | (self.ids(completion.tokens, completion.versions) if self.asked.token_ids else {})
+
+    def echo(self, choice: dict[str, Any], index: int, scored: Sequence[Scored]) -> None:
+        """Puts the prompt before a finished answer, with the log-probs of its tokens: the first has none."""
+        ids = self.prompt(index)
+        before = self.speaker.chat.decode(ids)
+        choice["text"] = before + choice["text"]
+        if not self.asked.logprobs:
+            return
+        logprobs, best = scored[index // self.asked.n]
+        own, found = self.logprobs(ids, (), 0), choice["logprobs"]
+        own["token_logprobs"] = [None, *logprobs]
+        own["top_logprobs"] = [None, *map(self.top, ids[1:], logprobs, best)]
+        found["text_offset"] = [at + len(before) for at in found["text_offset"]]
+        found["top_logprobs"] = [{t: p} for t, p in zip(found["tokens"], found["token_logprobs"], strict=True)]
+        choice["logprobs"] = {key: own[key] + found[key] for key in own}
+
+    def top(self, token: int, logprob: float, best: tuple[int, float]) -> dict[str, float]:
+        """Of one place: the likeliest token, and the one that is there."""
+        own, other = (self.speaker.chat.decode([t]) for t in (token, best[0]))
+        if best[0] == token:
+            return {own: logprob}
+        return {own: logprob, other if other != own else f"token_id:{best[0]}": best[1]}
+
+    def delta(
+        self,
+        index: int,
+        text: str,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        versions: Sequence[int] = (),
+        offset: int = 0,
+        calls: Sequence[ToolCall] = (),
+        thinking: str = "",
+        reason: str | None = None,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        """A chunk with one choice. `offset`: characters before these tokens."""
+        found: dict[str, Any] = {"index": index, "finish_reason": reason}
+        found["logprobs"] = self.logprobs(tokens, logprobs, offset) if self.asked.logprobs and tokens else None
+        if self.asked.chat:
+            own: dict[str, Any] = {"role": "assistant"} if first else {}
+            own |= {"content": text} if text or first else {}
+            own |= {"reasoning_content": thinking} if thinking else {}
+            found["delta"] = own | ({"tool_calls": self.calls(calls, True)} if calls else {})
+        else:
+            found["text"] = text
+        extra: dict[str, Any] = {}
+        if self.asked.token_ids:
+            found |= self.ids(tokens, versions)
+            if first and self.asked.chat:
+                extra["prompt_token_ids"] = self.asked.prompts[0]
+            elif first:
+                found["prompt_token_ids"] = self.prompt(index)
+        extra |= {"usage": None} if self.asked.usage else {}
+        return self.head(chunk=True) | {"choices": [found]} | extra
+
+    def said(self, index: int, text: str) -> Parts:
+        if not self.asked.chat:
+            return Parts(content=text)
+        return self.speaker.chat.parts(text, self.asked.tools, self.opened(index))
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        return self.asked.prompts[index // self.asked.n]
+
+    def ids(self, tokens: Sequence[int], versions: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens), "weight_versions": list(versions)}
+
+    def reason(self, stop: Stop, calls: Sequence[ToolCall]) -> str:
+        return "tool_calls" if calls and stop == Stop.STOP else str(stop)
+
+    def calls(self, calls: Sequence[ToolCall], numbered: bool) -> list[dict[str, Any]]:
+        return [
+            ({"index": i} if numbered else {})
+            | {"id": call.id or call_id(), "type": "function"}
+            | {"function": {"name": call.name, "arguments": call.arguments}}
+            for i, call in enumerate(calls)
+        ]
+
+    def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
+        """Of every sampled token, also of one that does not show in the text."""
+        texts = [self.speaker.chat.decode([token]) for token in tokens]
+        if self.asked.chat:
+            rows = [
+                {"token": text, "logprob": lp, "bytes": octets(text), "top_logprobs": []}
+                for text, lp in zip(texts, logprobs, strict=True)
+            ]
+            return {"content": rows, "refusal": None}
+        *offsets, _ = accumulate(map(len, texts), initial=offset)
+        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        prompt, made = sum(map(len, self.asked.prompts)), sum(len(c.tokens) for c in completions)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def call_id() -> str:
+    """Of a call whose format has none. Mistral's template takes exactly nine letters or digits."""
+    return secrets.token_hex(5)[:9]
+
+
+def octets(text: str) -> list[int] | None:
+    """None for part of a character."""
+    return None if INCOMPLETE in text else list(text.encode())
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,196 @@
+"""What of a request counts: all that can be done on a server; where a run trains, its own sampling."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from birl.server.limits import problem
+from birl.server.messages import check_tool, invalid, typed
+from birl.server.parameters import check
+from birl.text import grammar
+from birl.text.chat import Chat
+from birl.types import SamplingParams
+
+#: of `SamplingParams`; a client may ask for another value
+SAMPLING: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+
+
+@dataclass(slots=True, kw_only=True)
+class Terms:
+    """`sampling` "run": the run's values alone; "agent": a client's own temperature, top_p, top_k and min_p count;
+    "client", on a server: everything that can be done. What is not done as it was asked is said once."""
+
+    chat: Chat
+    sampling: str = "run"
+    vocabulary: int = 0  # valid token ids; 0: the tokenizer's
+    seen: dict[str, str] = field(default_factory=dict)  # bodies of grammars, and what is wrong with each
+    said: set[str] = field(default_factory=set)
+
+    @property
+    def served(self) -> bool:
+        return self.sampling == "client"
+
+    def note(self, key: str, what: str) -> None:
+        if key not in self.said:
+            self.said.add(key)
+            print(f"{'A client' if self.served else 'An agent'} asks for {key}={what}", flush=True)
+
+    def vain(self, key: str, value: Any) -> None:
+        why = "" if self.served else ": the model's own tokens are trained"
+        self.note(key, f"{json.dumps(value)[:60]}; that has no effect{why}.")
+
+    def check(self, data: Mapping[str, Any], honoured: Collection[str]) -> None:
+        """Raises `Refused` for what would be another answer altogether."""
+        typed(data, "model", str, None)
+        check(data, honoured, self.vain)
+
+    def params(self, data: Mapping[str, Any], own: SamplingParams, stop: Sequence[str], limit: str) -> SamplingParams:
+        """The client's; where a run trains, the run's with the client's ends, and its limit if that is lower. `limit`
+        names the key of the longest answer. Raises `Refused` for values that cannot be."""
+        seed = typed(data, "seed", int, None)
+        values = {key: typed(data, key, kind, getattr(own, key)) for key, kind in SAMPLING.items()}
+        values["top_k"] = 0 if values["top_k"] == -1 else values["top_k"]  # vLLM's -1: off
+        asked = replace(
+            own,
+            **values,
+            stop=(*own.stop, *stop),
+            stop_ids=(*own.stop_ids, *stop_ids(data)),
+            max_tokens=typed(data, limit, int, own.max_tokens),
+            ignore_eos=typed(data, "ignore_eos", bool, own.ignore_eos),
+            seed=own.seed if seed is None else seed % 2**64,  # OpenAI's may be negative
+        )
+        if wrong := problem(asked, self.vocabulary or len(self.chat.tokenizer)):
+            names = {"max_tokens": limit, "stop_ids": "stop_token_ids"}
+            raise invalid(names.get(wrong[0], wrong[0]), wrong[1])
+        if self.served:
+            return asked
+        found = replace(own, stop=asked.stop, stop_ids=asked.stop_ids, max_tokens=min(asked.max_tokens, own.max_tokens))
+        if self.sampling == "agent":
+            return replace(found, **values)
+        for key, value in values.items():
+            if value != getattr(own, key):
+                self.note(key, f"{value:g}; the run's {key} is {getattr(own, key):g} and counts (env.sampling=run).")
+        return found
+
+    def tools(self, data: Mapping[str, Any], given: Sequence[Any], choice: Any) -> tuple[list[Any], str]:
+        """The tools that the model sees, and the body of the grammar of its answer (`birl.text.grammar`), empty where
+        that is free, as where a run trains. `given` and `choice`: a client's tools and tool_choice, in OpenAI's words.
+        Raises `Refused`, also where a run trains, for what a server could not keep."""
+        for place, tool in enumerate(given):
+            check_tool(tool, place)
+        found = list(given)
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            listed = typed(choice, "allowed_tools", dict, choice)
+            names = [chosen(one) for one in typed(listed, "tools", list, [])]
+            found = [tool for tool in found if tool["function"]["name"] in names]
+            choice = listed.get("mode")
+        if choice not in (None, "auto", "none", "required") and chosen(choice) not in known(found):
+            raise invalid("tool_choice", f"{json.dumps(choice)[:80]} is none of auto, none, required and the tools")
+        if choice == "required" and not found:
+            raise invalid("tool_choice", "is required, and there are no tools")
+        if choice not in (None, "auto", "none") and not self.served:
+            self.note("tool_choice", f"{json.dumps(choice)[:60]}; the model decides.")
+        if strict(found) and not self.served:
+            self.note("strict", "true; arguments are not forced into a schema.")
+        found = [] if choice == "none" else found
+        form = self.form(data, found, choice)
+        return [plain(tool) for tool in found], form if self.served else ""
+
+    def form(self, data: Mapping[str, Any], tools: Sequence[Any], choice: Any) -> str:
+        key, body = answer_form(data)
+        if tools and (body or choice not in (None, "auto") or strict(tools)):
+            forced = choice not in (None, "auto")
+            own = [t for t in tools if chosen(choice) in ("", t["function"]["name"])]
+            many = typed(data, "parallel_tool_calls", bool, True) and not chosen(choice)
+            calls = grammar.calls_of(self.chat, own, many=many, text="" if forced else body or "any")
+            if calls is None:
+                if self.served:
+                    what = f"{json.dumps(choice)[:60]}; calls in this model's format cannot be forced."
+                    self.note("tool_choice", what)
+                return ""
+            key, body = "tool_choice" if forced else key or "tools", calls
+        elif tools and not typed(data, "parallel_tool_calls", bool, True):
+            self.vain("parallel_tool_calls", False)
+        if body and (wrong := self.wrong(body)):
+            raise invalid(key, f"cannot be made into a grammar: {wrong[:300]}")
+        return body
+
+    def wrong(self, body: str) -> str:
+        """What is wrong with the body of a grammar, which takes milliseconds to see; agents ask for the same again."""
+        if body not in self.seen:
+            if len(self.seen) >= 64:
+                self.seen.clear()
+            self.seen[body] = grammar.problem(self.chat, f"start: body\nbody: {body}\n")
+        return self.seen[body]
+
+
+def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:
+    """The key that asks for a form of the answer, and the body of its grammar. Raises `Refused`."""
+    form = typed(data, "response_format", dict, {})
+    outputs = typed(data, "structured_outputs", dict, {})
+    wanted = {f"guided_{k}": outputs.get(k) for k in ("json", "choice", "regex", "grammar")}
+    wanted |= {key: data[key] for key in wanted if data.get(key) not in (None, "", {}, [])}
+    match form.get("type", "text"):
+        case "text":
+            pass
+        case "json_object":
+            return "response_format", grammar.json_of({"type": "object"})
+        case "json_schema":
+            inner = form.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if not isinstance(inner, dict) or not isinstance(schema, dict):
+                raise invalid("response_format.json_schema", "must be an object with a name and a schema")
+            return "response_format", grammar.json_of(schema, strict=bool(inner.get("strict")))
+        case kind:
+            raise invalid("response_format.type", f"is {str(kind)[:40]!r}; text | json_object | json_schema")
+    match wanted:
+        case {"guided_json": str() | dict() as schema}:
+            try:
+                found = json.loads(schema) if isinstance(schema, str) else schema
+            except (ValueError, RecursionError):
+                found = None
+            if not isinstance(found, dict):
+                raise invalid("guided_json", "must be a JSON schema: an object, or its JSON text")
+            return "guided_json", grammar.json_of(found, strict=False)
+        case {"guided_choice": [*texts]} if texts and all(isinstance(t, str) and t for t in texts):
+            return "guided_choice", grammar.choice_of(texts)
+        case {"guided_regex": str(pattern)}:
+            return "guided_regex", grammar.regex_of(pattern)
+        case _:
+            wrong = next((key for key, value in wanted.items() if value is not None), "")
+            if wrong:
+                raise invalid(wrong, "cannot be kept; there are guided_json, guided_choice (texts) and guided_regex")
+            return "", ""
+
+
+def stop_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
+    found = typed(data, "stop_token_ids", list, [])
+    if not all(type(i) is int for i in found):
+        raise invalid("stop_token_ids", "must be a list of token ids")
+    return tuple(found)
+
+
+def strict(tools: Sequence[Any]) -> bool:
+    return any(tool["function"].get("strict") for tool in tools)
+
+
+def chosen(choice: Any) -> str:
+    """The name of the tool that a client forces; empty where it forces none."""
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else ""
+    return name if isinstance(name, str) else ""
+
+
+def known(tools: Sequence[Any]) -> set[str]:
+    return {tool["function"]["name"] for tool in tools}
+
+
+def plain(tool: Any) -> Any:
+    """Without `strict`, which is no business of the model's."""
+    return {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
+
+
+def speaker(model: Any) -> str:
+    """`birl/critic` is the agent critic; any other name of a model means the agent without a name."""
+    return model.removeprefix("birl/") if isinstance(model, str) and model.startswith("birl/") else ""

@@ -1,0 +1,246 @@
+"""`birl serve`: a model behind HTTP, in a process of its own."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import uvicorn
+
+from birl.config import schema
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.policy import DTYPES, Policy, check_cache, load_policy
+from birl.engines import names
+from birl.engines.collective import shapes_of
+from birl.errors import BirlError, WeightsFailed
+from birl.hosts import is_loopback
+from birl.kernels import PAGE
+from birl.models.digests import words
+from birl.models.load import cast
+from birl.parallel.machine import compute_thread
+from birl.server.connections import Patient
+from birl.server.limits import Gate, Refused
+from birl.server.membership import Membership
+from birl.server.metrics import Metrics
+from birl.server.server import app
+from birl.server.service import Service
+from birl.server.staging import Staging
+from birl.types import Update
+from birl.weights import folder
+
+LOOK = 0.1  # seconds between two looks into `volume`
+GRACE = 5  # seconds for connections to take what was answered, once nothing is sampled any more
+
+
+def run(config: schema.Serve) -> int:
+    """Until a signal, whose exit code it gives. Raises `BirlError` for what can be known before the model is loaded."""
+    token = os.environ.get("BIRL_TOKEN", "")
+    if not is_loopback(config.host) and not token:
+        raise BirlError(
+            f"host={config.host}: others could reach the server, so it needs a token: set the environment variable "
+            "BIRL_TOKEN, or leave host at 127.0.0.1."
+        )
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise BirlError("BIRL_TOKEN must be made of ASCII letters, digits and signs, without spaces.")
+    if config.name:
+        names.folder(config.name)
+    with bind(config.host, config.port) as sock, compute_thread(config.threads) as compute:
+        return asyncio.run(_run(config, token, sock, compute))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Does not listen yet: whoever comes before the model is loaded is turned away by the system."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 asyncio leaves Nagle on: 40 ms
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise BirlError(f"host={host} port={port}: cannot be taken ({error.strerror or error}).") from error
+    return sock
+
+
+def _listen(sock: socket.socket) -> None:
+    try:
+        sock.listen(2048)
+    except OSError as error:  # somebody else took the port while the model was loaded
+        raise BirlError(f"port={sock.getsockname()[1]}: cannot be taken ({error.strerror or error}).") from error
+
+
+def address(sock: socket.socket, reachable: bool = False) -> str:
+    """`reachable`: for others; 0.0.0.0 is no address to go to."""
+    host, port = sock.getsockname()[:2]
+    if reachable and host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: Executor) -> int:
+    service = await asyncio.get_running_loop().run_in_executor(compute, load, config, token, compute)
+    watching, entry, beating = asyncio.create_task(service.watch()), None, None
+    looking = asyncio.create_task(look(service, Path(service.volume))) if config.volume else None
+
+    def leave() -> None:
+        """Nobody is to find the server any more."""
+        if entry is not None and beating is not None:
+            beating.cancel()
+            names.forget(entry)
+
+    try:
+        await service.start()
+        server = uvicorn_server(service)
+        _listen(sock)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if config.name and not serving.done():
+            entry = names.register(config.name, address(sock, reachable=True), os.getpid(), service.name)
+            beating = asyncio.create_task(names.beat(entry))
+        told = _listen_to_signals(service, server, config.drain_timeout, leave)
+        print(f"birl serve: {service.name} at {address(sock)} (version {service.engine.version})", flush=True)
+        await serving
+        return 128 + told[0] if told else 0
+    finally:
+        watching.cancel()
+        if looking is not None:
+            looking.cancel()
+        leave()
+        service.membership.leave()
+        await service.engine.close()
+
+
+async def look(service: Service, root: Path) -> None:
+    """Take whatever is announced in `root` (weights.method=volume). What fails is told once, whatever it is, and tried
+    again when something else is announced. An engine that sleeps takes it when it is awake."""
+    tried: Update | None = None
+    said = ""
+    while True:
+        try:
+            update = await asyncio.to_thread(folder.latest, root)
+            awake = service.hollow and update is not None and update.version == service.engine.version
+            if update is not None and (update != tried or awake) and not service.engine.asleep:
+                tried = update
+                async with service.control():
+                    await service.load(update)
+        except Exception as error:
+            known = isinstance(error, (WeightsFailed, Refused, OSError))
+            if (why := str(error) if known else f"{type(error).__name__}: {error}") != said:
+                said = why
+                print(f"birl serve: volume={root}: {said}", flush=True)
+        await asyncio.sleep(LOOK)
+
+
+def load(config: schema.Serve, token: str, compute: Executor) -> Service:
+    """Everything but the sockets."""
+    policy = load_policy(config.model, compute)
+    cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
+    context = min(config.model.max_length or policy.context, policy.context)
+    engine = policy.engine(config.engine, context, None)
+    check_cache(config.engine, engine, 1, 1)
+    room = engine.scheduler.pages.total * PAGE
+    if room < engine.context:
+        print(f"The KV cache holds {room} tokens, so the context is {room} instead of {engine.context}.", flush=True)
+        engine.context = room
+    return replace(
+        service_of(policy, engine, token, config.model.dtype),
+        name=config.served_name or short_name(config.model.path),
+        volume=str(Path(config.volume).expanduser().resolve()) if config.volume else "",
+        gate=Gate(most=config.engine.max_batch + config.max_waiting),
+        timeout=config.request_timeout,
+        most_bytes=int(config.max_request_mb * 2**20),
+        seed=config.seed,
+    )
+
+
+def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -> Service:
+    """For whoever has the token, without limits."""
+    weights = dict(engine.runner.model.named_parameters())
+    return Service(
+        engine=engine,
+        chat=policy.chat,
+        name=short_name(str(policy.folder)),
+        words=words(policy.tokenizer.get_vocab(), engine.end_ids),
+        vocabulary=policy.model.get_input_embeddings().weight.shape[0],  # pyright: ignore
+        dtype=dtype,
+        gate=Gate(most=sys.maxsize),
+        metrics=Metrics(engine),
+        staging=Staging(most=sum(p.nbytes for p in weights.values())),
+        membership=Membership(shapes=shapes_of(weights), device=next(iter(weights.values())).device),
+        timeout=inf,
+        most_bytes=sys.maxsize,
+        token=token,
+    )
+
+
+def hosted(service: Service) -> str:
+    """Serve until the process ends, in a thread, for the other ranks of a learner; the address."""
+    sock = bind(own_host(), 0)
+    sock.listen(2048)
+    server = uvicorn_server(service)
+    threading.Thread(target=server.run, args=([sock],), name="engine", daemon=True).start()
+    return address(sock)
+
+
+def own_host() -> str:
+    """The address of this machine towards rank 0's: the loopback where that is this machine, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        return way.getsockname()[0]
+
+
+def uvicorn_server(service: Service) -> uvicorn.Server:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app(service), http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
+            timeout_graceful_shutdown=GRACE, timeout_keep_alive=75, server_header=False, backlog=2048,
+        )
+    )  # fmt: skip
+    server.capture_signals = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]  uvicorn would raise the signal again
+    return server
+
+
+def short_name(path: str) -> str:
+    """smollm2 for itself, model for /path/to/model/ and model.gguf."""
+    return Path(path).expanduser().resolve().name.removesuffix(".gguf")
+
+
+def _listen_to_signals(
+    service: Service, server: uvicorn.Server, timeout: float, leave: Callable[[], None]
+) -> list[int]:
+    """The first one drains, the second ends the process at once. Gives the list of those that came."""
+    loop = asyncio.get_running_loop()
+    told: list[int] = []
+    tasks: list[asyncio.Task[None]] = []  # asyncio itself does not keep them
+
+    def tell(number: int) -> None:
+        leave()
+        if told:
+            os._exit(128 + number)
+        told.append(number)
+        tasks.append(loop.create_task(_drain(service, server, timeout)))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, tell, number)
+    return told
+
+
+async def _drain(service: Service, server: uvicorn.Server, timeout: float) -> None:
+    if service.gate.open:
+        print(
+            f"birl serve: stopping; {service.gate.open} requests are open and have {timeout:g} s (once more: at once)",
+            flush=True,
+        )
+    service.membership.leave()
+    if not await service.gate.drain(timeout):
+        print(f"birl serve: {service.gate.open} requests were not finished", flush=True)
+    await service.engine.close()
+    server.should_exit = True

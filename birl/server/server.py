@@ -1,0 +1,114 @@
+"""The engine behind HTTP: which route is answered by what, who may come in, and what an error looks like."""
+
+import functools
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.server import anthropic, gateway_anthropic, native, openai, words
+from birl.server.limits import Gone, Refused, ambiguous, intruder
+from birl.server.service import Service
+from birl.server.stream import refusal
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+OPEN = ("/health", "/ready")  # for everybody: whoever watches processes has no token
+CLOSED = 499  # in the figures: whoever asked went away
+
+ROUTES: dict[tuple[str, str], Handler] = {
+    ("POST", "/claim"): native.claim,
+    ("POST", "/release"): native.release,
+    ("POST", "/generate"): native.generate,
+    ("POST", "/load"): native.load,
+    ("PUT", "/stage/{version:int}"): native.stage,
+    ("POST", "/join"): native.join,
+    ("POST", "/leave"): native.leave,
+    ("POST", "/pause"): native.pause,
+    ("POST", "/resume"): native.resume,
+    ("POST", "/abort"): native.abort,
+    ("POST", "/sleep"): native.sleep,
+    ("POST", "/wake"): native.wake,
+    ("GET", "/health"): native.health,
+    ("GET", "/ready"): native.ready,
+    ("GET", "/info"): native.info,
+    ("GET", "/digests"): native.digests,
+    ("GET", "/metrics"): native.metrics,
+    ("GET", "/v1/models"): openai.models,
+    ("GET", "/v1/models/{name:path}"): openai.model,
+    ("POST", "/v1/chat/completions"): openai.chat,
+    ("POST", "/v1/completions"): openai.completion,
+    ("POST", "/v1/messages"): anthropic.messages,
+    ("POST", "/v1/v1/messages"): anthropic.messages,  # its client adds a v1 to the base_url that OpenAI's takes
+    ("POST", "/v1/messages/count_tokens"): anthropic.count_tokens,
+    ("POST", "/v1/v1/messages/count_tokens"): anthropic.count_tokens,
+    ("POST", "/tokenize"): words.tokenize,
+    ("POST", "/detokenize"): words.detokenize,
+    ("GET", "/tokenizer_info"): words.tokenizer_info,
+    ("GET", "/version"): words.version,
+}
+
+
+def app(service: Service) -> Starlette:
+    routes = [
+        Route(path, _endpoint(service, handler, path), methods=[method]) for (method, path), handler in ROUTES.items()
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+
+def _endpoint(service: Service, handler: Handler, path: str) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(request: Request) -> ASGIApp:
+        return functools.partial(answer, service, handler, path, request)
+
+    return endpoint
+
+
+async def answer(
+    service: Service, handler: Handler, path: str, request: Request, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """One request from beginning to end; whatever happens is counted, and told unless the answer has begun."""
+    began, status, error = time.perf_counter(), 0, None
+
+    async def noted(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        await send(message)
+
+    try:
+        if doubt := ambiguous(request.headers):
+            raise doubt
+        if path not in OPEN and (stranger := intruder(request.headers, service.token)):
+            raise stranger
+        service.owner.admit(path, request.headers)
+        response = await handler(service, request)
+        await response(scope, receive, noted)
+    except Gone:
+        status = CLOSED
+    except WeightsFailed as failure:
+        error = Refused(409, str(failure), "weights", cause=failure.cause)
+    except (Refused, EngineDown, BirlError) as failure:
+        error = refusal(failure)
+    except Exception as failure:
+        traceback.print_exception(failure)
+        error = refusal(failure)
+    if error is not None:
+        if not status:
+            body = gateway_anthropic.error(error) if "/messages" in path else error.body()
+            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+        status = error.status
+    service.metrics.requests.labels(path, str(status)).inc()
+    service.metrics.seconds.labels(path).observe(time.perf_counter() - began)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    there = ", ".join(dict.fromkeys(path for _, path in ROUTES))
+    what = f"{request.method} {request.url.path}: {error.detail}. There are {there}."
+    return JSONResponse(Refused(error.status_code, what).body(), error.status_code, dict(error.headers or {}))

@@ -1,0 +1,232 @@
+"""The engine as its server knows it: what may be asked of it now, and how that ends."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.request import Request
+from birl.errors import BirlError, WeightsFailed
+from birl.models.digests import whole
+from birl.seeds import derive_seed
+from birl.server.limits import Gate, Refused
+from birl.server.membership import Membership
+from birl.server.metrics import Metrics
+from birl.server.owner import Owner
+from birl.server.request_policy import Terms
+from birl.server.staging import Staging
+from birl.text.chat import Chat
+from birl.text.grammar import Guide
+from birl.types import Completion, Held, SamplingParams, Update
+
+T = TypeVar("T")
+CONFLICT = "conflict"
+#: log-probs, and the likeliest token of each place with its own
+Scored = tuple[tuple[float, ...], list[tuple[int, float]]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """`name`: what the model is called, `vocabulary`: valid token ids, `timeout`: of one request [s], `most_bytes`: of
+    one request, `stuck_after`: seconds without progress that are too many. With `seed` above 0, requests without a seed
+    of their own get one that depends on it and on their number. `words`: digest of the vocabulary and its end tokens,
+    `volume`: where it looks for new weights by itself."""
+
+    engine: EmbeddedEngine
+    chat: Chat
+    name: str
+    vocabulary: int
+    dtype: str
+    gate: Gate
+    metrics: Metrics
+    staging: Staging
+    membership: Membership
+    timeout: float
+    most_bytes: int
+    token: str = ""
+    seed: int = 0
+    stuck_after: float = 60.0
+    words: str = ""
+    volume: str = ""
+    owner: Owner = field(default_factory=Owner)
+    digest: str = ""
+    hollow: bool = False  # awake, and without weights
+    asked: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+    terms: Terms = field(init=False)
+    _reader: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "requests"))
+    _control: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _progress: tuple[float, ...] = ()
+    _moved: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.terms = Terms(chat=self.chat, sampling="client", vocabulary=self.vocabulary)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self.engine.end_ids
+
+    def seeded(self, params: SamplingParams, n: int = 1) -> list[SamplingParams]:
+        """For n answers to one prompt: the first has the seed itself, the others one derived from it."""
+        self.asked += 1
+        seed = params.seed
+        if seed is None and self.seed:
+            seed = derive_seed(self.seed, self.asked)
+        if seed is None:
+            return [params] * n
+        return [replace(params, seed=derive_seed(seed, i) if i else seed) for i in range(n)]
+
+    async def read(self, parse: Callable[[], T]) -> T:
+        """What a request asks for, parsed and rendered beside the event loop: long ones keep nobody else waiting."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, parse)
+
+    async def generate(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        session: str = "",
+        watch: Callable[[Request], None] | None = None,
+    ) -> Completion:
+        return await self.engine.generate(prompt, params, session, watch)
+
+    def answering(self, grammar: str) -> Callable[..., Coroutine[Any, Any, Completion]]:
+        """`generate`, of answers that this grammar allows; an empty one allows all."""
+        if not grammar:
+            return self.generate
+
+        async def generate(
+            prompt: tuple[int, ...],
+            params: SamplingParams,
+            session: str = "",
+            watch: Callable[[Request], None] | None = None,
+        ) -> Completion:
+            guide = await self.read(lambda: Guide(self.chat, grammar))
+            return await self.engine.generate(prompt, params, session, watch, guide=guide)
+
+        return generate
+
+    async def score(self, ids: tuple[int, ...]) -> Scored:
+        """The log-prob of each token but the first, given those before it, and the likeliest token in its place."""
+        best: list[tuple[int, float]] = []
+        params = SamplingParams(max_tokens=max(len(ids) - 1, 1), ignore_eos=True, forced=ids[1:])
+        logprobs: tuple[float, ...] = ()
+        if len(ids) > 1:
+            logprobs = (await self.engine.generate(ids[:1], params, best=best)).logprobs
+        return logprobs, best
+
+    async def all(self, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], grammar: str = "") -> list[Completion]:
+        """Answers to all; when one fails, or the caller goes, the others are aborted."""
+        generate = self.answering(grammar)
+        return await self.together([generate(prompt, params) for prompt, params in asked])
+
+    async def together(self, asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @asynccontextmanager
+    async def control(self) -> AsyncIterator[None]:
+        """One at a time changes the engine's state, within `timeout`."""
+        try:
+            async with asyncio.timeout(self.timeout), self._control:
+                yield
+        except TimeoutError as error:
+            raise Refused(504, f"It took longer than {self.timeout:g} s (request_timeout).", "timeout") from error
+
+    async def load(self, update: Update) -> Held:
+        """Without a folder or tensors: what was staged. Raises `WeightsFailed` and `Refused`; the old weights are still
+        there then."""
+        if self.engine.asleep:
+            raise Refused(409, "The engine sleeps and has no room for weights: POST /wake first.", CONFLICT)
+        try:
+            if not update.folder and not update.tensors:
+                update = replace(update, tensors=self.staging.take(update.version))
+            held = await self.engine.load(update)
+        except WeightsFailed as error:
+            self.metrics.load_failures.labels(error.cause).inc()
+            raise
+        finally:
+            self.staging.drop_until(update.version)
+        self.metrics.loads.inc()
+        self.digest, self.hollow = held.digest, False
+        return held
+
+    async def received(self, update: Update, group: str) -> Update:
+        """With the tensors that rank 0 of this group sends. Generation goes on meanwhile. Raises `WeightsFailed`."""
+        try:
+            return replace(update, tensors=await self.membership.receive(group))
+        except WeightsFailed as error:
+            self.metrics.load_failures.labels(error.cause).inc()
+            raise
+
+    async def digests(self) -> dict[str, str]:
+        if self.engine.asleep or self.hollow:
+            raise Refused(409, f"There are no weights: {self.unready()}.", CONFLICT)
+        return await self.engine.digests()
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+        self.staging.drop()
+        self.digest, self.hollow = "", True
+
+    async def resume(self) -> None:
+        if self.engine.asleep or self.hollow:
+            raise Refused(409, f"The engine cannot go on: {self.unready()}.", CONFLICT)
+        await self.engine.resume()
+
+    async def start(self) -> None:
+        """Know what is held before the first request."""
+        self.digest = whole(await self.engine.digests())
+
+    def unready(self) -> str:
+        """Why no request would be answered now; empty when it would."""
+        if self.gate.draining:
+            return "the server is shutting down"
+        if self.engine.asleep:
+            return "it sleeps; POST /wake, then /load, then /resume"
+        if self.hollow:
+            return "it has no weights since it woke up; POST /load, then /resume"
+        if self.engine.paused:
+            return "it is paused; POST /resume"
+        return ""
+
+    def stuck(self) -> str:
+        """Why the engine is believed to hang; empty when it moves, or has nothing to do."""
+        now, counters = time.monotonic(), self.engine.counters
+        progress = (counters.tokens, counters.scored, counters.prefilled, counters.finished, counters.seconds)
+        idle = self.engine.paused or self._control.locked() or not self.engine.scheduler.busy
+        if idle or progress != self._progress:
+            self._progress, self._moved = progress, now
+        if now - self._moved <= self.stuck_after:
+            return ""
+        running = len(self.engine.scheduler.running)
+        return f"{running} sequences are running and nothing was computed for {now - self._moved:.0f} s"
+
+    async def watch(self) -> None:
+        """Look at the progress until cancelled, so that `stuck` knows since when there was none."""
+        while True:
+            self.stuck()
+            self.staging.sweep()
+            await asyncio.sleep(min(1.0, self.stuck_after / 4))
+
+    def check_prompt(self, ids: tuple[int, ...]) -> None:
+        """Raises `BirlError` where it leaves no room for an answer."""
+        if not ids:
+            raise BirlError("The prompt is empty: there is nothing to predict the first token from.")
+        if len(ids) >= self.engine.context:
+            raise BirlError(
+                f"The prompt has {len(ids)} tokens and leaves no room for an answer: the context has "
+                f"{self.engine.context}."
+            )

@@ -1,0 +1,75 @@
+"""Weights that arrive in pieces: PUT /stage/{version} brings one after the other, POST /load takes all of them."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from birl.errors import WeightsFailed, first_line
+from birl.server.limits import Refused
+
+ABANDONED = 600.0  # seconds without a new piece after which the others are dropped
+
+
+@dataclass(slots=True, kw_only=True)
+class Staging:
+    """At most one version at a time, of at most `most` bytes: what does not fit into the model cannot be meant."""
+
+    most: int
+    version: int | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    touched: float = 0.0
+
+    def begin(self, version: int) -> None:
+        """Before a piece is read: another version makes room. Whether this one is welcome, /load decides."""
+        self.sweep()
+        if version != self.version:
+            self.drop()
+        self.version, self.touched = version, time.monotonic()
+
+    def put(self, version: int, piece: Mapping[str, Tensor]) -> int:
+        """Says how many bytes of tensors are there now. A tensor that comes again replaces the first."""
+        if version != self.version:
+            raise WeightsFailed("stale", f"Version {version} was replaced by {self.version} while it arrived.")
+        both = {**self.tensors, **piece}
+        size = sum(t.nbytes for t in both.values())
+        if size > self.most:
+            raise Refused(413, f"Version {version} has {size} bytes so far, and the model only {self.most}.")
+        self.tensors, self.touched = both, time.monotonic()
+        return size
+
+    def take(self, version: int) -> dict[str, Tensor]:
+        """All that came of `version`, which is then forgotten here."""
+        self.sweep()
+        if version != self.version or not self.tensors:
+            staged = "nothing is" if self.version is None else f"only version {self.version} is"
+            raise WeightsFailed(
+                "missing", f"Version {version} was not staged ({staged}): PUT /stage/{version} first, or give a folder."
+            )
+        found = self.tensors
+        self.drop()
+        return found
+
+    def sweep(self) -> None:
+        if self.version is not None and time.monotonic() - self.touched > ABANDONED:
+            self.drop()
+
+    def drop_until(self, version: int) -> None:
+        """What is staged of this version and older ones is not wanted any more."""
+        if self.version is not None and self.version <= version:
+            self.drop()
+
+    def drop(self) -> None:
+        self.version, self.tensors = None, {}
+
+
+def read(data: bytes, version: int) -> dict[str, Tensor]:
+    """The tensors of one piece. Raises `WeightsFailed`."""
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        why = first_line(error)
+        raise WeightsFailed("truncated", f"A piece of version {version} is damaged: {why}.") from error

@@ -1,0 +1,161 @@
+"""Answers while they are sampled: server-sent events, in OpenAI's format."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, aclosing, suppress
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from birl.engine.request import Request
+from birl.errors import BirlError, EngineDown
+from birl.server.ask import Ask
+from birl.server.limits import TIMEOUT, Gone, Refused, disconnected
+from birl.server.openai_format import Pieces, event
+from birl.server.service import Service
+from birl.text.visible import Visible
+from birl.types import Completion, SamplingParams
+
+Job = tuple[tuple[int, ...], SamplingParams]
+Told = tuple[int, list[int], list[float], list[int]]  # which answer, its new tokens, their log-probs and versions
+LAST_WORDS = 10.0  # seconds to take the end of a stream that failed
+
+
+def streamed(service: Service, asked: Ask, jobs: Sequence[Job]) -> ASGIApp:
+    """An answer that sends chunks. Raises `Refused` at once when there is no room; what fails later is sent as an error
+    event, and raised."""
+    room = ExitStack()
+    room.enter_context(service.gate.enter(len(jobs)))
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        with room:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            pump = asyncio.ensure_future(_send_all(events(service, asked, jobs), send))
+            gone = asyncio.ensure_future(disconnected(receive))
+            try:
+                await asyncio.wait({pump, gone}, timeout=service.timeout, return_when=asyncio.FIRST_COMPLETED)
+                if not pump.done():
+                    if gone.done():
+                        raise Gone
+                    pump.cancel()
+                    await asyncio.gather(pump, return_exceptions=True)
+                    late = Refused(
+                        504, f"The answer took longer than {service.timeout:g} s (request_timeout).", TIMEOUT
+                    )
+                    await _fail(late, send)
+                error = pump.exception()
+                if error is not None:
+                    await _fail(refusal(error), send)
+            finally:
+                for one in (pump, gone):
+                    one.cancel()
+                await asyncio.gather(pump, gone, return_exceptions=True)
+
+    return respond
+
+
+def refusal(error: BaseException) -> Refused:
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, EngineDown):
+        return Refused(503, f"The answer was not finished: {error}.", "engine_down")
+    if isinstance(error, BirlError):
+        return Refused(400, str(error))
+    return Refused(500, f"The engine failed: {type(error).__name__}: {error}", "server_error")
+
+
+async def _send_all(source: AsyncIterator[bytes], send: Send) -> None:
+    async with aclosing(source) as chunks:  # pyright: ignore[reportArgumentType]  a generator
+        async for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _fail(error: Refused, send: Send) -> None:
+    with suppress(TimeoutError):  # a client that reads nothing
+        await asyncio.wait_for(send({"type": "http.response.body", "body": event(error.body())}), LAST_WORDS)
+    raise error
+
+
+async def events(service: Service, asked: Ask, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+    """Chunks as they come, each answer's in order. Closing it aborts what is not finished."""
+    pieces = Pieces(service, asked)
+    queue: asyncio.Queue[Told | tuple[int, Completion] | BaseException] = asyncio.Queue()
+    answers = [Growing(pieces, i) for i in range(len(jobs))]
+    tasks = [asyncio.ensure_future(_one(service, i, job, queue, asked.grammar)) for i, job in enumerate(jobs)]
+    finished: dict[int, Completion] = {}
+    try:
+        for answer in answers if asked.chat else []:
+            yield event(answer.first())
+        while len(finished) < len(jobs):
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if len(item) == 2:
+                finished[item[0]] = item[1]
+                for chunk in answers[item[0]].end(item[1]):
+                    yield event(chunk)
+            elif (chunk := answers[item[0]].more(*item[1:])) is not None:
+                yield event(chunk)
+        if asked.usage:
+            yield event(pieces.head(chunk=True) | {"choices": [], "usage": pieces.usage(list(finished.values()))})
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _one(service: Service, index: int, job: Job, queue: asyncio.Queue, grammar: str) -> None:
+    try:
+        queue.put_nowait((index, await service.answering(grammar)(*job, watch=_watcher(index, queue))))
+    except Exception as error:
+        queue.put_nowait(error)
+
+
+def _watcher(index: int, queue: asyncio.Queue) -> Callable[[Request], None]:
+    def watch(request: Request) -> None:
+        new = slice(request.told, None)
+        queue.put_nowait((index, request.tokens[new], request.logprobs[new], request.versions[new]))
+
+    return watch
+
+
+class Growing:
+    """One answer on its way: what was told of it, and what was sent."""
+
+    def __init__(self, pieces: Pieces, index: int) -> None:
+        self.pieces, self.index = pieces, index
+        self.shown: Visible = pieces.visible()
+        self.thoughts = pieces.thoughts(index)
+        self.fresh = True  # nothing was sent yet
+        self.offset = 0
+
+    def first(self) -> dict:
+        self.fresh = False
+        return self.pieces.delta(self.index, "", first=True)
+
+    def more(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> dict | None:
+        """None where there is nothing to say yet."""
+        thinking, text = self.thoughts.feed(self.shown.feed(tokens))
+        asked = self.pieces.asked
+        if not thinking and not text and not asked.token_ids and not asked.logprobs:
+            return None
+        chunk = self.pieces.delta(
+            self.index, text, tokens=tokens, logprobs=logprobs, versions=versions, offset=self.offset,
+            thinking=thinking, first=self.fresh,
+        )  # fmt: skip
+        self.offset += sum(len(self.pieces.speaker.chat.decode([t])) for t in tokens) if asked.logprobs else 0
+        self.fresh = False
+        return chunk
+
+    def end(self, completion: Completion) -> list[dict]:
+        """What was held back, the tool calls, and why it ended."""
+        said = self.pieces.said(self.index, self.shown.whole())
+        thinking, content = (
+            (s or "")[len(t) :] for s, t in zip((said.thinking, said.content), self.thoughts.told, strict=True)
+        )
+        chunks = [self.pieces.delta(self.index, content, thinking=thinking)] if thinking or content else []
+        if said.calls:
+            chunks.append(self.pieces.delta(self.index, "", calls=said.calls))
+        reason = self.pieces.reason(completion.stop, said.calls)
+        return [*chunks, self.pieces.delta(self.index, "", reason=reason, first=self.fresh and not chunks)]

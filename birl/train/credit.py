@@ -1,0 +1,362 @@
+"""Groups -> samples with advantages: who is to be thanked for the reward.
+
+    episodes   rewards + length penalties - KL in the reward -> one advantage each (algorithms/advantages.py)
+    turns      the same with what each turn and those after it earned, among the turns of the same number
+    returns    reward - the KL of this token and those after it, normalised over all tokens of the batch
+    tokens     with a critic: rewards and values -> GAE; with a teacher: + its log-prob - ours; the proximal policy
+
+Where an episode has several agents, each is an episode of its own, compared with its like.
+
+What needs a model (reference, critic, teacher) is computed here for the whole batch of rollouts, before any update.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from birl.algorithms import advantages as estimate
+from birl.algorithms import kl as estimators
+from birl.algorithms import values as critics
+from birl.algorithms.custom import Part, part
+from birl.config import schema
+from birl.config.rules_algorithm import BY_TOKEN
+from birl.data.pack import Batch, pack
+from birl.engines.teacher import ServedTeacher
+from birl.errors import BirlError
+from birl.learner.learner import Learner
+from birl.rollout import assemble
+from birl.types import Group, Outcome, Sample
+
+Episode = tuple[Group, int]
+Unit = tuple[Group, int, int | None]  # what has an advantage of its own: an episode, or one of its turns
+
+
+def relative(rewards: Tensor, group: Tensor, *, lengths: Tensor, greedy: Tensor, baseline: str, scale_rewards: str):
+    """(r - baseline) / scale: algorithm.baseline and algorithm.scale_rewards."""
+    centred = estimate.centre(rewards, group, baseline, lengths=lengths, greedy=greedy)
+    return estimate.scale(centred, group, scale_rewards, rewards=rewards)
+
+
+def gdpo(rewards: Tensor, group: Tensor, *, parts: Tensor, weights: Tensor) -> Tensor:
+    return estimate.gdpo(parts, group, weights)
+
+
+def pass_at_k(rewards: Tensor, group: Tensor, *, pass_k: int) -> Tensor:
+    return estimate.pass_at_k(rewards, group, pass_k)
+
+
+def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
+    """+1 for the first of the best, -1 for the first of the worst of a group, 0 for the others: the pairs of online DPO
+    (arXiv:2402.04792). A group of equal rewards has none."""
+    found = torch.zeros_like(rewards)
+    for g in group.unique():
+        where = (group == g).nonzero()[:, 0]
+        if rewards[where].max() > rewards[where].min():
+            found[where[rewards[where].argmax()]] = 1.0
+            found[where[rewards[where].argmin()]] = -1.0
+    return found
+
+
+def zero(rewards: Tensor, group: Tensor) -> Tensor:
+    """Nothing: the rewards are only watched (distillation)."""
+    return torch.zeros_like(rewards)
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "relative": relative,
+    "gdpo": gdpo,
+    "pass_at_k": pass_at_k,
+    "best_and_worst": best_and_worst,
+    "zero": zero,
+}
+TENSORS = ("lengths", "greedy", "parts", "weights", "right")  # what an advantage may ask for by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credited:
+    """`by_episode`: the advantage of each (group index, episode) that counted; with one a token, their mean. `kl`: mean
+    over episodes of the KL to the reference, summed over their tokens; NaN where none is taken from the reward."""
+
+    samples: list[Sample]
+    by_episode: dict[tuple[int, int], float]
+    kl: float = float("nan")
+    episodes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Credit:
+    """How advantages are made, as the configuration says."""
+
+    config: schema.RL
+    usage: assemble.Usage
+    reference: Learner | None = None
+    critic: Callable[[Sequence[Batch]], list[Tensor]] | None = None
+    teacher: Learner | ServedTeacher | None = None
+    learner: Learner | None = None  # where its log-probs before the first update are wanted
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
+    pair_cost: float = 0.0  # of `pack`
+    estimator: Part | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys = self.config.algorithm
+        self.estimator = None
+        if keys.advantage not in BY_TOKEN:
+            name = "algorithm.advantage"
+            self.estimator = part(name, keys.advantage, ADVANTAGES, keys, keys.advantage_args, TENSORS)
+
+    def of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
+        """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy."""
+        keys = self.config.algorithm
+        kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
+        if keys.baseline == "greedy":
+            kept = [(g, i) for g, i in kept if greedy.get(g.index) is not None]
+        if not kept:
+            return Credited(samples=[], by_episode={})
+        penalties = self.penalties(kept)
+        rewards = torch.tensor([g.trajectories[i].reward for g, i in kept], dtype=torch.float32) + penalties
+        plain = [assemble.samples(g.trajectories[i], 0.0, g.index, i) for g, i in kept]
+        samples = [s for own in plain for s in own]
+        owner = torch.tensor([e for e, own in enumerate(plain) for _ in own], dtype=torch.int64)
+        batches = self._packed(samples) if self._needs_models() else []
+        kl, episode_kl = self._kl(batches, samples), torch.zeros(len(kept), dtype=torch.float32)
+        if kl is not None:
+            episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))
+        if keys.advantage == "returns":
+            found = self._returns(samples, rewards[owner], owner, kl, kl_coef)
+        elif self.estimator is None:
+            found = self._gae(batches, samples, kept, penalties, kl, kl_coef)
+        elif keys.credit == "turn":
+            found = self._by_turn(kept, penalties, greedy)
+        else:
+            if kl is not None:
+                rewards = rewards - kl_coef * episode_kl
+            each = self._estimate(rewards, [(g, i, None) for g, i in kept], greedy)
+            found = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
+        if self.teacher is not None:
+            found = self._taught(batches, found)
+        if self.learner is not None:
+            found = self._remembered(batches, found)
+        return Credited(
+            samples=self._trained(found, owner, kept),
+            by_episode=_by_episode(found, owner, kept),
+            kl=episode_kl.mean().item() if kl is not None else float("nan"),
+            episodes=len(kept),
+        )
+
+    def penalties(self, kept: Sequence[Episode]) -> Tensor:
+        """What length adds to or takes from each reward."""
+        keys = self.config.algorithm
+        last = torch.tensor(
+            [float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept], dtype=torch.float32
+        )
+        found = estimate.overlong_penalty(
+            last, limit=self.config.rollout.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
+        )
+        if keys.length_penalty:
+            units: list[Unit] = [(g, i, None) for g, i in kept]
+            right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept], dtype=torch.bool)
+            found = found + keys.length_penalty * estimate.length_penalty(_lengths(units), right, _places(units))
+        return found
+
+    def _by_turn(self, kept: Sequence[Episode], penalties: Tensor, greedy: dict[int, float]) -> list[Sample]:
+        """Each turn's advantage: the discounted reward from it on, compared with the group's turns of that number."""
+        units: list[Unit] = []
+        returns: list[Tensor] = []
+        for (g, i), penalty in zip(kept, penalties.tolist(), strict=True):
+            rewards = torch.tensor(assemble.turn_rewards(g.trajectories[i]), dtype=torch.float32)
+            rewards[-1] += penalty
+            returns.append(estimate.rewards_to_go(rewards, self.config.algorithm.turn_discount))
+            units += [(g, i, number) for number in range(len(rewards))]
+        each = self._estimate(torch.cat(returns), units, greedy).split([len(r) for r in returns])
+        return [
+            sample
+            for (g, i), own in zip(kept, each, strict=True)
+            for sample in assemble.samples(g.trajectories[i], own.tolist(), g.index, i)
+        ]
+
+    def _estimate(self, rewards: Tensor, units: Sequence[Unit], greedy: dict[int, float]) -> Tensor:
+        """rewards [U] -> advantages [U]."""
+        assert self.estimator is not None
+        order = dict.fromkeys((g.index, g.agent, turn) for g, _, turn in units)
+        told = dict.fromkeys((n for g, i, _ in units for n in g.trajectories[i].parts), 1.0)
+        weights = self.weights or told  # without functions, the figures of the environment
+        tensors = {
+            "lengths": _lengths(units),
+            "greedy": torch.tensor([greedy.get(index, 0.0) for index, _, _ in order], dtype=torch.float32),
+            "parts": torch.tensor(
+                [[g.trajectories[i].parts.get(n, 0.0) for n in weights] for g, i, _ in units], dtype=torch.float32
+            ),
+            "weights": torch.tensor(list(weights.values()), dtype=torch.float32),
+            "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units], dtype=torch.bool),
+        }
+        try:
+            found = self.estimator.bound(tensors)(rewards, _places(units))
+        except ValueError as error:
+            raise BirlError(f"algorithm.advantage={self.config.algorithm.advantage}: {error}.") from error
+        if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.isfinite().all():
+            raise BirlError(
+                f"algorithm.advantage={self.config.algorithm.advantage}: must give one finite number for each of "
+                f"{len(rewards)} rewards as a tensor, not {found if not isinstance(found, Tensor) else found.tolist()}."
+            )
+        return found
+
+    def _needs_models(self) -> bool:
+        return self._kl_in_reward() or any(m is not None for m in (self.critic, self.teacher, self.learner))
+
+    def _kl_in_reward(self) -> bool:
+        return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
+
+    def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
+        weights, keys = [0.0] * len(samples), self.config
+        return pack(samples, weights, keys.capacity, keys.parallel.shares, self.pair_cost)
+
+    def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
+        """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""
+        if not self._kl_in_reward():
+            return None
+        assert self.reference is not None
+        ref = by_sample(batches, self.reference.each(batches, self.reference.forward), len(samples))
+        estimator = estimators.ESTIMATORS[self.config.algorithm.kl]
+        return [estimator(b, r) for b, r in zip(map(behaviour, samples), ref, strict=True)]
+
+    def _returns(
+        self, samples: Sequence[Sample], rewards: Tensor, owner: Tensor, kl: list[Tensor] | None, kl_coef: float
+    ) -> list[Sample]:
+        """REINFORCE++, arXiv:2501.03262 eq. 8: A_t = r - beta sum_{i >= t} KL_i over the episode's tokens, less the
+        mean and over the deviation of all tokens of the batch. `rewards`, `owner`: of each sample its episode's."""
+        sizes = [sum(s.mask) for s in samples]
+        each = [torch.full((n,), r, dtype=torch.float32) for n, r in zip(sizes, rewards.tolist(), strict=True)]
+        if kl is not None:
+            later = torch.zeros(int(owner.max()) + 1, dtype=torch.float32)  # the KL of what the episode said afterwards
+            for i in reversed(range(len(samples))):
+                ahead = kl[i].flip(0).cumsum(0).flip(0) + later[owner[i]]
+                each[i] = each[i] - kl_coef * ahead
+                later[owner[i]] += kl[i].sum()
+        advantages = critics.whiten(torch.cat(each)).split(sizes)
+        return [replace(s, advantage=spread(s, a)) for s, a in zip(samples, advantages, strict=True)]
+
+    def _gae(
+        self,
+        batches: Sequence[Batch],
+        samples: Sequence[Sample],
+        kept: Sequence[Episode],
+        penalties: Tensor,
+        kl: list[Tensor] | None,
+        kl_coef: float,
+    ) -> list[Sample]:
+        """PPO: each turn's reward at its last token, the KL at each; advantages and returns by the critic's values."""
+        assert self.critic is not None
+        keys = self.config.critic
+        values = by_sample(batches, self.critic(batches), len(samples))
+        turns = by_sample(batches, [b.turn for b in batches], len(samples))
+        sizes = [len(v) for v in values]
+        sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes, dtype=torch.int64))
+        flat = torch.cat(values)
+        earned = torch.tensor(
+            [reward for (g, i), p in zip(kept, penalties.tolist(), strict=True) for reward in _earned(g, i, p)],
+            dtype=torch.float32,
+        )
+        if kl is not None:
+            earned = critics.token_rewards(earned, torch.cat(kl), kl_coef)
+        if self.config.algorithm.advantage == "turn_gae":
+            found = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
+        else:
+            found = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam)
+        advantage, returns = found
+        if keys.whiten:
+            advantage = critics.whiten(advantage)
+        columns = zip(samples, advantage.split(sizes), returns.split(sizes), values, strict=True)
+        return [replace(s, advantage=spread(s, a), returns=spread(s, r), values=spread(s, v)) for s, a, r, v in columns]
+
+    def _taught(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
+        """On-policy distillation: each token's advantage gains teacher_coef (teacher - ours), the negative of the
+        sampled reverse KL."""
+        assert self.teacher is not None
+        coef = self.config.algorithm.teacher_coef
+        if isinstance(self.teacher, ServedTeacher):
+            says = self.teacher.logprobs(samples)
+        else:
+            says = by_sample(batches, self.teacher.each(batches, self.teacher.forward), len(samples))
+        found = []
+        for sample, theirs in zip(samples, says, strict=True):
+            own = torch.tensor(trained(sample, per_token(sample)), dtype=torch.float32)
+            found.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
+        return found
+
+    def _remembered(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
+        """Decoupled PPO: the proximal policy is the learner as it is now, for all updates of the batch."""
+        assert self.learner is not None
+        now = by_sample(batches, self.learner.each(batches, self.learner.forward), len(samples))
+        return [replace(s, proximal=spread(s, p)) for s, p in zip(samples, now, strict=True)]
+
+    def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:
+        keys = self.config.algorithm
+        outcomes = [kept[e][0].trajectories[kept[e][1]].outcome for e in owner.tolist()]
+        found = [
+            s for s, o in zip(samples, outcomes, strict=True) if not (keys.mask_truncated and o is Outcome.TRUNCATED)
+        ]
+        return [s for s in found if s.advantage != 0] if keys.advantage == "best_and_worst" else found
+
+
+def by_sample(batches: Sequence[Batch], outputs: Sequence[Tensor], count: int) -> list[Tensor]:
+    """[N] of each micro-batch -> for each sample of the step the values of its trained tokens, on the CPU."""
+    found: list[Tensor] = [torch.empty(0, dtype=torch.float32)] * count
+    for batch, output in zip(batches, outputs, strict=True):
+        number, size = torch.unique_consecutive(batch.sample, return_counts=True)
+        for n, values in zip(number.tolist(), output.cpu().split(size.tolist()), strict=True):
+            found[n] = values
+    return found
+
+
+def behaviour(sample: Sample) -> Tensor:
+    """Log-probs of the trained tokens under the weights that sampled them."""
+    return torch.tensor(trained(sample, sample.logprobs), dtype=torch.float32)
+
+
+def trained(sample: Sample, column: Sequence[float]) -> list[float]:
+    """Of one value for each token those of the trained ones."""
+    return [value for value, m in zip(column, sample.mask, strict=True) if m]
+
+
+def per_token(sample: Sample) -> tuple[float, ...]:
+    return sample.advantage if isinstance(sample.advantage, tuple) else (sample.advantage,) * len(sample.tokens)
+
+
+def spread(sample: Sample, values: Tensor) -> tuple[float, ...]:
+    """One value for each trained token -> one for each token, 0 where nothing is trained."""
+    each = iter(values.tolist())
+    return tuple(next(each) if m else 0.0 for m in sample.mask)
+
+
+def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:
+    found: dict[tuple[int, int], list[float]] = {}
+    for sample, e in zip(samples, owner.tolist(), strict=True):
+        group, i = kept[e]
+        own = trained(sample, per_token(sample))
+        found.setdefault((group.index, i), []).extend(own)
+    return {place: own[0] if len(set(own)) == 1 else sum(own) / len(own) for place, own in found.items()}
+
+
+def _places(units: Sequence[Unit]) -> Tensor:
+    """What each unit is compared with, counted from 0: the same turn, or all, of its group and agent."""
+    names = [(g.index, g.agent, turn) for g, _, turn in units]
+    order = {name: n for n, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([order[name] for name in names], dtype=torch.int64)
+
+
+def _lengths(units: Sequence[Unit]) -> Tensor:
+    """Tokens that the model said [U]."""
+    found = []
+    for g, i, turn in units:
+        turns = g.trajectories[i].turns
+        found.append(float(sum(len(x.completion.tokens) for x in (turns if turn is None else turns[turn : turn + 1]))))
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def _earned(group: Group, episode: int, penalty: float) -> list[float]:
+    """The reward of each trained token of an episode's samples, one after the other."""
+    rewards = assemble.turn_rewards(group.trajectories[episode])
+    rewards[-1] += penalty
+    return [value for own in assemble.token_rewards(group.trajectories[episode], rewards) for value in own]

@@ -1,0 +1,301 @@
+"""How much memory a run will need, by purpose and phase, before it starts. `docs/runs.md` has measured peaks beside it.
+
+In one process generation and training share one thread and alternate. The peak is the larger of the two, not their sum:
+
+    always       the process, the weights (compute type and float32), AdamW's state, a reference model; the copy of a
+                 checkpoint that is written in the background, which may take longer than the step after it
+    generation   keys and values, one step's hidden states and logits; without the kernels, weights laid out
+    training     activations and the gradient; with the kernels, the weights laid out stay for both. In an asynchronous
+                 run answers are under way meanwhile, so their keys and values are there too
+    servers      where the run starts some: a process, weights and generation each; the peak is theirs and training's
+
+Where several processes train, the figures are one's, and each has as much (`parallel`): weights, gradients and the
+optimizer's state are split over fsdp x cp x tp, micro-batches and answers over ddp x fsdp.
+
+Sizes of an architecture come from its modules and its configuration, so a model on the meta device will do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from birl import kernels
+from birl.config import schema
+from birl.config.rules_algorithm import CRITIC
+from birl.engine.pages import pages_for
+from birl.engine.policy import DTYPES, SHARE
+from birl.engine.scheduler import PREFILL
+from birl.engines.teacher import served
+from birl.kernels import PAGE
+from birl.learner.lora import targets
+from birl.models.decoder import shaped
+from birl.models.fused_decoder import fused_for
+from birl.models.logprobs import CHUNK, GPU_CHUNK
+from birl.models.slots import slots_of
+from birl.models.tree_attention import SCORES
+from birl.train.objective import keeps_reference, surrogate_of
+
+GIB = 2**30
+PROCESS = int(0.52 * GIB)  # interpreter, torch and transformers with their libraries; measured
+LOST = 0.08  # of everything: what the C library keeps in holes between blocks; measured
+SPLIT_LOST = 0.25  # the same where FSDP gathers and gives back; 0.21 to 0.32 with four models on two and four ranks
+
+SAVED = 12  # bytes of a parameter in a checkpoint: its float32 weight and AdamW's two moments
+
+Phases = dict[str, dict[str, int]]  # phase -> purpose -> bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The most that a step holds at once, where every answer is as long as it may be."""
+
+    microbatch: int  # tokens of the largest
+    several: bool  # more than one in an update, so that the next begins with the gradient of the one before
+    sequences: int  # generated at once
+    group: int  # of these, how many share a prompt
+    prompt: int  # tokens
+    longest: int  # tokens of a sequence, its prompt included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Numbers of an architecture, and whether it will run on birl's kernels. `wide`: bytes of the compute type."""
+
+    parameters: int
+    linear: int  # parameters that products read, the head included
+    vocabulary: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    cached: int  # numbers that the cache holds of a token
+    wide: int
+    tied: bool  # the head is the embedding
+    on_kernels: bool
+    paged_kernels: bool  # whether at least attention over the cache does
+    on_fused: bool  # the kernels for CUDA
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: str) -> "Shape":
+        config: Any = model.config.get_text_config()  # pyright: ignore
+        slots, kind = slots_of(model), DTYPES[dtype]
+        size = max(s.key for s in slots)
+        compiled = kernels.load(kind, size) is not None
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)),
+            vocabulary=model.get_output_embeddings().weight.shape[0],  # pyright: ignore
+            hidden=config.hidden_size,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=max(s.kv_heads for s in slots),
+            head_dim=size,
+            cached=sum(s.elements for s in slots),
+            wide=kind.itemsize,
+            tied=bool(config.tie_word_embeddings),
+            on_kernels=compiled and shaped(model),
+            paged_kernels=compiled,
+            on_fused=fused_for(model) is not None,
+        )
+
+    @property
+    def page(self) -> int:
+        """Bytes of a page of the cache in all layers."""
+        return PAGE * self.cached * self.wide
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a token that a layer keeps for its backward pass: `Kept` in models/decoder.py, or what autograd
+        keeps of transformers' layer."""
+        rows = 2 * (self.heads + self.kv_heads) * self.head_dim  # queries, keys, values and their result
+        if self.on_kernels:
+            return 8 * self.hidden + 8 + self.wide * (rows + 2 * self.inner) + 4 * self.heads
+        if self.on_fused:  # keys and values once more, gathered
+            more = (self.heads + 2 * self.kv_heads) * self.head_dim
+            return self.wide * (4 * self.hidden + rows + more + 3 * self.inner) + 4 * (2 + self.heads)
+        return 8 * self.hidden + self.wide * (4 * self.hidden + rows + 4 * self.inner)
+
+    @property
+    def input(self) -> int:
+        """The same with checkpointing: the layer's input alone. The residual stream of the kernels is float32."""
+        return self.hidden * (4 if self.on_kernels else self.wide)
+
+    @property
+    def backward(self) -> int:
+        """Bytes of a token that one layer's backward pass computes with."""
+        return 4 * self.hidden + self.wide * 4 * (self.hidden + self.inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Parameters whose gradient is summed, and those that AdamW steps. The same, but with LoRA."""
+
+    gradient: int
+    stepped: int
+    head: bool  # has a gradient
+
+    @classmethod
+    def of(cls, model: nn.Module, config: schema.Lora) -> "Trained":
+        if config.rank == 0:
+            everything = sum(p.numel() for p in model.parameters())
+            return cls(gradient=everything, stepped=everything, head=True)
+        weights = [model.get_submodule(name).weight for name in targets(model, config.targets)]
+        stepped = sum(config.rank * sum(w.shape) + config.dora * w.shape[0] for w in weights)  # pyright: ignore
+        return cls(gradient=sum(w.numel() for w in weights), stepped=stepped, head=False)  # pyright: ignore
+
+
+def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
+    """What one process has. `prompt`: tokens of a prompt. `longest`: of a sequence, validation included."""
+    rollout, parallel = config.rollout, config.parallel
+    groups = -(-rollout.prompts // config.algorithm.updates_per_batch)  # of one update
+    tokens = -(-groups // parallel.shares) * (prompt + rollout.group_size * rollout.max_tokens)
+    tokens = -(-tokens // parallel.splits)
+    count = -(-tokens // config.learner.tokens_per_microbatch)
+    validates = config.validation.every > 0 and (config.data.validation or config.data.validation_split > 0)
+    ahead = rollout.max_staleness - config.weights.sync_every + 2  # steps whose groups are under way at once
+    sequences = min(config.engine.max_batch, ahead * -(-rollout.prompts // parallel.shares) * rollout.group_size)
+    return Load(
+        microbatch=-(-tokens // count),
+        several=count > 1,
+        sequences=config.engine.max_batch if validates else sequences,
+        group=1 if validates else rollout.group_size,
+        prompt=prompt,
+        longest=longest,
+    )
+
+
+def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
+    """Bytes of one process by phase and purpose; of several, that of the first. `model` may be on the meta device."""
+    shape = Shape.of(model, config.model.dtype)
+    split = config.parallel.fsdp * config.parallel.cp * config.parallel.tp
+    sampled, trained, lora = shape, Trained.of(model, config.lora), config.lora.rank > 0
+    if split > 1:  # the learner's layers are transformers', and it has a part of each weight
+        shape = replace(shape, on_kernels=False, on_fused=False)
+        trained = replace(trained, gradient=trained.gradient // split, stepped=trained.stepped // split)
+    parameters = shape.parameters // split
+    separate = shape.wide == 2 and split == 1  # from the float32 masters
+    # of LoRA: the base weights beside the merged ones, in the compute type, and A and B
+    beside = shape.wide * trained.gradient + 4 * trained.stepped if lora else 0
+    laid_out = shape.wide * shape.linear
+    always = {
+        "process": PROCESS,
+        "weights, float32": beside + (0 if lora and separate else 4 * parameters),
+        "weights, bfloat16": shape.wide * shape.parameters if separate else 0,
+        "optimizer state, float32": 8 * trained.stepped,
+    }
+    if split > 1 and config.engine.kind == "embedded":
+        always["the engine's own weights"] = shape.wide * shape.parameters
+    frozen = shape.wide * parameters + (laid_out if shape.on_kernels else 0)
+    if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
+        always["reference model"] = frozen
+    if config.algorithm.teacher and not served(config.algorithm.teacher):
+        always["teacher, if as large"] = frozen
+    critic = config.algorithm.advantage in CRITIC and not config.critic.shared
+    if config.checkpoint.asynchronous:
+        always["checkpoint being written"] = SAVED * trained.stepped * (1 + critic)
+    if critic:
+        state = 8 * trained.stepped + (beside if lora else 4 * parameters + 4 * trained.gradient)
+        always["critic and its optimizer"] = frozen + state
+    generating, stale = generation(sampled, config.engine, load), config.rollout.max_staleness > 0
+    computing = training(shape, trained, load, config.learner.gradient_checkpointing)
+    if split > config.parallel.tp:
+        computing["gathered weights and gradients"] = gathered(shape) // config.parallel.tp
+    phases = {"training": always | {"weights laid out": laid_out if shape.on_kernels else 0} | computing}
+    if config.engine.kind == "embedded":
+        phases = {"generation": always | {"weights laid out": laid_out} | generating} | phases
+        if stale:
+            phases["training"] |= {"weights laid out": laid_out, "keys and values": generating["keys and values"]}
+    elif not config.engine.attach:
+        weights = {f"weights, {config.model.dtype}": shape.wide * shape.parameters, "weights laid out": laid_out}
+        server = {"process": PROCESS} | weights | generating
+        phases["servers"] = {name: config.engine.count * size for name, size in server.items()}
+    for phase, purposes in phases.items():
+        lost = SPLIT_LOST if split > 1 and phase != "servers" else LOST
+        purposes["between blocks"] = int(LOST * PROCESS + lost * (sum(purposes.values()) - PROCESS))
+    return phases
+
+
+def gathered(shape: Shape) -> int:
+    """Bytes that FSDP has of other processes' weights: two layers, the embedding and an untied head; of their
+    gradients the largest, in the compute type and in float32."""
+    ends = shape.embedding * (1 if shape.tied else 2)
+    layer = (shape.parameters - ends) // shape.layers
+    return shape.wide * (2 * layer + ends) + (shape.wide + 4) * max(layer, ends)
+
+
+def generation(shape: Shape, engine: schema.Engine, load: Load) -> dict[str, int]:
+    own = pages_for(load.longest) - load.prompt // PAGE  # pages that no other answer has
+    prompts = -(-load.sequences // load.group)
+    cache = shape.page * (load.sequences * own + prompts * (load.prompt // PAGE))
+    if not shape.paged_kernels:  # zeros are written into all of it; otherwise it is taken page by page
+        cache = shape.page * engine.max_batch * pages_for(load.longest)
+    if engine.kv_cache_gb:
+        cache = min(int(engine.kv_cache_gb * GIB), cache)
+    rows = load.sequences + min(PREFILL, prompts * load.prompt)
+    row = 4 * shape.hidden + shape.wide * (4 * shape.hidden + 3 * shape.inner)
+    if not shape.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
+        row += 4 * shape.wide * pages_for(load.longest) * PAGE * shape.kv_heads * shape.head_dim
+    return {
+        "keys and values": cache,
+        "hidden states and logits": rows * row + 2 * 4 * load.sequences * shape.vocabulary,
+    }
+
+
+def training(shape: Shape, trained: Trained, load: Load, checkpointing: bool) -> dict[str, int]:
+    """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
+    whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
+    gradient, tokens = 4 * trained.gradient, load.microbatch
+    activations = tokens * (shape.layers * (shape.input if checkpointing else shape.kept))
+    activations += tokens * shape.hidden * (4 + 2 * shape.wide)  # before and behind the last norm
+    layer = tokens * (shape.backward + (shape.kept if checkpointing else 0))
+    chunk = CHUNK * (10 if shape.on_kernels else 18)  # logits, and what is computed from them
+    if shape.on_fused:
+        chunk = GPU_CHUNK * shape.wide
+    if not shape.on_kernels:
+        layer += 4 * 4 * min(SCORES, shape.heads * tokens**2)
+    if load.several:
+        return {"gradient, float32": gradient, "activations": activations + max(chunk, layer)}
+    head = (4 if shape.on_kernels else shape.wide) * shape.embedding * trained.head
+    return {"activations, then gradient": max(activations + head + max(chunk, layer), gradient + layer)}
+
+
+def peak(phases: Phases) -> int:
+    """What is there at once: servers beside the learner, generation and training in turns."""
+    sizes = {phase: sum(purposes.values()) for phase, purposes in phases.items()}
+    return max(sizes["training"], sizes.get("generation", 0)) + sizes.get("servers", 0)
+
+
+def largest(model: nn.Module, config: schema.RL, load: Load, memory: int) -> dict[str, int]:
+    """The largest values of two keys, each alone, with which the peak stays within `memory` [bytes]; 0 where none
+    does. Every micro-batch and every batch is full, and a cache holds the whole batch: nobody is preempted."""
+
+    def microbatch_fits(tokens: int) -> bool:
+        return peak(predict(model, config, replace(load, microbatch=tokens, several=True))) <= memory
+
+    def batch_fits(sequences: int) -> bool:
+        whole = replace(config, engine=replace(config.engine, max_batch=sequences, kv_cache_gb=0.0))
+        phases = predict(model, whole, replace(load, sequences=sequences))
+        sizes = phases.get("generation") or phases.get("servers") or phases["training"]
+        cache = sizes.get("keys and values", 0)
+        loaded = sum(sizes.values()) - cache - sizes.get("hidden states and logits", 0)
+        return peak(phases) <= memory and cache <= SHARE * (memory - loaded)
+
+    return {"learner.tokens_per_microbatch": _last(microbatch_fits), "engine.max_batch": _last(batch_fits)}
+
+
+def _last(holds: Callable[[int], bool], limit: int = 2**24) -> int:
+    """The largest n up to `limit` for which it holds; it holds up to some n, and not beyond."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,206 @@
+"""The policy's loss on the micro-batches of one optimizer step: what must be known of all of them before the first
+gradient, and the loss itself.
+
+    look    micro-batches -> for each a factor for each token, and the reference
+    loss    one micro-batch and what is known of it -> a number, and figures
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.algorithms import corrections, selection
+from birl.algorithms.custom import Part, part
+from birl.algorithms.online import online_dpo
+from birl.algorithms.policy import policy_loss
+from birl.algorithms.surrogates import SURROGATES, Surrogate
+from birl.algorithms.values import value_loss
+from birl.config import schema
+from birl.config.rules_algorithm import corrects, proximal, remembers
+from birl.data.pack import Batch
+from birl.errors import BirlError
+from birl.learner.learner import Learner, Loss
+
+TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # what a surrogate may ask for by name
+UNCUT = 1e30  # M2PO, arXiv:2510.01161, leaves out tokens and bounds no weight: what pulls back is kept, however far
+ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
+
+
+def surrogate_of(keys: schema.Algorithm) -> Part:
+    """algorithm.surrogate and its options. Raises `BirlError`."""
+    return part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
+
+
+def keeps_reference(keys: schema.Algorithm, surrogate: Part) -> bool:
+    """Is a frozen copy of the first weights kept?"""
+    return keys.kl_coef > 0 or "ref_logp" in surrogate.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Of one micro-batch, [N] each. `factor` None: 1."""
+
+    ref_logp: Tensor | None = None
+    factor: Tensor | None = None
+    held: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Objective:
+    """What the policy minimises, as the configuration says."""
+
+    config: schema.RL
+    learner: Learner
+    reference: Learner | None
+    surrogate: Part
+
+    def look(self, batches: Sequence[Batch], seed: int) -> list[Known]:
+        """Masks that rank or average tokens do so over the whole step, so that micro-batches change nothing."""
+        keys, reference = self.config.algorithm, self.reference
+        refs: Sequence[Tensor | None] = [None] * len(batches)
+        if reference is not None and self.needs_reference():
+            refs = reference.each(batches, reference.forward)
+        if not self.needs_look():
+            return [Known(ref_logp=r) for r in refs]
+        sizes = [len(b.source) for b in batches]
+        logp, entropy = torch.cat(self.learner.each(batches, self.learner.look), dim=1).cpu()
+        behaviour, advantages, sample = (
+            torch.cat([getattr(b, name).cpu() for b in batches]) for name in ("logprobs", "advantages", "sample")
+        )
+        order = sample.argsort(stable=True)  # ties and draws must not depend on how the samples were packed
+        logp, entropy, behaviour, advantages, sample = (
+            x[order] for x in (logp, entropy, behaviour, advantages, sample)
+        )
+        moved = logp - behaviour
+        factor = torch.ones_like(logp)
+        if keys.second_moment > 0:
+            factor *= corrections.second_moment_mask(moved, advantages, keys.second_moment)
+        if keys.reject != "none":
+            factor *= ~corrections.REJECTIONS[keys.reject](moved, sample, advantages, limit=keys.reject_limit)
+        held = None
+        match keys.entropy_control:
+            case "top_entropy":
+                factor *= selection.top_entropy(entropy, keys.entropy_share)
+            case "clip_cov":
+                generator = torch.Generator().manual_seed(seed % 2**63)
+                cov = selection.covariance(logp, advantages)
+                limits = {"low": keys.covariance_low, "high": keys.covariance_high}
+                factor *= ~selection.clip_cov(cov, share=keys.entropy_share, generator=generator, **limits)
+            case "kl_cov":
+                held = selection.kl_cov(selection.covariance(logp, advantages), share=keys.entropy_share)
+
+        def pieces(x: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(batches) if x is None else torch.empty_like(x).scatter_(0, order, x).split(sizes)
+
+        columns = zip(refs, pieces(factor), pieces(held), strict=True)
+        return [Known(ref_logp=r, factor=f, held=h) for r, f, h in columns]
+
+    def loss(self, known: Known, kl_coef: float, value_weight: float) -> Loss:
+        return partial(self._loss, known=known, kl_coef=kl_coef, value_weight=value_weight)
+
+    def _loss(
+        self, logp: Tensor, entropy: Tensor, batch: Batch, *, known: Known, kl_coef: float, value_weight: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys = self.config.algorithm
+        on = {
+            n: None if t is None else t.to(logp.device)
+            for n, t in (("f", known.factor), ("h", known.held), ("r", known.ref_logp))
+        }
+        factor, old_logp = on["f"], self.start(logp.detach(), batch)
+        if corrects(self.config):
+            weight = self.correction(old_logp - batch.logprobs, batch.sample)
+            factor = weight if factor is None else factor * weight
+        tensors = {"entropy": entropy, "group": batch.group, "turn": batch.turn, "versions": batch.versions}
+        tensors["ref_logp"] = on["r"]  # pyright: ignore[reportArgumentType]
+        loss, figures = policy_loss(
+            logp,
+            entropy,
+            old_logp=old_logp,
+            advantages=batch.advantages,
+            sample=batch.sample,
+            weights=batch.weights,
+            surrogate=partial(self.checked, self.surrogate.bound(tensors)),
+            factor=factor,
+            ref_logp=on["r"],
+            kl=keys.kl,
+            kl_coef=kl_coef if keys.kl_in == "loss" else 0.0,
+            kl_corrected=keys.kl_corrected,
+            held=on["h"],
+            held_coef=keys.held_coef,
+            entropy_coef=keys.entropy_coef,
+        )
+        fresh = batch.versions.to(logp.device) == self.learner.version  # sampled by these very weights
+        figures["gap"] = (logp - batch.logprobs).abs() * fresh
+        figures["fresh"] = fresh.float()
+        if batch.said is not None:
+            each, clipped = value_loss(batch.said, batch.values, batch.returns, clip=self.config.critic.clip)
+            loss = loss + self.config.critic.coef * value_weight * each.sum()
+            figures |= critic_figures(batch.said, batch.returns, each, clipped)
+        return loss, figures
+
+    def start(self, logp: Tensor, batch: Batch) -> Tensor:
+        """What the importance ratio starts from: algorithm.proximal [N]."""
+        match proximal(self.config):
+            case "recompute" if not remembers(self.config):
+                return logp
+            case "interpolate":
+                now = max(self.learner.version, int(batch.versions.max())) if len(batch.versions) else 0
+                return corrections.proximal(batch.logprobs, logp, batch.versions, now)
+            case _:
+                return batch.proximal
+
+    def checked(self, function: Callable[..., Any], logp: Tensor, *rest: Tensor) -> Surrogate:
+        """What a surrogate gives; of one's own function a tensor of losses is enough."""
+        found = function(logp, *rest)
+        if isinstance(found, Tensor):
+            found = Surrogate(found, (logp - rest[0]).detach().exp(), torch.zeros_like(logp, dtype=torch.bool))
+        if not isinstance(found, Surrogate) or found.loss.shape != logp.shape:
+            shape = f"a tensor of shape {tuple(found.loss.shape)}" if isinstance(found, Surrogate) else repr(found)
+            raise BirlError(
+                f"algorithm.surrogate={self.config.algorithm.surrogate}: must give the loss of each of {len(logp)} "
+                f"tokens, as a tensor or a Surrogate, not {shape}."
+            )
+        return found
+
+    def correction(self, log_ratio: Tensor, sample: Tensor) -> Tensor:
+        keys, auto = self.config.algorithm, self.config.algorithm.correction == "auto"
+        return corrections.importance(
+            log_ratio,
+            sample,
+            level=keys.correction_level,
+            mode="truncate" if auto else keys.correction,
+            low=keys.correction_low,
+            high=UNCUT if auto and keys.second_moment > 0 else keys.correction_high,
+        )
+
+    def needs_reference(self) -> bool:
+        """In the loss, not only in the reward."""
+        keys = self.config.algorithm
+        return (keys.kl_coef > 0 and keys.kl_in == "loss") or "ref_logp" in self.surrogate.tensors
+
+    def needs_look(self) -> bool:
+        keys = self.config.algorithm
+        return keys.second_moment > 0 or keys.reject != "none" or keys.entropy_control != "none"
+
+
+def critic_figures(said: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    return {
+        "critic/loss": each,
+        "critic/clip_fraction": clipped.float(),
+        "critic/value": said,
+        "critic/error": (said - returns).abs(),
+    }
+
+
+def critic_loss(clip: float, weight: float) -> Loss:
+    """The loss of a critic with a backbone of its own: a mean over all tokens of the step, 1 / weight of them."""
+
+    def loss(values: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        each, clipped = value_loss(values, batch.values, batch.returns, clip=clip)
+        return weight * each.sum(), critic_figures(values, batch.returns, each, clipped)
+
+    return loss

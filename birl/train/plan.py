@@ -1,0 +1,127 @@
+"""`birl plan`: what a run would take in memory, from the model's config.json alone, and how to show it."""
+
+import json
+import shutil
+import sys
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from birl.config import schema
+from birl.config.load import load
+from birl.errors import BirlError
+from birl.learner.export import resolved
+from birl.models.load import context_limit, skeleton
+from birl.parallel.grid import grid_of
+from birl.parallel.machine import free_memory, peak_memory
+from birl.track.units import counted
+from birl.train import memory
+from birl.train.build import check_device
+from birl.train.memory import GIB, Phases
+from birl.train.parts import Parts
+
+PROMPT = 128  # tokens of a prompt, where data.max_prompt_tokens does not say
+
+
+def run(words: list[str], *, as_json: bool = False, available: float | None = None) -> dict[str, Any]:
+    """Print the plan for the configuration that `birl rl` would take; `available` [GiB] replaces the free memory."""
+    config = load(schema.RL, ["data.train=unread.jsonl", *words])  # it asks for data, of which nothing is read
+    check_device(config, torch.device("cpu"))
+    folder = resolved(config.model.path, weights=False, say=lambda text: print(text, file=sys.stderr))
+    found = plan(skeleton(folder), config, prompt=config.data.max_prompt_tokens or PROMPT, available=available)
+    print(json.dumps(found, indent=1) if as_json else "\n".join(render(found, config)))
+    return found
+
+
+def dry_run(parts: Parts) -> dict[str, Any]:
+    """`birl rl --dry-run`: the first prompt as the model sees it, and the plan for the prompts that there are."""
+    config, chat = parts.config, parts.chat
+    task = next(parts.stream(0))
+    prompt = chat.render(task.prompt)
+    longest = max(len(chat.render(t[i].prompt)) for t in parts.train for i in range(len(t)))
+    found = plan(parts.policy.model, config, prompt=longest)
+    steps = counted(parts.total_steps, "step") if parts.total_steps else "an unknown number of steps"
+    width = min(shutil.get_terminal_size().columns, 120)
+    print(
+        f"Would train {config.model.path} for {steps} of "
+        f"{counted(config.rollout.prompts, 'prompt')} x {counted(config.rollout.group_size, 'answer')}.",
+        f"\nFirst prompt ({task.id}, answer {task.answer!r}):",
+        textwrap.indent(textwrap.shorten(chat.decode(prompt), 4 * width, placeholder=" ..."), "  ") + "\n",
+        *render(found, config),
+        sep="\n",
+    )
+    return {"memory": found, "prompt_tokens": len(prompt), "steps": parts.total_steps}
+
+
+def plan(model: nn.Module, config: schema.RL, *, prompt: int, available: float | None = None) -> dict[str, Any]:
+    """`prompt`: tokens of the longest prompt."""
+    context = min(config.model.max_length or context_limit(model), context_limit(model))
+    answer = config.rollout.max_tokens
+    if answer >= context:
+        raise BirlError(f"rollout.max_tokens={answer} leaves no room for a prompt in the context of {context} tokens.")
+    longest = min(prompt + max(answer, config.validation.max_tokens), context)
+    step = memory.load_of(config, min(prompt, context - answer), longest)
+    phases = memory.predict(model, config, step)
+    free = usable() if available is None else int(available * GIB)
+    return {
+        "model": config.model.path,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "step": asdict(step),
+        "phases": phases,
+        "peak": memory.peak(phases),
+        "available": free,
+        "largest": memory.largest(model, config, step, free) if free else {},
+    }
+
+
+def usable() -> int:
+    """What is free, and what this process has already: the prediction counts that [bytes]. 0 where nobody says."""
+    free = free_memory(torch.device("cpu"))
+    return free + int(peak_memory() * GIB) if free else 0
+
+
+def render(plan: dict[str, Any], config: schema.RL) -> list[str]:
+    """The lines that `birl plan` and `birl rl --dry-run` print."""
+    step, rollout, ranks = plan["step"], config.rollout, grid_of(config).size
+    lines = [
+        f"{plan['model']}: {plan['parameters'] / 1e6:,.1f} million parameters, {config.model.dtype}, cpu",
+        f"A step: {rollout.prompts} prompts of up to {step['prompt']} tokens x {rollout.group_size} answers of up to "
+        f"{rollout.max_tokens}; {step['sequences']} sequences at once, micro-batches of up to {step['microbatch']:,} "
+        "tokens.",
+        *([f"{ranks} processes; the figures are those of one."] if ranks > 1 else []),
+        "",
+        *table(plan["phases"]),
+        "",
+        f"{'peak':<28}{plan['peak'] / GIB:10.2f} GiB",
+    ]
+    if not plan["available"]:
+        return lines
+    lines.append(f"{'available':<28}{plan['available'] / GIB:10.2f} GiB")
+    if plan["peak"] > plan["available"]:
+        lines.append("This does not fit.")
+    elif ranks * plan["peak"] > plan["available"]:
+        lines.append(f"Fewer than {ranks} processes fit on this machine.")
+    tokens, batch = plan["largest"].values()
+    return [
+        *lines,
+        "",
+        "What would still fit, each key alone:",
+        f"  learner.tokens_per_microbatch={tokens}" if tokens else "  no learner.tokens_per_microbatch",
+        f"  engine.max_batch={batch} sequences of {step['longest']} tokens" if batch else "  no engine.max_batch",
+    ]
+
+
+def table(phases: Phases) -> list[str]:
+    """Purposes as rows, phases as columns [GiB]."""
+    purposes = list(dict.fromkeys(name for column in phases.values() for name in column))
+    last = purposes.pop(purposes.index("between blocks"))
+    rows = [f"{'GiB':<28}" + "".join(f"{phase:>12}" for phase in phases)]
+    for name in [*purposes, last]:
+        sizes = [column.get(name, 0) for column in phases.values()]
+        if any(sizes):
+            rows.append(f"{name:<28}" + "".join(f"{size / GIB:12.2f}" if size else " " * 12 for size in sizes).rstrip())
+    totals = "".join(f"{sum(column.values()) / GIB:12.2f}" for column in phases.values())
+    return [*rows, f"{'together':<28}{totals}"]

@@ -1,0 +1,89 @@
+"""A reward model: pairs of answers -> one score for each -> the chosen one's must be higher (Bradley-Terry)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.algorithms.preference import bradley_terry
+from birl.config import schema
+from birl.data.examples import Example
+from birl.data.pack import Batch, pack
+from birl.engine.policy import Policy
+from birl.learner.learner import Learner, Loss, Stats
+from birl.models.heads import add_score_head
+from birl.parallel.ranks import Ranks
+from birl.train import build, offline
+from birl.train.dpo import pairs, preferred
+from birl.train.scorer import scored
+
+
+def train(
+    config: schema.RM, choices: dict[str, str] | None = None, dry_run: bool = False, given: Any = None
+) -> dict[str, Any]:
+    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
+    can mend."""
+    return offline.train(config, choices, dry_run, given, pairs, Ranking)
+
+
+def follow(config: schema.RM) -> None:
+    """Every rank but 0, until the run ends."""
+    offline.follow(config, Ranking)
+
+
+@dataclass
+class Ranking:
+    """Each row is a pair; both sides are in one micro-batch, their prompt is computed once."""
+
+    config: schema.RM
+    policy: Policy
+    longest: int
+
+    def __post_init__(self) -> None:
+        self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
+
+    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
+        add_score_head(policy.model, self.config.seed)
+        return build.make_learner(self.config, policy.model, ranks)
+
+    def before(self, run: Path | None, examples: Sequence[Example]) -> None:
+        pass
+
+    def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
+        samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
+        margins = torch.tensor([e.margin for e in examples], dtype=torch.float32)
+        weights = [1 / len(examples)] * len(samples)
+        batches = pack(samples, weights, self.capacity, self.config.parallel.shares, self.policy.pair_cost)
+        return [(batch, self._loss(margins)) for batch in batches]
+
+    def _loss(self, margins: Tensor) -> Loss:
+        def loss(scores: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            """One score a sample; samples 2i and 2i + 1 are the chosen and the rejected answer of row i."""
+            chosen, rejected = scores[0::2], scores[1::2]
+            margin = margins.to(scores.device)[batch.sample[0::2] // 2]
+            each = bradley_terry(chosen, rejected, margin=margin, centering=self.config.ranking.centering)
+            figures = {
+                "bt": each.detach(),
+                "accuracy": preferred(chosen, rejected),
+                "margin": (chosen - rejected).detach(),
+                "chosen": chosen.detach(),
+                "rejected": rejected.detach(),
+            }
+            return (each * batch.weights[0::2]).sum(), figures
+
+        return loss
+
+    def figures(self, stats: Stats) -> dict[str, float]:
+        return {
+            "loss": stats.mean("bt"),
+            "accuracy": stats.mean("accuracy"),
+            "score/chosen": stats.mean("chosen"),
+            "score/rejected": stats.mean("rejected"),
+            "score/margin": stats.mean("margin"),
+        }
+
+    def score(self, figures: dict[str, float]) -> float:
+        return figures["accuracy"]

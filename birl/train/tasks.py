@@ -1,0 +1,160 @@
+"""The tasks of a run: from data files or from the environment, checked against what the model can hold."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from birl.config import schema
+from birl.config.words import said_capacity, said_needed
+from birl.data.stream import Source, Stream
+from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
+from birl.engine.policy import Policy, longest_prompt
+from birl.envs.open import World
+from birl.errors import BirlError
+from birl.rollout.session import Limits
+from birl.text.bounds import cannot_fit
+from birl.text.chat import Chat
+from birl.types import Task
+
+T = TypeVar("T")
+
+
+def load_data(
+    config: schema.RL, world: World, chat: Chat, context: int, given: Any = None, given_validation: Any = None
+) -> tuple[list[Tasks], list[Task]]:
+    """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted. Rows
+    that are `given` take the place of data.train and data.validation."""
+    data = config.data
+    train = load_tasks(data, "train", chat=chat.has_template, given=own_rows(config, world, "train", given))
+    rows = own_rows(config, world, "validation", given_validation)
+    validation = load_tasks(data, "validation", chat=chat.has_template, given=rows)
+    if data.validation_split > 0 and not validation:
+        train, validation = split_validation(train, data.validation_split, config.seed)
+    limit = data.max_prompt_tokens or context - config.rollout.max_tokens
+    if limit <= 0:
+        raise BirlError(
+            f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in the context of {context} "
+            "tokens. Lower it."
+        )
+    fitting: list[Tasks] = []
+    for tasks in train:
+        kept, dropped = filter_by_length(tasks, lambda t: _length(chat, t, limit), limit)
+        if dropped:
+            print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
+        if len(kept) == 0:
+            raise BirlError(
+                f"{tasks.name}: every prompt has more than {limit} tokens. "
+                + (
+                    "Raise data.max_prompt_tokens."
+                    if data.max_prompt_tokens
+                    else f"The context of {context} tokens has no room for more beside an answer of rollout.max_tokens="
+                    f"{config.rollout.max_tokens}: lower that, shorten the prompts or take a model with a longer one."
+                )
+            )
+        fitting.append(kept)
+    held_out = [t for tasks in validation for t in (tasks[i] for i in range(len(tasks)))]
+    return fitting, held_out
+
+
+def _length(chat: Chat, task: Task, limit: int) -> int:
+    """Of the prompt [tokens]; one that cannot have so few as `limit` is not encoded."""
+    return limit + 1 if cannot_fit(task.prompt, limit) else len(chat.render(task.prompt))
+
+
+def own_rows(config: schema.RL | schema.Eval, world: World, which: str, given: Any = None) -> Any:
+    """The tasks that the environment brings along, where no data were named. None: those of the data."""
+    data = config.data
+    named = data.train if which == "train" else data.validation or data.validation_split
+    if given is not None or named:
+        return given
+    rows = world.rows(which) if world.rows is not None else []
+    if rows:
+        return rows
+    if which == "train" or isinstance(config, schema.Eval):
+        raise BirlError(
+            f"data.{which} is empty, and env.kind={world.kind} has no tasks of its own: name a file, as in "
+            f"data.{which}=my.jsonl."
+        )
+    return None
+
+
+def tell_plain(chat: Chat, tasks: Sequence[Task]) -> None:
+    """A base model without a template answers text, not questions: nothing else would tell."""
+    if not chat.has_template and any(isinstance(task.prompt, str) for task in tasks):
+        print(
+            "Warning: the model has no chat template, so it gets prompts as they are written, without roles. "
+            "model.chat_template=hermes, or a Jinja file, gives it one.",
+            flush=True,
+        )
+
+
+def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
+    shared = overlap([t[i] for t in train for i in range(len(t))], validation) if validation else 0
+    if shared:
+        print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
+
+
+def context_of(config: schema.RL, world: World, limit: int) -> int:
+    """Longest sequence [tokens] of a run whose model has the context `limit`. Where nothing else is said, an episode
+    of several turns is at most as long as the learner takes: it would fill any context."""
+    asked = config.model.max_length
+    if world.turns and not asked and config.capacity < limit:
+        print(
+            f"Episodes have at most {config.capacity} tokens, as {said_capacity(config)} says; "
+            "model.max_length=N sets another limit.",
+            flush=True,
+        )
+        return config.capacity
+    return min(asked or limit, limit)
+
+
+def limits_of(env: schema.Env, tokens: int) -> Limits:
+    """Of an episode; `tokens` of a conversation."""
+    return Limits(timeout=env.timeout, turns=env.max_turns, tokens=tokens, cut_ends=env.cut_turn == "end")
+
+
+def check_lengths(config: schema.RL, world: World, train: Sequence[Tasks], chat: Chat) -> None:
+    """A sample must fit into one micro-batch; better to know now than at step 300."""
+    if world.turns:  # `context_of`
+        return
+    longest = max(len(chat.render(t[i].prompt)) for t in train for i in range(len(t)))
+    need = longest + config.rollout.max_tokens
+    if need > config.capacity:
+        raise BirlError(
+            f"{said_capacity(config)} cannot hold the longest possible sample, {need} tokens: a prompt of {longest} "
+            f"and rollout.max_tokens={config.rollout.max_tokens}. Set {said_needed(config, need)}, or lower "
+            "data.max_prompt_tokens or rollout.max_tokens."
+        )
+
+
+def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
+    if config.steps:
+        return config.steps
+    if config.algorithm.dynamic_sampling:
+        return None  # nobody knows how many prompts a step will take
+    return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
+
+
+def lengths(
+    config: schema.RL, world: World, policy: Policy, train: Sequence[Tasks], validation: Sequence[Task], context: int
+) -> list[tuple[int, int]]:
+    """The longest prompt and answer of training, and of validation where there is one [tokens]."""
+    if world.turns:
+        return [(context - config.rollout.max_tokens, config.rollout.max_tokens)]
+    everything = [t[i] for t in train for i in range(len(t))]
+    asked = [(longest_prompt(everything, policy.chat, context), config.rollout.max_tokens)]
+    if validation:
+        answer = config.validation.max_tokens or config.rollout.max_tokens
+        asked.append((longest_prompt(validation, policy.chat, context), answer))
+    return asked
+
+
+def stream(config: schema.RL | schema.Stage, sources: Sequence[Source[T]], position: int) -> Stream[T]:
+    """The training rows from `position` on: as many as the run takes, or endlessly where it counts steps."""
+    return Stream(
+        sources,
+        weights=config.data.weights,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        epochs=None if config.steps else config.epochs,
+        start=position,
+    )

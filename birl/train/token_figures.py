@@ -1,0 +1,74 @@
+"""What rollouts.jsonl says of single tokens beside what the engine said of them: the advantage where an episode has
+more than one, the entropy, and how far the learner's log-prob is from the engine's.
+
+The learner's figures are those of the pass in which a sample was first trained: they come out of the loss and cost no
+computation, and take 6 to 14 bytes a token in the file. Samples without a gradient are not computed and have none.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from birl.data.pack import Batch
+from birl.learner.learner import Loss
+from birl.parallel.ranks import Ranks
+from birl.train.credit import by_sample, per_token, trained
+from birl.types import Sample
+
+#: which sample of which episode: two samples of one episode differ in their tokens
+Key = tuple[int, int, tuple[int, ...]]
+DIGITS = 4
+
+
+def key(sample: Sample) -> Key:
+    return sample.group, sample.episode, sample.tokens
+
+
+class Watch:
+    """Keeps the log-probs and entropies that the losses of one optimizer step are given."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+    def over(self, losses: Sequence[Loss]) -> list[Loss]:
+        """The same losses, watched."""
+        return [self._watched(n, loss) for n, loss in enumerate(losses)]
+
+    def _watched(self, number: int, loss: Loss) -> Loss:
+        def watched(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            self.kept[number] = torch.stack([logp.detach(), entropy.detach()], dim=1).float()
+            return loss(logp, entropy, batch)
+
+        return watched
+
+    def found(self, batches: Sequence[Batch], samples: Sequence[Sample], ranks: Ranks) -> dict[Key, Tensor]:
+        """(every rank) [T, 2] for each sample: log-prob and entropy of its trained tokens."""
+        each = ranks.each(range(len(batches)), lambda n: self.kept[n])
+        return dict(zip(map(key, samples), by_sample(batches, each, len(samples)), strict=True))
+
+
+def token_figures(samples: Sequence[Sample], seen: Mapping[Key, Tensor]) -> Callable[[Sample], dict[str, Any]]:
+    """What the record of a sample says besides its tokens; values are of the trained tokens alone. `samples` have
+    advantages, `seen` is what the learner said."""
+    credited = {key(s): s for s in samples if isinstance(s.advantage, tuple)}
+
+    def of(sample: Sample) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        place = key(sample)
+        if place in credited:
+            own = credited[place]
+            found["advantages"] = trained(own, per_token(own))
+        if place in seen and len(seen[place]) == sum(sample.mask):
+            logp, entropy = seen[place].double().T.tolist()
+            gaps = [now - then for now, then in zip(logp, trained(sample, sample.logprobs), strict=True)]
+            found["gaps"] = [_short(gap) for gap in gaps] if any(gaps) else 0.0
+            found["entropies"] = [_short(value) for value in entropy]
+        return found
+
+    return of
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,473 @@
+"""`from birl import Trainer`: four lines to train, with the parameter names that TRL and MRL users know.
+
+Every parameter is one key of the configuration; anything else goes into `overrides`, as on the command line.
+"""
+
+import asyncio
+import contextvars
+import difflib
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from birl import trl
+from birl.errors import BirlError
+from birl.track.records import Records
+from birl.trl import LOSS_TYPES, SCALES
+
+Reward = Callable[..., Sequence[float]] | str
+
+# What trainers of transformers and TRL also have, and where that is here.
+ELSEWHERE = {
+    "evaluate": "eval_dataset= is asked during training; afterwards: `birl eval RUN data.validation=FILE`",
+    "predict": "`birl eval RUN data.validation=FILE output=FILE.json`, or `birl chat RUN`",
+    "state": "trainer.metrics has the figures of every step",
+    "push_to_hub": "save_model(FOLDER) writes Hugging Face files; upload them with `hf upload`",
+    "add_callback": "trainer.metrics has the figures of every step, and log_metric of a reward function adds some",
+    "save_state": "the run folder has its checkpoints, and the same call goes on from the newest",
+    **dict.fromkeys(("log", "log_metrics", "save_metrics"), "the run folder has metrics.jsonl, and a report"),
+    **dict.fromkeys(("model", "processing_class", "tokenizer"), "save_model(FOLDER) writes Hugging Face files"),
+    **dict.fromkeys(("args", "accelerator"), "trainer.config has the keys, and train() starts its own processes"),
+}
+
+
+class Started:
+    """What every trainer has: a checked configuration, and the run folder that `train` fills."""
+
+    config: Any
+    choices: dict[str, str]
+
+    def _begin(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        where = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+        raise AttributeError(f"birl's {type(self).__name__} has no {name}{where}.")
+
+    def train(self, resume_from_checkpoint: bool | None = None) -> dict[str, Any]:
+        """Train to the end, or go on where the run folder's newest checkpoint is, whatever `resume_from_checkpoint`
+        says, which is TRL's. Returns the summary."""
+        if isinstance(resume_from_checkpoint, str | PathLike):
+            raise BirlError(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r}: the newest checkpoint of the run folder is "
+                'taken; another one is overrides={"resume": FOLDER}.'
+            )
+        return self._begin()
+
+    @property
+    def run(self) -> Path:
+        """The run folder: config.yaml, metrics.jsonl, rollouts.jsonl, checkpoints/, report.html."""
+        from birl.config.load import run_folder
+
+        return Path(run_folder(self.config, self.choices))
+
+    @property
+    def metrics(self) -> Records:
+        """The lines of metrics.jsonl, one for each step: `trainer.metrics[-1]["reward/mean"]`."""
+        return Records(self.run / "metrics.jsonl")
+
+    @property
+    def validations(self) -> Records:
+        """The lines of validation.jsonl, with some answers each."""
+        return Records(self.run / "validation.jsonl")
+
+    def plot(self, *names: str) -> Any:
+        """A matplotlib figure of these metrics by step, or of those that say most: `trainer.plot("reward/mean", "kl")`,
+        `trainer.plot().savefig("curves.png")`. Needs `pip install "birl[notebook]"`."""
+        from birl.track.plots import plot
+
+        return plot(self.run, names)
+
+    def save_model(self, output_dir: str | PathLike[str] = "") -> Path:
+        """Write the newest checkpoint as a folder of Hugging Face files, as `birl checkpoints RUN export last` does,
+        and return it: by default, and where `output_dir` is the run folder, RUN/exported, which is replaced. Of LoRA
+        the merged model. Raises `BirlError` before the first checkpoint, and where another `output_dir` exists."""
+        return save_model(self.run, Path(output_dir) if output_dir else None)
+
+
+class Trainer(Started):
+    """Group-relative policy optimisation of a language model.
+
+        from birl import Trainer
+        trainer = Trainer(reward_funcs=my_reward, train_dataset="train.jsonl", eval_dataset="test.jsonl", max_steps=20)
+        summary = trainer.train()
+        print(summary["before"]["metrics"], summary["after"]["metrics"])
+
+    model: folder, .gguf file, hub id or "smollm2". reward_funcs: a function, a name (`math`, `file.py:function`), or a
+    list of them; each takes (completions, prompts, **columns) and returns one number for each completion (math, unless
+    there is an env). env: an environment or agent, as a class, a function or a name (docs/environments.md).
+    train_dataset and eval_dataset: a path, a hub name, a `datasets.Dataset` or a list of dicts with a `prompt` (or
+    `messages`, `question`) column. num_generations: answers per prompt; batch_size: prompts per step; max_steps: -1
+    means num_epochs. beta: weight of the KL to the first weights. loss_type: grpo | bnpo | dapo | dr_grpo | cispo |
+    sapo | gspo: surrogate, clips, denominator and scale of the preset of that name (dr_grpo). epsilon,
+    epsilon_high: clip range, instead of that; epsilon alone is both sides. scale_rewards: group | batch | none, instead
+    of that. output_dir: the run folder. overrides: further keys, such as {"optimizer.schedule": "cosine"}.
+
+    num_rollout_workers: engines in processes of their own (engine.count); 0 samples in the learner's process.
+    weight_sync_method: how they get new weights (weights.method).
+
+    launcher: where training runs, as `birl launch` names it: local | slurm | ray | modal | ...; empty: in this process.
+    actor_gpu, rollout_gpu: kind of the learner's and of the engines' GPUs, where the launcher chooses them
+    (launch.gpu, launch.engine_gpu); launch: its further keys, such as {"gpus": 1}. `train` then submits the job and
+    shows what the learner prints; Ctrl-C leaves it running. Functions must be importable elsewhere (of a file, with a
+    name); for launcher="modal" reward functions stay in this process, and only GPU work is in the cloud.
+
+    args: a `GRPOConfig` of TRL's, or a dict of its names; its names are also parameters (`num_train_epochs=1`), and
+    parameters win over it (docs/from_trl.md). use_lora: adapters of rank 16; max_model_len: longest sequence
+    (model.max_length); max_completion_length: what TRL calls max_tokens.
+
+    Raises `BirlError` at once for a wrong value.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        env: str | Callable[..., Any] = "single_turn",
+        reward_weights: Sequence[float] = (),
+        num_generations: int = 8,
+        batch_size: int = 8,
+        max_steps: int = -1,
+        num_epochs: int = 1,
+        learning_rate: float = 1e-6,
+        loss_type: str = "",
+        beta: float = 0.0,
+        epsilon: float | None = None,
+        epsilon_high: float | None = None,
+        scale_rewards: str | bool | None = None,
+        temperature: float = 1.0,
+        max_tokens: int = 256,
+        max_completion_length: int | None = None,
+        max_model_len: int = 0,
+        use_lora: bool = False,
+        mask_truncated_completions: bool = False,
+        seed: int = 0,
+        output_dir: str = "",
+        overrides: dict[str, Any] | None = None,
+        launcher: str = "",
+        actor_gpu: str = "",
+        rollout_gpu: str = "",
+        num_rollout_workers: int = 0,
+        weight_sync_method: str = "",
+        launch: dict[str, Any] | None = None,
+        args: Any = None,
+        **names: Any,
+    ) -> None:
+        from birl.config.help import documentation
+        from birl.config.load import load_with_choices
+        from birl.config.ranges import CHOICES
+        from birl.config.schema import RL
+        from birl.launch.program import engine_keys, launch_words, named
+        from birl.train.build import Given
+
+        model = _model(model)
+        if unknown := [name for name in names if not trl.knows(name)]:
+            raise BirlError(_unknown(unknown[0]))
+        if loss_type and loss_type not in LOSS_TYPES:
+            raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
+        if scale_rewards is not None and scale_rewards not in SCALES:
+            raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
+        gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
+        if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
+            raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
+        self._launch = launch_words(launcher, gpus, launch or {}) if launcher else ()
+        if reward_funcs is None:
+            reward_funcs = "math" if env == "single_turn" else []
+        sandboxed = reward_funcs == "sandbox"  # MRL's word for unit tests
+        rewards = _listed("code" if sandboxed else reward_funcs)
+        if not rewards and env == "single_turn":
+            raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
+        if train_dataset is None and env == "single_turn" and "data.train" not in (overrides or {}):
+            raise BirlError(_no_rows(reward_funcs == "math"))
+        if max_completion_length is not None:  # MRL has both
+            max_tokens = max_completion_length if max_tokens == 256 else min(max_tokens, max_completion_length)
+        if weight_sync_method and weight_sync_method not in CHOICES["weights.method"]:
+            known = ", ".join(CHOICES["weights.method"])
+            raise BirlError(f"weight_sync_method={weight_sync_method!r}: choose one of {known}.")
+        # an engine in the learner's process has the learner's own weights: there is nothing to synchronise
+        elsewhere = {"engine.kind", "engine.count", "engine.attach"} & {*(overrides or {})}
+        apart = num_rollout_workers != 0 or bool(elsewhere)
+        keys: dict[str, Any] = {
+            "model.path": model,
+            "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
+            "reward.functions": _names(rewards),
+            "reward.weights": list(reward_weights),
+            "rollout.group_size": num_generations,
+            "rollout.prompts": batch_size,
+            "rollout.temperature": temperature,
+            "rollout.max_tokens": max_tokens,
+            "optimizer.lr": learning_rate,
+            "algorithm.kl_coef": beta,
+            "model.max_length": max_model_len,
+            "lora.rank": 16 if use_lora else 0,
+            "algorithm.mask_truncated": mask_truncated_completions,
+            "data.train": _source(train_dataset),
+            "data.validation": _source(eval_dataset),
+            "seed": seed,
+            "run": output_dir,
+            **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
+            **{f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()},
+            **({"reward.timeout": 300.0} if sandboxed else {}),  # a call runs the tests of a whole group
+            **({"sandbox.kind": "modal"} if sandboxed and launcher == "modal" else {}),
+            **engine_keys(num_rollout_workers, weight_sync_method if apart else ""),
+        }
+        # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
+        docs = documentation(RL)
+        keys = {k: v for k, v in keys.items() if v != docs[k].default}
+        if scale_rewards is not None:
+            keys["algorithm.scale_rewards"] = SCALES[scale_rewards]
+        more = trl.without_tokenizer(names, model)
+        more |= {"num_generations": num_generations} if num_generations != 8 else {}
+        theirs = trl.keys_of(trl.Names.of(args, more), RL, "GRPO", len(rewards))
+        keys = _fitting(theirs | keys | _clips(epsilon, epsilon_high)) | (overrides or {})
+        self._keys, self._launcher, self._here = keys, launcher, dict[str, Any]()
+        self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
+        if launcher:
+            self._keys, self._here = named(launcher, keys, rewards, env)
+        self._given = Given(
+            rewards=rewards,
+            env=None if isinstance(env, str) else env,
+            train=_rows(train_dataset),
+            validation=_rows(eval_dataset),
+        )
+
+    @property
+    def rollouts(self) -> Records:
+        """The lines of rollouts.jsonl, one for each episode: `trainer.rollouts.to_pandas()`."""
+        return Records(self.run / "rollouts.jsonl")
+
+    def _begin(self) -> dict[str, Any]:
+        if self._launcher:
+            return self._elsewhere()
+        from birl.train.rl import train
+
+        return _started(partial(train, self.config, self.choices, given=self._given))
+
+    def _elsewhere(self) -> dict[str, Any]:
+        from birl.launch.program import Program, rows_file
+
+        keys = {**self._keys, "run": str(self.run)}
+        for name, rows in (("train", self._given.train), ("validation", self._given.validation)):
+            if rows is not None:
+                keys[f"data.{name}"] = [rows_file(rows, self.run.with_name(f"{self.run.name}-rows") / f"{name}.jsonl")]
+        words = tuple(f"{k}={_written(v)}" for k, v in keys.items())
+        return Program(where=self._launcher, words=words, launch=self._launch, here=self._here).train()
+
+
+def save_model(run: Path, target: Path | None) -> Path:
+    from birl.learner.checkpoint_cli import find
+    from birl.learner.export import export
+
+    source, own = find(run / "checkpoints", "last"), run / "exported"
+    if target is None or target.resolve() in (run.resolve(), own.resolve()):
+        shutil.rmtree(own, ignore_errors=True)
+        target = own
+    elif target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
+    export(source, run, target)
+    return target
+
+
+def _started(train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run to the end; in a notebook, whose thread has an event loop already, in a thread of its own."""
+    from birl.signals import interrupt
+
+    if not _in_event_loop():
+        return train()
+    # By the context Jupyter knows whose cell an output is.
+    thread, context = ThreadPoolExecutor(1), contextvars.copy_context()
+    work = thread.submit(context.run, train)
+    try:
+        return work.result()
+    except KeyboardInterrupt:
+        interrupt()
+        return work.result()  # once more gives the cell back at once; the run still saves
+    finally:
+        thread.shutdown(wait=False)
+
+
+def _model(model: Any) -> str:
+    if isinstance(model, str | PathLike):
+        return str(model)
+    name = getattr(model, "name_or_path", "")
+    like = f", as in model={name!r}" if name else ""
+    raise BirlError(f"model: a {type(model).__name__}; give the name of a folder, a .gguf file or a hub id{like}.")
+
+
+def _fitting(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys, with micro-batches that hold the longest sequence."""
+    from birl.config.help import documentation
+    from birl.config.schema import RL
+
+    key = "learner.tokens_per_microbatch"
+    longest = keys.get("model.max_length") or 0
+    return {**({key: longest} if longest > documentation(RL)[key].default else {}), **keys}
+
+
+def _clips(low: float | None, high: float | None) -> dict[str, Any]:
+    """What was given; the lower bound alone is meant for both sides."""
+    given = {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _unknown(name: str) -> str:
+    """The message about a parameter that does not exist, with what it may stand for."""
+    from birl.config.nearest import nearest_keys
+    from birl.config.schema import RL
+
+    known = [p for p in inspect.signature(Trainer).parameters if p != "names"]
+    near = ["reward_funcs"] if name == "reward_fn" else difflib.get_close_matches(name, known, n=1)
+    key = next(iter(nearest_keys(name, RL)), "")
+    if key and (not near or key.endswith(f".{name}")):
+        hint = f' Did you mean overrides={{"{key}": ...}}?'
+    else:
+        hint = f" Did you mean {near[0]}?" if near else ""
+    return f"Trainer has no parameter {name}.{hint} It has: {', '.join(known)}."
+
+
+def _no_rows(math: bool) -> str:
+    """The message about a Trainer without rows."""
+    reward = ' Without reward_funcs the reward is math, which compares with a column such as "answer".' if math else ""
+    return (
+        'train_dataset is None, and data.train is empty: say what to train on, as in train_dataset="my.jsonl", a hub '
+        f'name, a datasets.Dataset or a list of rows such as {{"prompt": "What is 3 + 4?", "answer": "7"}}.{reward}'
+    )
+
+
+def _listed(rewards: Any) -> list[Reward]:
+    found: Any = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    if not isinstance(found, list | tuple) or not all(isinstance(f, str) or callable(f) for f in found):
+        raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
+    for one in found:
+        path = one if isinstance(one, str) and "/" in one and ":" not in one else getattr(one, "name_or_path", "FOLDER")
+        if hasattr(one, "state_dict") or path == one:
+            raise BirlError(
+                "reward_funcs: a reward model is named, not handed over: "
+                f'reward_funcs="model", overrides={{"reward.model": "{path}"}}.'
+            )
+    return list(found)
+
+
+def _names(rewards: Sequence[Reward]) -> list[str]:
+    """What the configuration says about each: its own name, or given:NAME for a Python object."""
+    names = [
+        r if isinstance(r, str) else "given:" + re.sub(r"\W", "", getattr(r, "__name__", type(r).__name__))
+        for r in rewards
+    ]
+    return [
+        f"{name}_{names[:i].count(name) + 1}" if name.startswith("given:") and name in names[:i] else name
+        for i, name in enumerate(names)
+    ]
+
+
+def _source(dataset: Any) -> list[str]:
+    if dataset is None:
+        return []
+    if isinstance(dataset, str | PathLike):
+        return [str(dataset)]
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(d, str | PathLike) for d in dataset):
+        return [str(d) for d in dataset]
+    return ["given"]
+
+
+def _rows(dataset: Any) -> Any:
+    return dataset if _source(dataset) == ["given"] else None
+
+
+def _written(value: Any) -> str:
+    """As one types it behind `key=`; None as null, which no key takes: not as a folder of the name None."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(repr(v) if isinstance(v, str) else str(v) for v in value) + "]"
+    return str(value)
+
+
+class _Offline(Started):
+    """A run of `birl sft`, `birl dpo` or `birl rm` on rows of a Python program.
+
+    model, train_dataset, eval_dataset: as for `Trainer`. args: a config object of TRL's, or a dict of its names; its
+    names are also parameters, which win (`num_train_epochs=1`, `per_device_train_batch_size=8`, `learning_rate=1e-5`).
+    overrides: keys of the command. Raises `BirlError` at once for a wrong value.
+    """
+
+    command = ""
+    prefix = ""  # of TRL's config
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        args: Any = None,
+        overrides: dict[str, Any] | None = None,
+        **names: Any,
+    ) -> None:
+        from birl.config.load import load_with_choices
+        from birl.config.nearest import suggest
+        from birl.config.schema import COMMANDS
+        from birl.train.build import Given
+
+        schema: Any = COMMANDS[self.command]
+        for name in names:
+            if not trl.knows(name):
+                hint = suggest(name, schema)
+                raise BirlError(
+                    f"{type(self).__name__} has no parameter {name}.{hint} "
+                    f"Keys of `birl {self.command}` go into overrides."
+                )
+        model = _model(model)
+        if train_dataset is None and "data.train" not in (overrides or {}):
+            raise BirlError(_no_rows(False))
+        sources = {"data.train": _source(train_dataset), "data.validation": _source(eval_dataset)}
+        theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema, self.prefix)
+        keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **_fitting(theirs), **(overrides or {})}
+        self.config, self.choices = load_with_choices(schema, [f"{k}={_written(v)}" for k, v in keys.items()])
+        self._given = Given(train=_rows(train_dataset), validation=_rows(eval_dataset))
+
+    def _begin(self) -> dict[str, Any]:
+        loop = import_module(f"birl.train.{self.command}")
+        return _started(partial(loop.train, self.config, self.choices, given=self._given))
+
+
+class SFTTrainer(_Offline):
+    """Supervised fine-tuning, as `birl sft`: SFTTrainer(model, rows, learning_rate=1e-5).train()."""
+
+    command, prefix = "sft", "SFT"
+
+
+class DPOTrainer(_Offline):
+    """Preference losses, as `birl dpo`: DPOTrainer(model, pairs, beta=0.1, loss_type="sigmoid").train()."""
+
+    command, prefix = "dpo", "DPO"
+
+
+class RewardTrainer(_Offline):
+    """A reward model, as `birl rm`: RewardTrainer(model, pairs).train()."""
+
+    command, prefix = "rm", "Reward"
+
+
+GRPOTrainer = Trainer
+"""TRL's name, so that a script changes its import alone."""

@@ -1,0 +1,200 @@
+"""What nobody can do to a server: keep others waiting, take all its connections, or come in under another name."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from birl.engines.client import Client
+from birl.engines.peer import Peer
+from birl.errors import BirlError, EngineDown
+from birl.server import connections, limits
+from birl.types import Message, SamplingParams
+from tests.server.running import Running, running, until
+from tests.text.test_tools import chat as chat_of
+from tests.tiny import CHATML, tiny_model_folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tiny_model_folder(tmp_path_factory.mktemp("m") / "tiny")
+    with running(folder) as found:
+        yield found
+
+
+EMPTY = {"role": "user", "content": ""}
+HUGE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "empty messages": ("chat/completions", {"messages": [EMPTY] * 20_000}, "cannot fit into the context"),
+    "a role": ("chat/completions", {"messages": [{"role": "u" * 2_000_000, "content": ""}]}, "cannot fit into"),
+    "a long role": ("chat/completions", {"messages": [{"role": "u" * 300, "content": "Hi"}]}, "300 characters"),
+    "a name": ("chat/completions", {"messages": [EMPTY | {"name": "u" * 300}]}, "300 characters"),
+    "calls": (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a"}}] * 20_000}]},
+        "cannot fit into the context",
+    ),
+    "arguments": (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "1" * 99_999}}]}]},
+        "characters",
+    ),
+    "tools": ("chat/completions", {"messages": [EMPTY], "tools": [{"type": "function"}] * 50_000}, "keys and values"),
+    "a deep tool": ("chat/completions", {"tools": [json.loads('{"a":' * 300 + "1" + "}" * 300)]}, "nested more"),
+    "prompts": ("completions", {"prompt": ["x"] * 30_000}, "30000 answers in one request"),
+    "a prompt": ("completions", {"prompt": "x" * 200_000}, "200000 characters"),
+    "ids": ("completions", {"prompt": [1] * 200_000}, "200000 tokens"),
+    "stop strings": ("completions", {"prompt": "x", "stop": ["x"] * 1000}, "at most 256 strings"),
+    "a stop string": ("completions", {"prompt": "x", "stop": ["x" * 9000]}, "at most 4096 characters"),
+}
+
+
+@pytest.mark.parametrize(("path", "sent", "said"), HUGE.values(), ids=HUGE)
+def test_what_cannot_fit_is_refused_before_it_is_rendered(server: Running, monkeypatch, path, sent, said) -> None:
+    if "stop" not in sent:
+        monkeypatch.setattr(server.service.chat, "render", lambda *_: pytest.fail("it was rendered"))
+    reply = server.http.post(f"/v1/{path}", json=sent)
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text[:300]
+    assert len(reply.text) < 1000
+
+
+def test_prompts_are_rendered_beside_the_event_loop(server: Running, monkeypatch) -> None:
+    render, begun, go = server.service.chat.render, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert go.wait(20)
+        return render(*args)
+
+    monkeypatch.setattr(server.service.chat, "render", slow)
+    sent = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    replies: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: replies.append(server.http.post("/v1/chat/completions", json=sent)))
+    asking.start()
+    assert begun.wait(20)
+    assert httpx.get(f"{server.url}/health").status_code == 200  # while it is rendered
+    go.set()
+    asking.join(20)
+    assert replies[0].status_code == 200
+
+
+def half(server: Running, text: bytes = b"GET /info HTTP/1.1\r\nHost: 127") -> socket.socket:
+    found = socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=20)
+    found.sendall(text)
+    return found
+
+
+def closed(sock: socket.socket) -> bool:
+    """By the server, whatever it said before."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(4096):
+            pass
+    return True
+
+
+def test_half_a_head_is_not_waited_for(server: Running, monkeypatch) -> None:
+    monkeypatch.setattr(connections, "HEAD", 0.2)
+    with half(server) as one, half(server, b"") as other:
+        assert closed(one) and closed(other)
+    monkeypatch.setattr(connections, "KEEP", 0.2)
+    with half(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea") as third:
+        assert closed(third)
+    until(lambda: server.http.get("/health").status_code == 200)
+
+
+def test_idle_connections_make_room(server: Running, monkeypatch) -> None:
+    monkeypatch.setattr(connections.Patient, "most", 4)
+    idle = [half(server) for _ in range(12)]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert closed(idle[0])
+    for one in idle:
+        one.close()
+    assert 8 <= connections.room() <= connections.WANTED
+
+
+def test_half_a_body_is_not_waited_for(server: Running, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "QUIET", 0.1)
+    with half(server, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{") as one:
+        assert b"408" in one.recv(4096)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *[(h, 200) for h in ("127.0.0.1", "127.0.0.1:8000", "localhost:1", "LOCALHOST", "[::1]:80", "a.localhost:3")],
+        *[
+            (h, 403)
+            for h in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "10.0.0.1")
+        ],
+    ],
+)
+def test_another_name_of_this_machine_does_not_come_in(server: Running, host: str, status: int) -> None:
+    for path in ("/info", "/metrics", "/v1/models"):
+        assert server.http.get(path, headers={"host": host}).status_code == status
+    assert server.http.get("/health", headers={"host": host}).status_code == 200
+
+
+def test_a_body_with_two_lengths_is_refused(server: Running) -> None:
+    said = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n"
+    with half(server, said + b"\r\n2\r\n{}\r\n0\r\n\r\nGET /info HTTP/1.1\r\nHost: localhost\r\n\r\n") as one:
+        reply = b""
+        while part := one.recv(4096):
+            reply += part
+    assert reply.startswith(b"HTTP/1.1 400") and b"Content-Length and Transfer-Encoding" in reply
+    assert reply.count(b"HTTP/1.1") == 1
+
+
+def test_an_answer_without_end_is_not_read_to_its_end() -> None:
+    async def main() -> None:
+        client, peer = Client("http://x"), Peer("http://x")
+        client._http = httpx.AsyncClient(base_url="http://x", transport=Chunks())
+        peer.client = httpx.AsyncClient(base_url="http://x", transport=Chunks())
+        for ask in (client.info(), client.generate((1,), SamplingParams(max_tokens=1)), peer.json("GET", "/x")):
+            with pytest.raises(EngineDown, match="larger than"):
+                await ask
+
+    asyncio.run(main())
+
+
+class Chunks(httpx.AsyncBaseTransport):
+    """An engine that never stops talking."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        async def endless() -> Any:
+            for _ in range(100_000):
+                yield b"[" * 2**23
+            raise AssertionError("all of it was read")
+
+        return httpx.Response(200, content=endless())
+
+
+def test_a_template_without_end(monkeypatch) -> None:
+    monkeypatch.setattr("birl.text.tools.SECONDS", 0.2)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(BirlError, match="The chat template took longer"):
+        chat_of(loop + CHATML).render((Message(role="user", content="Hi"),))
+
+
+def test_loading_what_cannot_be_read_stops_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> None:
+    folder = tmp_path_factory.mktemp("m")
+    os.mkfifo(folder / "model.safetensors")
+    with running(tiny_model_folder(folder / "tiny"), request_timeout=0.5) as server:
+        reply = server.http.post("/load", json={"version": 1, "folder": str(folder)})
+        assert reply.status_code == 409 and "a named pipe" in reply.json()["error"]["message"], reply.text
+        go, weights = threading.Event(), server.service.engine.weights
+        monkeypatch.setattr(weights.__class__, "stage", lambda *_: go.wait(20))
+        late: list[httpx.Response] = []
+        sent = {"version": 2, "folder": "/"}
+        loading = threading.Thread(target=lambda: late.append(server.http.post("/load", json=sent)))
+        loading.start()
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        loading.join(20)
+        assert late[0].status_code == 504
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        go.set()

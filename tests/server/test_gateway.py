@@ -1,0 +1,467 @@
+"""Agents reach the model by the real clients of OpenAI and Anthropic; what they asked are the episode's turns, token by
+token."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from birl.rollout.assemble import samples
+from birl.rollout.session import Limits, Session
+from birl.server import gateway as module
+from birl.server.gateway import Gateway
+from birl.text.chat import Chat
+from birl.types import Completion, Outcome, SamplingParams, Stop, Trajectory
+from tests.rollout.scripted import CHAT, Scripted
+from tests.text.test_tools import QWEN
+from tests.tiny import tiny_tokenizer
+
+TOOLED = Chat(tiny_tokenizer(template=QWEN))
+HI: Any = [{"role": "user", "content": "Hi"}]
+TOOL: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALL = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+
+
+class Place:
+    """An episode with an address, and clients that know it."""
+
+    def __init__(self, gateway: Gateway, session: Session) -> None:
+        self.gateway, self.session, self.url = gateway, session, session.base_url
+        self.openai = openai.AsyncOpenAI(base_url=self.url, api_key="any", max_retries=0, timeout=20)
+        self.anthropic = anthropic.AsyncAnthropic(
+            base_url=self.url.removesuffix("/v1"), api_key="any", max_retries=0, timeout=20
+        )
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=20)
+
+    async def chat(self, messages: Any = HI, **keys: Any) -> Any:
+        return await self.openai.chat.completions.create(**{"model": "any", "messages": messages, **keys})
+
+    async def message(self, messages: Any = HI, **keys: Any) -> Any:
+        return await self.anthropic.messages.create(**{"model": "any", "messages": messages, "max_tokens": 90, **keys})
+
+    def spoken(self) -> list[str]:
+        """What is trained of each sample."""
+        all_turns = Trajectory(turns=self.session.turns, reward=1.0, score=1.0, outcome=Outcome.OK)
+        found = samples(all_turns, 1.0, 0, 0)
+        return [CHAT.decode([t for t, m in zip(s.tokens, s.mask, strict=True) if m]) for s in found]
+
+
+@asynccontextmanager
+async def place(engine: Any, sampling: str = "run", **limits: Any) -> AsyncIterator[Place]:
+    gateway = Gateway(engine.chat, sampling)
+    await gateway.start()
+    params = SamplingParams(max_tokens=90, temperature=1.0)
+    session = Session(engine, engine.chat, params, Limits(**limits), lambda turn: 100 + turn, gateway=gateway)
+    found = Place(gateway, session)
+    try:
+        yield found
+    finally:
+        await found.openai.close()
+        await found.anthropic.close()
+        await found.http.aclose()
+        session.close()
+        await gateway.close()
+
+
+def played(engine: Any, body: Callable[[Place], Coroutine[Any, Any, None]], **keys: Any) -> None:
+    async def main() -> None:
+        async with place(engine, **keys) as here:
+            await body(here)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_openai_continues_token_by_token() -> None:
+    async def body(here: Place) -> None:
+        said = list(HI)
+        for question in ("Sure?", "Why?"):
+            reply = await here.chat(said)
+            said += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": question}]
+        last = (await here.chat(said)).choices[0]
+        assert (last.message.content, last.finish_reason) == ("c", "stop")
+        assert here.spoken() == ["a<|im_end|>b<|im_end|>c<|im_end|>"]
+
+    played(Scripted(["a", "b", "c"]), body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_calls_tools(stream: bool) -> None:
+    async def body(here: Place) -> None:
+        tools = [{"type": "function", "function": TOOL}]
+        if stream:
+            async with here.openai.chat.completions.stream(model="any", messages=HI, tools=tools) as events:  # type: ignore
+                reply = (await events.get_final_completion()).choices[0]
+        else:
+            reply = (await here.chat(tools=tools)).choices[0]
+        (call,) = reply.message.tool_calls
+        assert (reply.finish_reason, reply.message.content) == ("tool_calls", "I add.")
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3}) and len(call.id) == 9
+        own = {"role": "assistant", "content": "I add.", "tool_calls": [call.model_dump(exclude={"index"})]}
+        own["tool_calls"][0]["function"].pop("parsed_arguments", None)  # type: ignore
+        said = [*HI, own, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+        assert (await here.chat(said, tools=tools)).choices[0].message.content == "seven"
+        assert here.spoken() == [CALL + "<|im_end|>seven<|im_end|>"]
+
+    played(Scripted([CALL, "seven"], TOOLED), body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropic_calls_tools(stream: bool) -> None:
+    async def body(here: Place) -> None:
+        tools = [{"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}]
+        keys: Any = {"model": "any", "max_tokens": 90, "system": "Be brief.", "messages": HI, "tools": tools}
+        if stream:
+            async with here.anthropic.messages.stream(**keys) as events:
+                reply = await events.get_final_message()
+        else:
+            reply = await here.anthropic.messages.create(**keys)
+        words, call = reply.content
+        assert (words.text, call.name, call.input, reply.stop_reason) == ("I add.", "add", {"a": 3}, "tool_use")
+        assert reply.usage.output_tokens == len(here.session.turns[0].completion.tokens)
+        counted = await here.anthropic.messages.count_tokens(**{k: v for k, v in keys.items() if k != "max_tokens"})
+        assert counted.input_tokens == len(here.session.turns[0].prompt) == reply.usage.input_tokens
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "7"}]}
+        keys["messages"] = [
+            *HI,
+            {"role": "assistant", "content": [b.model_dump() for b in reply.content]},
+            {"role": "user", "content": [result]},
+        ]
+        reply = await here.anthropic.messages.create(**keys)
+        assert (reply.content[0].text, reply.stop_reason) == ("seven", "end_turn")
+        assert here.spoken() == [CALL + "<|im_end|>seven<|im_end|>"]
+
+    played(Scripted([CALL, "seven"], TOOLED), body)
+
+
+def test_stop_strings_of_a_client_end_the_answer_and_not_the_sample() -> None:
+    """APIs leave the stop string out; the model has sampled it, and its tokens stay."""
+
+    class Stops(Scripted):
+        async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
+            found = await super().generate(prompt_ids, params, session)
+            assert params.stop == ("STOP",)
+            return Completion(
+                tokens=found.tokens[:-1], logprobs=found.logprobs[:-1], versions=found.versions[:-1], stop=Stop.STOP
+            )
+
+    async def body(here: Place) -> None:
+        first = (await here.chat(stop="STOP")).choices[0].message
+        assert first.content == "one"
+        said = [*HI, {"role": "assistant", "content": "one"}, *HI]
+        second = await here.message(said, stop_sequences=["STOP"])
+        assert (second.content[0].text, second.stop_reason, second.stop_sequence) == ("two", "stop_sequence", "STOP")
+        assert here.spoken() == ["oneSTOPtwoSTOP"]
+
+    played(Stops(["oneSTOP", "twoSTOP"]), body)
+
+
+def test_several_choices_are_branches() -> None:
+    async def body(here: Place) -> None:
+        found = await here.chat(n=3, logprobs=True)
+        assert sorted(c.message.content for c in found.choices) == ["a", "b", "c"]
+        assert found.usage.completion_tokens == 6 and found.choices[0].logprobs.content[0].logprob == -0.5
+        assert sorted(here.spoken()) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
+
+    played(Scripted(["a", "b", "c"]), body)
+
+
+def test_text_completions_and_models() -> None:
+    async def body(here: Place) -> None:
+        found = await here.openai.completions.create(model="any", prompt="one and", max_tokens=50)
+        assert found.choices[0].text == " two"
+        found = await here.openai.completions.create(model="any", prompt="one and two and")
+        assert here.spoken() == [" two<|im_end|>", " three<|im_end|>"]
+        first, second = (turn.prompt for turn in here.session.turns)
+        assert second[: len(first)] == first and CHAT.decode(second[len(first) :]) == " two and"
+        assert [m.id async for m in here.openai.models.list()] == ["birl"]
+        assert (await here.openai.models.retrieve("some/model")).id == "some/model"
+
+    played(Scripted([" two", " three"]), body)
+
+
+def test_agents_have_names() -> None:
+    async def body(here: Place) -> None:
+        await here.chat(model="birl/critic")
+        await here.chat(model="openai/gpt-9")
+        await here.chat(extra_headers={"X-Birl-Agent": "judge"})
+        await here.message(model="birl/critic")
+        assert [t.agent for t in here.session.turns] == ["critic", "", "judge", "critic"]
+
+    played(Scripted(["a", "b", "c", "d"]), body)
+
+
+def test_rewards_are_sent() -> None:
+    async def body(here: Place) -> None:
+        for wrong in ({}, {"reward": "1"}, {"reward": True}, {"reward": 1, "agnet": "x"}, {"reward": 1, "agent": 3}):
+            assert (await here.http.post("/reward", json=wrong)).status_code == 400
+        assert (await here.http.post("/reward", content=b'{"reward": NaN}')).status_code == 400
+        assert here.session.reward is None
+        await here.http.post("/reward", json={"reward": 0.5})
+        assert here.session.reward == 0.5
+        await here.http.post("/reward", json={"reward": 1, "agent": "a"})
+        await here.http.post("/reward", json={"reward": -1, "agent": "b"})
+        assert here.session.reward == {"a": 1.0, "b": -1.0}
+
+    played(Scripted([]), body)
+
+
+def test_the_run_decides_how_answers_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Scripted(["a"] * 4, TOOLED)
+
+    async def body(here: Place) -> None:
+        strict = [{"type": "function", "function": {**TOOL, "strict": True}}]
+        for _ in range(2):
+            await here.chat(temperature=0.2, top_p=0.5, seed=1, max_tokens=7)
+        await here.chat(tools=strict, tool_choice="required", response_format={"type": "json_object"})
+
+    played(engine, body)
+    assert [(p.temperature, p.top_p, p.seed, p.max_tokens) for p in engine.params[:2]] == [
+        (1.0, 1.0, 100, 7),
+        (1.0, 1.0, 101, 7),
+    ]
+    printed = capsys.readouterr().out
+    for key in ("temperature=0.2; the run's temperature is 1", "top_p=0.5", "seed", "tool_choice", "response_format"):
+        assert printed.count(f"An agent asks for {key}") == 1
+    assert "strict=true" in printed
+
+
+def test_an_agent_may_decide_where_nothing_is_trained() -> None:
+    engine = Scripted(["a", "b"])
+
+    async def body(here: Place) -> None:
+        await here.chat(temperature=0.2, top_p=0.5, extra_body={"top_k": 3})
+        await here.message(extra_body={"temperature": 0.3})
+
+    played(engine, body, sampling="agent")
+    assert [(p.temperature, p.top_p, p.top_k) for p in engine.params] == [(0.2, 0.5, 3), (0.3, 1.0, 0)]
+
+
+REFUSED = {
+    "an unknown parameter": ("/chat/completions", {"messages": HI, "tempreature": 1}, "tempreature"),
+    "no messages": ("/chat/completions", {}, "messages"),
+    "an image": (
+        "/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "image_url",
+    ),
+    "an image for Anthropic": (
+        "/messages",
+        {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "image",
+    ),
+    "an answer that was begun": (
+        "/messages",
+        {"max_tokens": 5, "messages": [*HI, {"role": "assistant", "content": "I"}]},
+        "cannot be begun",
+    ),
+    "a tool of the API": ("/messages", {"messages": HI, "tools": [{"type": "bash_1", "name": "bash"}]}, "tools.0"),
+    "ids": ("/completions", {"prompt": [1, 2]}, "prompt must be text"),
+    "no room": ("/chat/completions", {"messages": HI, "max_tokens": 0}, "max_tokens must be at least 1"),
+    "too many": ("/chat/completions", {"messages": HI, "n": 1000}, "at most 128"),
+    "no JSON": ("/chat/completions", "{", "not JSON"),
+    "many empty messages": ("/chat/completions", {"messages": [{"role": "user"}] * 5000}, "5000 messages"),
+    "a long role": ("/chat/completions", {"messages": [{"role": "u" * 400, "content": ""}]}, "400 characters"),
+    "a deep schema": ("/messages", {"messages": HI, "tools": [json.loads("[" * 200 + "]" * 200)]}, "nested more than"),
+    "a reward of 400 digits": ("/reward", '{"reward": 1' + "0" * 400 + "}", "too large"),
+}
+
+
+@pytest.mark.parametrize(("path", "sent", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(path: str, sent: Any, told: str) -> None:
+    async def body(here: Place) -> None:
+        found = await here.http.post(path, content=sent if isinstance(sent, str) else json.dumps(sent))
+        assert found.status_code == 400 and told in found.json()["error"]["message"].replace(": ", " "), found.text
+        assert (found.json().get("type") == "error") == (path == "/messages")
+        assert not here.session.turns and here.session.failure is None
+
+    played(Scripted([]), body, tokens=4096)
+
+
+def test_an_address_is_a_secret_and_ends_with_its_episode() -> None:
+    async def body(here: Place) -> None:
+        root = here.url.partition("/s/")[0]
+        for url in (root, f"{root}/v1/models", f"{root}/s/", f"{root}/s/guess/v1/models", f"{here.url}x/models"):
+            assert (await here.http.get(url)).status_code == 404
+        assert (await here.http.get(f"{here.url}/elsewhere")).status_code == 404
+        here.session.close()
+        with pytest.raises(openai.NotFoundError):
+            await here.chat()
+        with pytest.raises(anthropic.NotFoundError):
+            await here.message()
+
+    played(Scripted(["a"]), body)
+
+
+class Held(Scripted):
+    """Answers when it is let; counts who went away meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(["a"] * 20)
+        self.free, self.cancelled, self.begun = asyncio.Event(), 0, 0
+
+    async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
+        self.begun += 1
+        try:
+            await self.free.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return await super().generate(prompt_ids, params, session)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_goes_away_leaves_no_turn(stream: bool, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks again then, and only the answer that it gets is trained."""
+    monkeypatch.setattr(module, "PING", 0.05)
+    engine = Held()
+
+    async def body(here: Place) -> None:
+        if stream:
+            events = await here.chat(stream=True, n=n)
+            await until(lambda: engine.begun == n)
+            await events.response.aclose()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                await here.chat(timeout=0.2, n=n)
+        await until(lambda: engine.cancelled == n)
+        assert not here.session.turns and not here.session.known
+        engine.free.set()
+        assert (await here.chat()).choices[0].message.content == "a"
+        assert here.spoken() == ["a<|im_end|>"]
+
+    played(engine, body, turns=3)
+
+
+def test_the_end_of_an_episode_aborts_what_is_being_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PING", 0.05)
+    engine = Held()
+
+    async def body(here: Place) -> None:
+        whole, stream = asyncio.create_task(here.chat()), await here.message(stream=True)
+        await until(lambda: engine.begun == 2)
+        here.session.close()
+        with pytest.raises(openai.InternalServerError, match="The episode is over"):
+            await whole
+        with pytest.raises(anthropic.APIStatusError, match="The episode is over"):
+            _ = [event async for event in stream]
+        assert engine.cancelled == 2 and not here.session.turns
+
+    played(engine, body)
+
+
+def test_a_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PING", 0.02)
+
+    async def body(here: Place) -> None:
+        kinds = [event.type async for event in await here.message(stream=True)]
+        assert kinds.count("message_stop") == 1
+        text = [c.choices[0].delta.content or "" async for c in await here.chat(stream=True)]
+        assert "".join(text) == "b"
+        raw = (await here.http.post("/messages", json={"messages": HI, "max_tokens": 9, "stream": True})).text
+        assert raw.count("event: ping") >= 2
+
+    played(Scripted(["a", "b", "c"], delay=0.1), body)
+
+
+def test_no_room_is_told_in_the_words_of_the_api() -> None:
+    async def body(here: Place) -> None:
+        await here.chat()
+        with pytest.raises(openai.BadRequestError) as told:
+            await here.chat([*HI, {"role": "user", "content": "long " * 60}])
+        assert told.value.code == "context_length_exceeded"
+        with pytest.raises(anthropic.BadRequestError):
+            await here.message([{"role": "user", "content": "long " * 60}])
+        assert here.spoken() == ["a<|im_end|>"] and "leaves no room" in str(here.session.failure)
+
+    played(Scripted(["a"]), body, tokens=150)
+
+
+def test_a_dead_engine_is_told_once_and_not_asked_again() -> None:
+    class Down(Scripted):
+        async def generate(self, prompt_ids: Any, params: Any, session: str = "") -> Completion:
+            self.prompts.append(prompt_ids)
+            raise RuntimeError("boom")
+
+    engine = Down([])
+
+    async def body(here: Place) -> None:
+        for _ in range(2):
+            eager = here.openai.with_options(max_retries=2)
+            with pytest.raises(openai.InternalServerError, match="boom") as told:
+                await eager.chat.completions.create(model="any", messages=HI)
+            assert told.value.status_code == 503
+        assert len(engine.prompts) == 1
+
+    played(engine, body)
+
+
+def test_parallel_requests_keep_apart() -> None:
+    """Twenty conversations of three turns at once, with one address."""
+
+    def says(prompt: str) -> str:
+        return prompt.rpartition("number ")[2].partition("<|im_end|>")[0] + "!"
+
+    async def body(here: Place) -> None:
+        async def talk(i: int) -> None:
+            said: list[Any] = [{"role": "system", "content": f"agent {i}"}]
+            for turn in range(3):
+                said.append({"role": "user", "content": f"number {i}.{turn}"})
+                reply = (await here.chat(said)).choices[0].message.content
+                assert reply == f"{i}.{turn}!"
+                said.append({"role": "assistant", "content": reply})
+
+        await asyncio.gather(*map(talk, range(20)))
+        end = "!<|im_end|>"
+        assert sorted(here.spoken()) == sorted(f"{i}.0{end}{i}.1{end}{i}.2{end}" for i in range(20))
+
+    played(Scripted(says, delay=0.01), body, turns=60)
+
+
+THINKING = Chat(tiny_tokenizer(template=(Path(__file__).parents[1] / "text" / "templates" / "qwen3.jinja").read_text()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_told_apart_and_may_be_dropped(stream: bool) -> None:
+    """A client that sends the answer back without its thoughts continues the conversation, thoughts included, where the
+    template lets it: while a tool is used. Behind a new question this template drops them: a new sample."""
+
+    async def body(here: Place) -> None:
+        tools = [{"type": "function", "function": TOOL}]
+        if stream:
+            async with here.openai.chat.completions.stream(model="any", messages=HI, tools=tools) as events:  # type: ignore
+                first = (await events.get_final_completion()).choices[0].message
+        else:
+            first = (await here.chat(tools=tools)).choices[0].message
+        assert first.reasoning_content.strip() == "hm" and "hm" not in first.content
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+        said = [*HI, {"role": "assistant", "content": first.content, "tool_calls": [call]}]
+        said.append({"role": "tool", "tool_call_id": "1", "content": "7"})
+        await here.chat(said, tools=tools)
+        assert here.spoken() == [f"<think>\nhm\n</think>\n\n{CALL}<|im_end|><think>\nso\n</think>\n\nseven<|im_end|>"]
+
+    engine = Scripted([f"<think>\nhm\n</think>\n\n{CALL}", "<think>\nso\n</think>\n\nseven"], THINKING)
+    played(engine, body)
+
+
+def test_thoughts_are_blocks_for_anthropic() -> None:
+    async def body(here: Place) -> None:
+        thought, words = (await here.message()).content
+        assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
+        async with here.anthropic.messages.stream(model="any", max_tokens=90, messages=HI) as events:
+            thought, words = (await events.get_final_message()).content
+        assert (thought.type, thought.thinking.strip(), words.text.strip()) == ("thinking", "hm", "seven")
+
+    played(Scripted(["<think>\nhm\n</think>\n\nseven"] * 2, THINKING), body)

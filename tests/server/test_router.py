@@ -1,0 +1,858 @@
+"""Many engines as one: which gets a request, what happens to it when one fails, and whose tokens are taken."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from birl.engines.client import Client
+from birl.engines.remote import Remote
+from birl.engines.router import Router
+from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.models.digests import digests
+from birl.models.load import cast, load_model
+from birl.process import Process, answers, free_port
+from birl.types import Completion, Held, SamplingParams, Stop, Update
+from tests.server.app import tiny_engine
+from tests.server.fakes import Fake, digest_of, expected, play, update
+from tests.tiny import tiny_model_folder
+
+PROMPT = (1, 9, 4)
+
+
+def fakes(n: int, **keys: Any) -> list[Fake]:
+    return [Fake(f"engine{i}", **keys) for i in range(n)]
+
+
+def params(n: int = 20, seed: int | None = 7, **keys: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=n, seed=seed, **keys)
+
+
+def states(router: Router) -> list[str]:
+    return [row.state for row in router.table()]
+
+
+async def until(done: Any, limit: float = 1000.0) -> None:
+    async with asyncio.timeout(limit):
+        while not done():
+            await asyncio.sleep(0.05)
+
+
+def test_load_spreads_and_the_table_adds_up() -> None:
+    async def main() -> None:
+        engines = fakes(4)
+        router = Router(engines)
+        await router.start()
+        answers = await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(40)))
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(40)]
+        assert [e.most for e in engines] == [10, 10, 10, 10]
+        assert [(r.served, r.in_flight, r.failures, r.state) for r in router.table()] == [(10, 0, 0, "ready")] * 4
+        await router.close()
+
+    play(main)
+
+
+def test_a_slow_engine_gets_fewer_requests() -> None:
+    async def main() -> None:
+        engines = [Fake("fast", pace=0.1), Fake("slow", pace=0.4)]
+        router = Router(engines)
+        tickets = asyncio.Semaphore(8)
+
+        async def one(i: int) -> None:
+            async with tickets:
+                await router.generate(PROMPT, params(seed=i))
+
+        await asyncio.gather(*(one(i) for i in range(100)))
+        served = {row.address: row.served for row in router.table()}
+        assert served["fast"] > 3 * served["slow"] > 0
+        await router.close()
+
+    play(main)
+
+
+def test_a_session_stays_while_its_engine_is_well() -> None:
+    async def main() -> None:
+        engines = fakes(3)
+        router = Router(engines)
+        await router.start()
+        for _ in range(5):
+            await asyncio.gather(*(router.generate(PROMPT, params(3), session=f"s{i}") for i in range(30)))
+        homes = {s: [e for e in engines if ("generate", s) in e.log] for s in (f"s{i}" for i in range(30))}
+        assert all(len(found) == 1 for found in homes.values())
+        assert Counter(found[0].address for found in homes.values()) == dict.fromkeys(
+            ("engine0", "engine1", "engine2"), 10
+        )
+        lost = homes["s0"][0]
+        lost.crash()
+        await router.generate(PROMPT, params(3), session="s0")
+        lost.restart()
+        await until(lambda: states(router) == ["ready"] * 3)
+        new = [e for e in engines if e is not lost and ("generate", "s0") in e.log]
+        await asyncio.gather(*(router.generate(PROMPT, params(3), session="s0") for _ in range(5)))
+        assert len(new) == 1 and new[0].log.count(("generate", "s0")) == 6
+        await router.close()
+
+    play(main)
+
+
+@pytest.mark.parametrize("way", ["crash", "freeze", "garbage"])
+def test_an_engine_that_fails_in_the_middle_costs_nothing_but_time(way: str) -> None:
+    async def main() -> None:
+        engines, events = fakes(2), []
+        router = Router(engines, on_event=lambda name, **fields: events.append((name, fields)))
+        await router.start()
+        asked = [asyncio.create_task(router.generate(PROMPT, params(100, seed=i))) for i in range(10)]
+        await asyncio.sleep(3.0)
+        engines[0].crash() if way == "crash" else engines[0].change(**{{"freeze": "frozen"}.get(way, way): True})
+        answers = await asyncio.gather(*asked)
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(10)]
+        assert sum(row.served for row in router.table()) == 10
+        assert asyncio.get_running_loop().time() < 40  # the freeze was found by looking, not by a request's deadline
+        assert sum(name == "retry" for name, _ in events) >= 5
+        if way == "freeze":
+            told = [fields["error"] for name, fields in events if name == "retry"]
+            assert told == ["it did not say how it is within 5 s"] * 5
+        if way != "garbage":
+            assert ("engine_down", "engine0") in {(name, fields["address"]) for name, fields in events}
+        await router.close()
+
+    play(main)
+
+
+def test_an_engine_that_looks_well_and_answers_nothing_is_left_alone_for_longer_and_longer() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        engines[0].garbage = True
+        router = Router(engines)
+        await router.start()
+        for i in range(200):
+            assert (await router.generate(PROMPT, params(5, seed=i))).tokens == expected(PROMPT, params(5, seed=i))
+        assert engines[0].log.count(("generate", "")) < 12 and states(router)[0] == "ready"
+        await router.close()
+
+    play(main)
+
+
+def test_a_full_engine_is_not_a_sick_one() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        for engine in engines:
+            engine.full = True
+        router = Router(engines, retries=1)
+        await router.start()
+        task = asyncio.create_task(router.generate(PROMPT, params(5)))
+        await asyncio.sleep(21)
+        assert states(router) == ["ready", "ready"] and not task.done()
+        assert sum(len(e.log) for e in engines) <= 24  # it does not knock all the time
+        engines[1].full = False
+        assert (await task).tokens == expected(PROMPT, params(5)) and router.table()[1].failures == 0
+        await router.close()
+
+    play(main)
+
+
+def test_with_all_engines_down_a_request_waits_and_then_says_who_is_how() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        for engine in engines:
+            engine.crash()
+        router = Router(engines, timeout=30.0)
+        with pytest.raises(EngineDown) as caught:
+            await router.generate(PROMPT, params(), session="episode-7")
+        assert asyncio.get_running_loop().time() == pytest.approx(30.0)
+        for part in ("episode-7", "30 s", "engine0 is down since", "engine1", "connection refused"):
+            assert part in str(caught.value)
+        with pytest.raises(EngineDown, match="Not every engine was ready within 5 s: engine0 is down"):
+            await router.start(5.0)
+        task = asyncio.create_task(router.generate(PROMPT, params(5)))
+        await asyncio.sleep(3)
+        engines[1].restart()
+        assert (await task).tokens == expected(PROMPT, params(5))
+        await router.close()
+
+    play(main)
+
+
+def test_retries_come_to_an_end_and_a_wrong_request_is_not_tried_again() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        for engine in engines:
+            engine.garbage = True
+        router = Router(engines, retries=3)
+        with pytest.raises(EngineDown, match=r"failed 4 times.*gave no completion"):
+            await router.generate(PROMPT, params(5))
+        assert sum(len(e.log) for e in engines) == 4
+
+        async def wrong(*_: object) -> Completion:
+            raise BirlError("prompt_ids: 70000 is not in the vocabulary")
+
+        for engine in engines:
+            engine.generate = wrong  # type: ignore[method-assign]
+        with pytest.raises(BirlError, match="70000"):
+            await router.generate(PROMPT, params(5))
+        assert states(router) == ["ready", "ready"]
+        await router.close()
+
+    play(main)
+
+
+def test_new_weights_reach_all_and_requests_go_on() -> None:
+    async def main() -> None:
+        engines = fakes(3)
+        engines[2].slow_load = 4.0
+        router = Router(engines)
+        await router.start()
+        asked = [asyncio.create_task(router.generate(PROMPT, params(100, seed=i))) for i in range(6)]
+        await asyncio.sleep(3)
+        held = await router.load(update(5))
+        assert held == Held(version=5, digest=digest_of(5), seconds=4.0, bytes=30) and router.version == 5
+        answers = await asyncio.gather(*asked)
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(100, seed=i)) for i in range(6)]
+        assert all(set(a.versions) == {0, 5} for a in answers)
+        assert (await router.generate(PROMPT, params(3))).versions == (5, 5, 5)
+        with pytest.raises(WeightsFailed, match="are given 4") as caught:
+            await router.load(update(4))
+        assert caught.value.cause == "stale" and router.version == 5
+        await router.close()
+
+    play(main)
+
+
+def test_a_learner_that_was_killed_goes_on_from_older_weights() -> None:
+    """engine.attach: the engines have outlived it, with the weights of steps that are lost."""
+
+    async def main() -> None:
+        engines = fakes(2)
+        before = Router(engines)
+        await before.start()
+        await before.load(update(5))
+        await before.close()
+        engines[1].crash()
+        engines[1].restart()  # with version 0
+        router = Router(engines, version=5)
+        with pytest.raises(WeightsFailed, match="are given 4"):
+            await router.load(update(4))
+        assert (await router.load(replace(update(4), anew=True))).version == router.version == 4
+        await until(lambda: states(router) == ["ready", "ready"])
+        answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(6)))
+        assert {v for a in answers for v in a.versions} == {4} and [e.truth for e in engines] == [4, 4]
+        await router.close()
+
+    play(main)
+
+
+def test_settling_does_not_wait_for_an_engine_that_has_gone_down() -> None:
+    """It took the weights, proved them, and died; the others are ready."""
+
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines, interval=1000.0)
+        await router.start()
+        await router.load(update(5))
+        engines[1].crash()
+        router.fleet.members[1].poke.set()
+        await until(lambda: states(router) == ["ready", "down"])
+        began = asyncio.get_running_loop().time()
+        await router.settle(300.0)
+        assert asyncio.get_running_loop().time() - began < 1
+        engines[0].crash()
+        router.fleet.members[0].poke.set()
+        await until(lambda: states(router) == ["down", "down"])
+        with pytest.raises(EngineDown, match="No engine was ready"):
+            await router.settle(30.0)
+        await router.close()
+
+    play(main)
+
+
+@pytest.mark.parametrize("way", ["refuses", "frozen", "crash"])
+def test_an_engine_that_does_not_take_the_weights_gets_no_request_until_it_has(way: str) -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines)
+        await router.start()
+        bad = engines[1]
+        bad.crash() if way == "crash" else bad.change(**{way: "truncated" if way == "refuses" else True})
+        assert (await router.load(update(5))).bytes == 10
+        assert asyncio.get_running_loop().time() < 30
+        bad.log.clear()
+        assert states(router) == ["ready", "stale" if way == "refuses" else "down"]
+        for answer in await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(10))):
+            assert set(answer.versions) == {5}
+        assert ("generate", "") not in bad.log
+        bad.restart() if way == "crash" else bad.change(refuses="", frozen=False)
+        await until(lambda: states(router) == ["ready", "ready"])
+        assert bad.log[-1] == ("load", 5) and bad.truth == 5
+        await router.close()
+
+    play(main)
+
+
+def test_weights_that_nobody_takes_raise_and_the_old_ones_stay() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines)
+        await router.start()
+        for engine in engines:
+            engine.refuses = "mismatch"
+        with pytest.raises(WeightsFailed, match="engine0 refuses") as caught:
+            await router.load(update(5))
+        assert caught.value.cause == "mismatch" and router.version == 0
+        await until(lambda: states(router) == ["ready", "ready"])  # their digests say that nothing has changed
+        assert (await router.generate(PROMPT, params(2))).versions == (0, 0)
+        for engine in engines:
+            engine.crash()
+        with pytest.raises(WeightsFailed) as caught:
+            await router.load(update(6))
+        assert caught.value.cause == "unreachable"
+        await router.close()
+
+    play(main)
+
+
+def test_wrong_bytes_are_found_by_the_digest_even_if_the_engine_is_content() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines)
+        await router.start()
+        load = engines[1].load
+
+        async def careless(update: Update) -> Held:
+            held = await load(update)
+            engines[1].truth = 99  # the version is right and the weights are not
+            return Held(version=held.version, digest=digest_of(99))
+
+        engines[1].load = careless  # type: ignore[method-assign]
+        asked = [asyncio.create_task(router.generate(PROMPT, params(60, seed=i))) for i in range(8)]
+        await asyncio.sleep(1)
+        await router.load(update(5))
+        assert states(router) == ["ready", "stale"] and "not what was sent" in router.table()[1].error
+        for answer in await asyncio.gather(*asked):
+            assert set(answer.versions) <= {0, 5}
+        await router.close()
+
+    play(main)
+
+
+def test_an_engine_without_a_digest_needs_a_proof() -> None:
+    async def main() -> None:
+        engines, proven = fakes(2, digest=False), []
+
+        async def prove(remote: Remote) -> None:
+            proven.append(remote.address)
+            if remote is engines[1] and len(proven) < 4:
+                raise WeightsFailed("numbers", "other log-probs than it should")
+
+        bare = Router(engines)
+        with pytest.raises(WeightsFailed, match="no `prove`"):
+            await bare.load(update(1))
+        await bare.close()
+        router = Router(engines, prove=prove, version=1)
+        await router.start()
+        await router.load(update(2))
+        assert sorted(proven) == ["engine0", "engine1"] and states(router) == ["ready", "stale"]
+        await until(lambda: states(router) == ["ready", "ready"])
+        assert proven.count("engine1") == 3  # after each load once more
+        await router.close()
+
+    play(main)
+
+
+def test_an_answer_of_weights_that_are_not_proven_yet_waits_for_the_proof() -> None:
+    async def main() -> None:
+        engines, events = fakes(2, digest=False), []
+
+        async def prove(remote: Remote) -> None:
+            await asyncio.sleep(5)
+            if remote is engines[1]:
+                raise WeightsFailed("numbers", "other log-probs than it should")
+
+        router = Router(engines, prove=prove, on_event=lambda name, **fields: events.append((name, fields["address"])))
+        await router.start()
+        asked = [asyncio.create_task(router.generate(PROMPT, params(20, seed=i))) for i in range(6)]
+        await asyncio.sleep(0.5)
+        await router.load(update(5))
+        answers = await asyncio.gather(*asked)
+        assert all(5 in a.versions for a in answers)
+        assert [row.served for row in router.table()] == [6, 0] and events.count(("retry", "engine1")) == 3
+        assert events.count(("engine_stale", "engine1")) == 1 and ("engine_stale", "engine0") not in events
+        await router.close()
+
+    play(main)
+
+
+def test_a_look_that_is_overtaken_says_nothing() -> None:
+    async def main() -> None:
+        engines, events = fakes(2), []
+        for engine in engines:
+            engine.slow_info = 0.9
+        router = Router(engines, interval=0.1, on_event=lambda name, **fields: events.append(name))
+        await router.start()
+        for version in range(1, 8):
+            await router.load(update(version))
+            await asyncio.sleep(0.31 * version)
+            await router.pause()
+            await asyncio.sleep(0.23 * version)
+            await router.resume()
+        assert events == ["engine_ready", "engine_ready"]
+        await router.close()
+
+    play(main)
+
+
+def test_a_restarted_engine_is_brought_up_to_date_before_it_serves() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines, interval=5.0)
+        await router.start()
+        await router.load(update(5))
+        await asyncio.sleep(1)
+        engines[0].log.clear()
+        engines[0].restart()  # between two looks: nobody has noticed
+        answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(20)))
+        assert all(set(a.versions) == {5} for a in answers)
+        await until(lambda: states(router) == ["ready", "ready"])
+        assert ("load", 5) in engines[0].log
+        engines[0].restart(version=5)  # says that it has them: that is not enough
+        engines[0].log.clear()
+        await until(lambda: engines[0].log)
+        assert engines[0].log[0] == ("load", 5)
+        await router.close()
+
+    play(main)
+
+
+def test_somebody_elses_weights_make_an_engine_stale() -> None:
+    async def main() -> None:
+        engines, events = fakes(2), []
+        router = Router(engines, on_event=lambda name, **fields: events.append((name, fields.get("error"))))
+        await router.start()
+        await router.load(update(5))
+        engines[0].version = engines[0].truth = 8
+        answers = await asyncio.gather(*(router.generate(PROMPT, params(5, seed=i)) for i in range(8)))
+        assert all(set(a.versions) == {5} for a in answers)
+        assert states(router) == ["stale", "ready"] and any("version 8" in (e or "") for _, e in events)
+        engines[1].truth = 77  # same version, other weights: only the digest tells
+        await until(lambda: states(router)[1] == "stale")
+        assert any(name == "engine_stale" and "no longer what it was" in (e or "") for name, e in events)
+        await router.close()
+
+    play(main)
+
+
+def test_engines_that_do_not_start_with_the_same_weights_are_told() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        engines[1].truth = 3
+        router = Router(engines)
+        with pytest.raises(EngineDown, match="engine1 is stale"):
+            await router.start(5.0)
+        await router.close()
+        given = Router(engines, update=update(4))
+        await given.start(10.0)
+        assert given.version == 4 and [e.truth for e in engines] == [4, 4]
+        await given.close()
+        again = Router(engines, update=update(4))
+        for engine in engines:
+            engine.log.clear()
+        await again.start()
+        assert engines[0].log == engines[1].log == []  # they have it already, and their digests say so
+        await again.close()
+
+    play(main)
+
+
+@pytest.mark.parametrize("engine", ["birl", "vllm"])
+def test_an_answer_that_somebody_cut_goes_on(engine: str) -> None:
+    async def main() -> None:
+        engines = fakes(2, engine=engine)
+        router = Router(engines)
+        await router.start()
+        seen: list[SamplingParams] = []
+        for each in engines:
+            each.generate = watched(each.generate, seen)  # type: ignore[method-assign]
+        asked = [asyncio.create_task(router.generate(PROMPT, params(50, seed=i))) for i in range(4)]
+        await asyncio.sleep(2.05)
+        await engines[0].pause(abort=True)
+        answers = await asyncio.gather(*asked)
+        assert all(len(a.tokens) == 50 and a.stop is Stop.LENGTH for a in answers)
+        assert [r.failures for r in router.table()] == [0, 0] and "draining" in states(router)[0]
+        rest = seen[4:]
+        assert len(rest) == 2
+        if engine == "birl":
+            assert [a.tokens for a in answers] == [expected(PROMPT, params(50, seed=i)) for i in range(4)]
+            assert all(20 <= len(p.forced) <= 21 and p.max_tokens == 50 for p in rest)
+        else:
+            assert all(p.max_tokens <= 30 and p.seed not in range(4) and not p.forced for p in rest)
+        await router.close()
+
+    def watched(generate: Any, seen: list[SamplingParams]) -> Any:
+        async def call(prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
+            seen.append(params)
+            return await generate(prompt_ids, params, session)
+
+        return call
+
+    play(main)
+
+
+def test_an_abort_that_was_asked_for_gives_what_there_is() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines)
+        await router.start()
+        asked = [asyncio.create_task(router.generate(PROMPT, params(50), session=s)) for s in ("a", "a", "b")]
+        await asyncio.sleep(2)
+        assert await router.abort({"a"}) == 2
+        first, second, third = await asyncio.gather(*asked)
+        assert first.stop is second.stop is Stop.ABORT and 0 < len(first.tokens) < 50 and len(third.tokens) == 50
+        engines[0].change(frozen=True)
+        engines[1].change(frozen=True)
+        lost = asyncio.create_task(router.generate(PROMPT, params(50), session="c"))
+        await asyncio.sleep(0.1)
+        assert await router.abort() == 1 and (await lost).stop is Stop.ABORT  # though no engine hears it
+        await router.close()
+
+    play(main)
+
+
+def test_pause_holds_and_resume_goes_on_even_where_an_engine_missed_it() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines)
+        await router.start()
+        running = [asyncio.create_task(router.generate(PROMPT, params(50, seed=i))) for i in range(2)]
+        await asyncio.sleep(2)
+        await router.pause()
+        late = asyncio.create_task(router.generate(PROMPT, params(5)))
+        await asyncio.sleep(60)
+        assert not any(t.done() for t in (*running, late)) and states(router) == ["ready", "ready"]
+        assert len(engines[0].running) + len(engines[1].running) == 2
+        engines[1].change(frozen=True)
+        await router.resume()
+        assert [a.tokens for a in await asyncio.gather(*running)] == [
+            expected(PROMPT, params(50, seed=i)) for i in (0, 1)
+        ]
+        await late
+        engines[1].change(frozen=False)
+        await until(lambda: states(router) == ["ready", "ready"])
+        assert not engines[1].paused
+        task = asyncio.create_task(router.generate(PROMPT, params(50)))
+        await asyncio.sleep(1)
+        await router.pause(abort=True)
+        assert (await task).stop is Stop.ABORT and len((await task).tokens) < 50
+        await router.close()
+
+    play(main)
+
+
+def test_an_engine_that_slept_is_given_its_weights_again() -> None:
+    async def main() -> None:
+        engines = fakes(2)
+        router = Router(engines)
+        await router.start()
+        await router.load(update(5))
+        await engines[0].sleep()
+        await until(lambda: states(router)[0] == "draining")
+        engines[0].log.clear()
+        await engines[0].wake()
+        await until(lambda: engines[0].log)
+        assert engines[0].log == [("load", 5)]
+        await engines[0].resume()
+        await until(lambda: states(router) == ["ready", "ready"])
+        await router.close()
+
+    play(main)
+
+
+def test_a_lost_process_is_started_again_and_gets_the_weights() -> None:
+    async def main() -> None:
+        engines, spare, tries = fakes(2), Fake("spare"), []
+
+        async def restart(remote: Remote) -> Remote:
+            tries.append(remote.address)
+            if len(tries) == 1:
+                raise BirlError("out of memory")
+            await asyncio.sleep(3)
+            return spare
+
+        router = Router(engines, restart=restart)
+        await router.start()
+        await router.load(update(5))
+        engines[0].crash()
+        await until(lambda: "could not be started again: out of memory" in router.table()[0].error)
+        await until(lambda: states(router) == ["ready", "ready"])
+        assert [r.address for r in router.table()] == ["spare", "engine1"] and spare.truth == 5
+        assert engines[0].closed and tries == ["engine0", "engine0"]
+        await router.close()
+
+    play(main)
+
+
+def test_a_callback_that_raises_is_told_and_does_not_end_the_watch() -> None:
+    async def main() -> None:
+        engines = fakes(1)
+
+        async def restart(remote: Remote) -> Remote:
+            raise KeyError("a bug")
+
+        router = Router(engines, restart=restart)
+        await router.start()
+        engines[0].crash()
+        await until(lambda: "KeyError" in router.table()[0].error)
+        engines[0].restart()
+        await until(lambda: states(router) == ["ready"])
+        await router.close()
+
+    play(main)
+
+
+def test_closing_tells_whoever_waits() -> None:
+    async def main() -> None:
+        engines, events = fakes(2), []
+        router = Router(engines, on_event=lambda name, **fields: events.append(name))
+        task = asyncio.create_task(router.generate(PROMPT, params(50)))
+        await asyncio.sleep(1)
+        await router.close()
+        assert events == ["engine_ready", "engine_ready"]
+        with pytest.raises(EngineDown, match="closed"):
+            await task
+        with pytest.raises(EngineDown, match="closed"):
+            await router.generate(PROMPT, params(50))
+        assert all(e.closed and not e.running for e in engines)
+
+    play(main)
+
+
+def test_cancelling_a_request_ends_it_in_the_engine() -> None:
+    async def main() -> None:
+        engines = fakes(1)
+        router = Router(engines)
+        task = asyncio.create_task(router.generate(PROMPT, params(50)))
+        await asyncio.sleep(1)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert task.cancelled() and not engines[0].running and router.table()[0].in_flight == 0
+        await router.close()
+
+    play(main)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_every_request_is_answered_once_or_told_in_time(seed: int) -> None:
+    """Engines that die, freeze, answer nonsense, come back with old weights, are paused by others, while weights
+    change: an answer has exactly the tokens that its seed names, all of weights that were given, never older than those
+    that were current when it was asked for, unless it has waited for the load itself."""
+
+    async def main() -> None:
+        rng = random.Random(seed)
+        engines = [Fake(f"engine{i}", pace=rng.uniform(0.02, 0.3)) for i in range(rng.randint(1, 4))]
+        router = Router(engines, timeout=300.0, attempt_timeout=60.0, retries=1000, load_timeout=20.0)
+        given, over = {0}, asyncio.Event()
+
+        async def weather() -> None:
+            while not over.is_set():
+                await asyncio.sleep(rng.expovariate(0.3))
+                engine = rng.choice(engines)
+                what = rng.choice(["crash", "freeze", "garbage", "restart", "pause", "heal", "heal", "heal"])
+                if what == "crash":
+                    engine.crash()
+                elif what == "restart":
+                    engine.restart()
+                elif what == "pause":
+                    engine.aborted |= set(engine.running)
+                    engine.change(paused=True)
+                elif what == "heal":
+                    engine.restart() if engine.dead else engine.change(frozen=False, garbage=False, paused=False)
+                else:
+                    engine.change(**{"freeze": {"frozen": True}, "garbage": {"garbage": True}}[what])
+
+        async def learner() -> None:
+            version = 0
+            while not over.is_set():
+                await asyncio.sleep(rng.uniform(1, 20))
+                version += 1
+                given.add(version)
+                try:
+                    await router.load(update(version))
+                except WeightsFailed:
+                    assert router.version < version
+                else:
+                    assert router.version == version
+
+        async def ask(i: int) -> str:
+            await asyncio.sleep(rng.uniform(0, 60))
+            asked, floor = asyncio.get_running_loop().time(), router.version
+            wanted = params(rng.randint(1, 60), seed=i)
+            try:
+                answer = await router.generate(PROMPT, wanted, session=rng.choice(["", f"s{i % 5}"]))
+            except EngineDown:
+                assert asyncio.get_running_loop().time() - asked <= 300.01
+                return "told"
+            assert answer.tokens == expected(PROMPT, wanted) and answer.stop is Stop.LENGTH
+            assert set(answer.versions) <= given and min(answer.versions) >= floor
+            return "answered"
+
+        background = [asyncio.create_task(weather()), asyncio.create_task(learner())]
+        found = await asyncio.gather(*(ask(i) for i in range(40)))
+        over.set()
+        await asyncio.gather(*background)
+        for engine in engines:
+            engine.restart()
+        await asyncio.sleep(10)  # that is noticed, and
+        await router.start(100.0)  # in the end all are well again
+        assert len(found) == 40 and sum(row.served for row in router.table()) >= found.count("answered")
+        assert {e.truth for e in engines} == {router.version} and not any(e.running for e in engines)
+        assert all(row.in_flight == 0 for row in router.table())
+        await router.close()
+
+    play(main)
+
+
+@pytest.mark.timeout(180)
+def test_two_real_engines_one_is_killed_and_one_is_frozen(tmp_path) -> None:
+    """kill -9 in the middle of answers, SIGSTOP in the middle of others, new weights while one does not listen: every
+    answer is the undisturbed one, and nobody serves with old weights."""
+
+    async def main() -> None:
+        folders = [tiny_model_folder(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+        tensors = {name: p.data for name, p in cast(load_model(folders[1]), torch.bfloat16).named_parameters()}
+        new = Update(version=1, digests=digests(tensors), tensors=tensors)
+        processes: dict[str, Process] = {}
+        events: list[tuple[str, dict[str, Any]]] = []
+
+        async def restart(remote: Remote) -> Remote:
+            if processes[remote.address].alive:
+                return remote
+            await processes[remote.address].restart()
+            return Client(remote.address)
+
+        def engine(i: int) -> Client:
+            port = free_port()
+            client = Client(f"http://127.0.0.1:{port}")
+            command = [sys.executable, "-m", "tests.server.app", str(folders[0]), str(port), "0.01"]
+            keys = {"log": tmp_path / f"{i}.log", "ready": answers(client.info), "start_timeout": 60.0}
+            processes[client.address] = Process(command, env={"OMP_NUM_THREADS": "1"}, backoff=0.1, **keys)
+            return client
+
+        def ask(n: int, name: str) -> list["asyncio.Task[Completion]"]:
+            return [asyncio.create_task(router.generate(PROMPT, sampled(i), session=f"{name}{i}")) for i in range(n)]
+
+        def sampled(i: int) -> SamplingParams:
+            return params(150, seed=i, ignore_eos=True)
+
+        clients = [engine(i) for i in range(2)]
+        patience = {"interval": 0.3, "poll_timeout": 3.0, "load_timeout": 20.0}
+        router = Router(clients, restart=restart, on_event=lambda n, **f: events.append((n, f)), **patience)
+        undisturbed = tiny_engine(folders[0])
+        try:
+            await asyncio.gather(*(p.start() for p in processes.values()))
+            await router.start(20.0)
+            expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
+
+            asked = ask(8, "killed")
+            await asyncio.sleep(0.8)
+            assert [row.in_flight for row in router.table()] == [4, 4]
+            os.kill(processes[clients[0].address].pid, signal.SIGKILL)
+            assert await asyncio.gather(*asked) == expect
+            assert sum(name == "retry" for name, _ in events) == 4, events
+            await until(lambda: states(router) == ["ready", "ready"], 60)
+
+            held = await router.load(new)
+            assert held.version == 1
+            await undisturbed.load(new)
+            expect = await asyncio.gather(*(undisturbed.generate(PROMPT, sampled(i)) for i in range(8)))
+            events.clear()
+            asked = ask(8, "frozen")
+            await asyncio.sleep(0.8)
+            os.kill(processes[clients[1].address].pid, signal.SIGSTOP)
+            began = time.monotonic()
+            assert await asyncio.gather(*asked) == expect and time.monotonic() - began < 20
+            assert sum(name == "retry" for name, _ in events) == 4, events
+            assert states(router) == ["ready", "down"]
+
+            newer = Update(version=2, digests=new.digests, tensors=tensors)
+            assert (await router.load(newer)).version == 2
+            events.clear()
+            os.kill(processes[clients[1].address].pid, signal.SIGCONT)
+            await until(lambda: states(router) == ["ready", "ready"], 30)
+            assert [name for name, f in events if f["address"] == clients[1].address] == [
+                "engine_stale",
+                "engine_ready",
+            ]
+            late = await asyncio.gather(*ask(8, "late"))
+            assert [a.tokens for a in late] == [a.tokens for a in expect] and {v for a in late for v in a.versions} == {
+                2
+            }
+            assert all(row.in_flight == 0 and row.served for row in router.table())
+        finally:
+            await router.close()
+            await asyncio.gather(*(p.terminate() for p in processes.values()))
+            await undisturbed.close()
+
+    asyncio.run(asyncio.wait_for(main(), 150))
+
+
+def test_an_engine_that_joins_gets_the_weights_before_its_first_request() -> None:
+    async def main() -> None:
+        first, second = fakes(2)
+        second.restart(version=0)
+        router = Router([first])
+        await router.start()
+        await router.load(update(1))
+        router.fleet.add(second)
+        answers = await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(20)))
+        await until(lambda: states(router) == ["ready", "ready"])
+        answers += await asyncio.gather(*(router.generate(PROMPT, params(seed=i)) for i in range(20)))
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(20)] * 2
+        assert second.log[0] == ("load", 1) and second.most == 10
+        assert all(set(a.versions) == {1} for a in answers)
+        await router.close()
+
+    play(main)
+
+
+def test_an_engine_that_leaves_answers_what_it_has() -> None:
+    async def main() -> None:
+        first, second = fakes(2)
+        router = Router([first, second])
+        await router.start()
+        work = [asyncio.create_task(router.generate(PROMPT, params(seed=i), f"s{i}")) for i in range(8)]
+        await until(lambda: len(second.running) == 4)
+        await router.fleet.remove(router.fleet.members[1], "it was told to")
+        assert len(router.table()) == 1 and second.closed
+        answers = await asyncio.gather(*work)
+        answers += await asyncio.gather(*(router.generate(PROMPT, params(seed=i), f"s{i}") for i in range(8)))
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)] * 2
+        assert sum(what == "generate" for what, _ in second.log) == 4, "nothing was asked twice, or of one that leaves"
+        await router.load(update(1))
+        await router.settle(10.0)
+        assert router.version == 1 and second.version == 0
+        await router.close()
+
+    play(main)
+
+
+def test_an_engine_that_dies_while_it_leaves_is_forgotten() -> None:
+    async def main() -> None:
+        first, second = fakes(2)
+        router = Router([first, second])
+        await router.start()
+        work = [asyncio.create_task(router.generate(PROMPT, params(seed=i))) for i in range(8)]
+        await until(lambda: len(second.running) == 4)
+        second.crash()
+        await router.fleet.remove(router.fleet.members[1], "it was told to")
+        answers = await asyncio.gather(*work)
+        assert [a.tokens for a in answers] == [expected(PROMPT, params(seed=i)) for i in range(8)]
+        assert [row.address for row in router.table()] == ["engine0"]
+        await router.close()
+
+    play(main)

@@ -1,0 +1,474 @@
+"""birl's own dialect over a real connection: the engine's bits, its weights, its limits, and how it ends."""
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from birl.engine.engine import EmbeddedEngine
+from birl.engines import names, wire
+from birl.models.digests import digests, whole
+from birl.models.load import cast, load_model, load_tokenizer
+from birl.server import staging
+from birl.server.serve import bind
+from birl.types import Completion, SamplingParams, Update
+from birl.weights import folder
+from tests.server.running import Running, process, running, slowed, until
+from tests.tiny import tiny_model_folder
+
+PROMPT = (1, 9, 4, 45, 7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [tiny_model_folder(tmp_path_factory.mktemp("m") / str(seed), seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture
+def server(folders: list[Path]) -> Iterator[Running]:
+    with running(folders[0]) as found:
+        yield found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: p.data for name, p in cast(load_model(folder), torch.bfloat16).named_parameters()}
+
+
+def embedded(folder: Path, prompt: tuple[int, ...], params: SamplingParams) -> Completion:
+    async def main() -> Completion:
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as compute:
+            model = cast(load_model(folder), torch.bfloat16).requires_grad_(False)
+            own = EmbeddedEngine(
+                model,
+                load_tokenizer(folder),
+                end_ids=frozenset({2}),
+                context=512,
+                compute=compute,
+                kv_cache_gb=0.01,
+            )
+            found = await own.generate(prompt, params)
+            await own.close()
+            return found
+
+    return asyncio.run(main())
+
+
+def stage(server: Running, version: int, tensors: dict[str, torch.Tensor], pieces: int = 3) -> None:
+    names = list(tensors)
+    for i in range(pieces):
+        piece = {name: tensors[name] for name in names[i::pieces]}
+        assert server.http.put(f"/stage/{version}", content=save(piece)).status_code == 200
+
+
+def test_it_says_what_the_embedded_engine_says(server: Running, folders: list[Path]) -> None:
+    free = SamplingParams(max_tokens=60, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, seed=11)
+    for params in (
+        free,
+        SamplingParams(max_tokens=30, temperature=0),
+        SamplingParams(max_tokens=60, stop=("e",), seed=5),
+    ):
+        data = {"prompt_ids": PROMPT, "params": wire.params_to(params), "session": "s"}
+        reply = server.http.post("/generate", json=data)
+        answer = wire.completion_from(reply.json())
+        assert answer == embedded(folders[0], PROMPT, params)
+    forced = SamplingParams(max_tokens=len(answer.tokens), forced=answer.tokens, ignore_eos=True)
+    data = {"prompt_ids": PROMPT, "params": wire.params_to(forced)}
+    assert wire.completion_from(server.http.post("/generate", json=data).json()).logprobs == answer.logprobs
+
+
+def test_what_it_is(server: Running, folders: list[Path]) -> None:
+    info = wire.Info(**server.http.get("/info").json())
+    assert (info.engine, info.model, info.version, info.dtype) == ("birl", folders[0].name, 0, "bfloat16")
+    assert (info.context, info.vocabulary, info.paused, info.asleep) == (512, 320, False, False)
+    assert info.digest == whole(digests(weights(folders[0])))
+    assert server.http.get("/digests").json() == {"version": 0, "digests": digests(weights(folders[0]))}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "prompt_ids is missing"),
+        ({"prompt_ids": []}, "prompt_ids is empty"),
+        ({"prompt_ids": [1, "a"]}, "prompt_ids must be a list of token ids"),
+        ({"prompt_ids": [True]}, "prompt_ids must be a list"),
+        ({"prompt_ids": [320]}, "320 is no token"),
+        ({"prompt_ids": [1, -1]}, "-1 is no token"),
+        ({"prompt_ids": [1]}, "params must be an object"),
+        ({"prompt_ids": [1], "params": {}}, "params.max_tokens is missing"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 0}}, "params.max_tokens must be at least 1"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "best": 1}}, "params.best: there is no such key"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": -1}}, "params.temperature must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": float("nan")}}, "params.temperature must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": 1e-30}}, "must be 0 or at least 0.001"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": float("inf")}}, "params.temperature must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "temperature": 10**400}}, "params.temperature must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "top_p": 0}}, "params.top_p must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "seed": -1}}, "params.seed must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "stop": [""]}}, "params.stop must not"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "forced": [999]}}, "params.forced must be token ids"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1}, "session": 3}, "session must be text"),
+        ({"prompt": "x"}, "prompt: there is no such key"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "top_k": 10**30}}, "params.top_k must be"),
+        ({"prompt_ids": [1], "params": {"max_tokens": 1, "stop": ["\ud800"]}}, "half of a surrogate pair"),
+    ],
+)
+def test_mistakes_are_named_and_harm_nobody(folders, shared: Running, data: dict, said: str) -> None:
+    reply = shared.http.post("/generate", content=json.dumps(data))
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
+    assert shared.service.gate.open == 0
+
+
+@pytest.fixture(scope="module")
+def shared(folders: list[Path]) -> Iterator[Running]:
+    with running(folders[0], max_request_mb=0.05) as found:
+        yield found
+
+
+@pytest.mark.parametrize("temperature", [0.001, 1e30, 1e300])
+def test_extreme_temperatures(shared: Running, temperature: float) -> None:
+    found = shared.generate(PROMPT, max_tokens=5, temperature=temperature, seed=1, ignore_eos=True)
+    assert len(found["tokens"]) == 5 and all(-1e6 < lp < 1e-3 for lp in found["logprobs"])
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """asyncio switches Nagle's algorithm off only for sockets that name their protocol; each answer took 40 ms."""
+
+    async def main() -> None:
+        met = asyncio.get_running_loop().create_future()
+        with bind("127.0.0.1", 0) as sock:
+            server = await asyncio.start_server(lambda _, writer: met.set_result(writer), sock=sock)
+            async with server:
+                _, mine = await asyncio.open_connection(*sock.getsockname()[:2])
+                writer = await asyncio.wait_for(met, 10)
+                taken = writer.get_extra_info("socket")
+                assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                writer.close()
+                mine.close()
+
+    asyncio.run(main())
+
+
+def test_bodies_that_are_none(shared: Running) -> None:
+    half, words = b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "x"}'  # bytes that mean half a character
+    for body in (b"{", b"[1]", b"\xff", b"[" * 20_000, half, words.encode("utf-16")):
+        for path in ("/generate", "/v1/completions"):
+            assert shared.http.post(path, content=body).status_code == 400
+    assert shared.http.get("/generate").status_code == 405
+    assert "/generate" in shared.http.get("/nothing").json()["error"]["message"]
+    assert shared.http.post("/generate", content=b" " * 60_000).status_code == 413
+
+    def parts() -> Iterator[bytes]:  # without a Content-Length
+        for _ in range(60):
+            yield b" " * 1000
+
+    assert shared.http.post("/generate", content=parts()).status_code == 413
+    assert len(shared.generate(PROMPT, max_tokens=3, ignore_eos=True)["tokens"]) == 3
+
+
+def test_a_prompt_that_fills_the_context(shared: Running) -> None:
+    assert shared.generate([1] * 512, max_tokens=3) == {"tokens": [], "logprobs": [], "versions": [], "stop": "length"}
+    assert len(shared.generate([1] * 510, max_tokens=9, ignore_eos=True)["tokens"]) == 2
+
+
+def test_whoever_hangs_up_is_not_computed_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowed(monkeypatch, server.service, 0.02)
+    long = {"prompt_ids": PROMPT, "params": {"max_tokens": 400, "ignore_eos": True}}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/generate", json=long, timeout=httpx.Timeout(10, read=0.3))
+    engine = server.service.engine
+    until(lambda: engine.counters.dropped > 0 and not engine.scheduler.busy)
+    assert server.service.gate.open == 0 and engine.counters.tokens < 100
+    assert server.service.metrics.registry.get_sample_value(
+        "birl_requests_total", {"route": "/generate", "status": "499"}
+    )
+
+
+def test_weights_change_in_the_middle_of_an_answer(server: Running, folders: list[Path], monkeypatch) -> None:
+    slowed(monkeypatch, server.service, 0.005)
+    new = weights(folders[1])
+    with ThreadPoolExecutor(4) as pool:
+        keys = {"max_tokens": 300, "ignore_eos": True}
+        asked = [pool.submit(server.generate, PROMPT[: i + 1], seed=i, **keys) for i in range(4)]
+        until(lambda: server.service.engine.counters.tokens > 40)
+        stage(server, 7, new)
+        reply = server.http.post("/load", json={"version": 7, "digests": digests(new)})
+        held = wire.held_from(reply.json())
+        assert (held.version, held.digest) == (7, whole(digests(new)))
+        answers = [a.result(60) for a in asked]
+    for answer in answers:
+        assert set(answer["versions"]) == {0, 7} and answer["versions"] == sorted(answer["versions"])
+    assert server.http.get("/info").json()["digest"] == held.digest
+    fresh = server.generate(PROMPT, max_tokens=20, seed=1)
+    assert fresh["tokens"] == list(embedded(folders[1], PROMPT, SamplingParams(max_tokens=20, seed=1)).tokens)
+
+
+def test_weights_from_a_folder(server: Running, folders: list[Path], tmp_path: Path) -> None:
+    new = weights(folders[1])
+    save_file(new, tmp_path / "model.safetensors")
+    reply = server.http.post("/load", json={"version": 1, "digests": digests(new), "folder": str(tmp_path)})
+    assert reply.status_code == 200 and reply.json()["digest"] == whole(digests(new))
+    assert server.service.engine.version == 1
+
+
+def test_weights_from_a_volume(folders: list[Path], tmp_path: Path) -> None:
+    """The server looks there by itself; what is damaged is told, and the next version is taken."""
+    new = weights(folders[1])
+    place = str(folder.write(tmp_path, 1, new, folders[1]))
+    with process(folders[0], f"volume={tmp_path}") as (child, url):
+        wrong = digests(weights(folders[0]))
+        folder.announce(tmp_path, Update(version=1, digests=wrong, folder=place))  # not what is in it
+        assert child.stdout is not None and "other bytes than were sent" in child.stdout.readline()
+        place = str(folder.write(tmp_path, 2, new, folders[1]))
+        folder.announce(tmp_path, Update(version=2, digests=digests(new), folder=place))
+        until(lambda: httpx.get(f"{url}/info").json()["version"] == 2)
+        assert httpx.get(f"{url}/info").json()["digest"] == whole(digests(new))
+        for path in ("/sleep", "/wake"):
+            assert httpx.post(url + path).status_code == 200
+        until(lambda: httpx.get(f"{url}/info").json()["digest"] == whole(digests(new)))  # it has them again
+
+
+def test_refused_weights_change_nothing(server: Running, folders: list[Path], tmp_path: Path) -> None:
+    new, old = weights(folders[1]), server.http.get("/digests").json()["digests"]
+    first = next(iter(new))
+
+    def refused(cause: str, version: int = 3, **more: object) -> None:
+        reply = server.http.post("/load", json={"version": version, "digests": digests(new), **more})
+        assert reply.status_code == 409 and reply.json()["error"]["type"] == "weights"
+        assert reply.json()["error"]["cause"] == cause, reply.text
+        assert server.http.get("/digests").json() == {"version": 0, "digests": old}
+
+    refused("missing")  # nothing was staged
+    stage(server, 3, {name: t for name, t in new.items() if name != first})
+    refused("missing")
+    stage(server, 3, new | {first: new[first] * 2})
+    refused("mismatch")
+    stage(server, 3, new)
+    stage(server, 4, {first: new[first]}, pieces=1)  # takes the place of 3
+    refused("missing")
+    assert server.http.put("/stage/5", content=save(new)[:-9]).json()["error"]["cause"] == "truncated"
+    huge = {str(i): t.repeat(2, *[1] * (t.dim() - 1)) for i, t in enumerate(new.values())}
+    assert server.http.put("/stage/5", content=save(huge)).status_code == 413
+    refused("missing", folder=str(tmp_path))
+    counted = server.service.metrics.registry.get_sample_value
+    assert counted("birl_load_failures_total", {"cause": "missing"}) == 4
+    for bad in ({"version": "x"}, {"version": True}, {"version": 1, "digests": [1]}, {"version": 1, "folder": 3}):
+        assert server.http.post("/load", json=bad).status_code == 400
+
+
+def test_what_nobody_goes_on_staging_is_dropped(server: Running, folders: list[Path], monkeypatch) -> None:
+    stage(server, 2, weights(folders[1]))
+    monkeypatch.setattr(staging, "ABANDONED", 0.0)
+    until(lambda: server.service.staging.version is None)
+    assert not server.service.staging.tensors
+
+
+def test_pause_resume_abort(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowed(monkeypatch, server.service, 0.01)
+    post, counters = server.http.post, server.service.engine.counters
+    keys = {"max_tokens": 200, "ignore_eos": True, "seed": 3}
+    expected = server.generate(PROMPT, **keys)
+    with ThreadPoolExecutor(2) as pool:
+        before = counters.tokens
+        asked = pool.submit(server.generate, PROMPT, **keys)
+        until(lambda: counters.tokens > before + 5)
+        assert post("/pause", json={"mode": "keep"}).json()["paused"]
+        reply = server.http.get("/ready")
+        assert reply.status_code == 503 and "paused" in reply.json()["error"]["message"]
+        assert server.http.get("/health").status_code == 200
+        at = counters.tokens
+        time.sleep(0.05)
+        assert counters.tokens == at and not asked.done()
+        assert post("/resume").json() == {"version": 0, "paused": False, "asleep": False}
+        assert asked.result(30) == expected
+        mine = {"prompt_ids": PROMPT, "params": keys, "session": "mine"}
+        asked = pool.submit(post, "/generate", json=mine)
+        before = counters.tokens
+        until(lambda: counters.tokens > before + 5)
+        assert post("/abort", json={"sessions": ["another"]}).json() == {"aborted": 0}
+        assert post("/abort", json={"sessions": ["mine"]}).json() == {"aborted": 1}
+        cut = asked.result(30).json()
+        assert cut["stop"] == "abort" and cut["tokens"] == expected["tokens"][: len(cut["tokens"])] != []
+    assert post("/pause", json={"mode": "stop"}).status_code == 400
+    assert post("/abort", json={"sessions": "mine"}).status_code == 400
+
+
+def test_sleep_needs_weights_afterwards(server: Running, folders: list[Path]) -> None:
+    post, own = server.http.post, weights(folders[0])
+    expected = server.generate(PROMPT, max_tokens=20, seed=3)
+
+    def why() -> str:
+        reply = server.http.get("/ready")
+        assert reply.status_code == 503
+        return reply.json()["error"]["message"]
+
+    assert post("/sleep").json()["asleep"]
+    assert "sleeps" in why() and server.http.get("/info").json()["digest"] == ""
+    stage(server, 0, own)
+    for path in ("/resume", "/load"):
+        assert post(path, json={"version": 0} if path == "/load" else {}).status_code == 409
+    assert server.http.get("/digests").status_code == 409
+    assert not post("/wake").json()["asleep"]
+    assert "no weights" in why() and post("/resume").status_code == 409
+    stage(server, 0, own)
+    assert post("/load", json={"version": 0, "digests": digests(own)}).status_code == 200
+    assert "paused" in why() and post("/resume").status_code == 200
+    assert server.http.get("/ready").status_code == 200
+    assert server.generate(PROMPT, max_tokens=20, seed=3) == expected
+
+
+def test_nobody_comes_in_without_the_token(folders: list[Path]) -> None:
+    with running(folders[0], token="s3cret") as server:
+        assert len(server.generate(PROMPT, max_tokens=2, ignore_eos=True)["tokens"]) == 2
+        for said in ("", "Bearer", "Bearer s3cre", "Bearer s3crett", "Basic s3cret", "Bearer \u00e9"):
+            for path in ("/generate", "/load", "/sleep", "/v1/chat/completions"):
+                headers = {"authorization": said.encode("utf-8")}
+                reply = httpx.post(server.url + path, json={}, headers=headers)
+                assert reply.status_code == 401 and "BIRL_TOKEN" in reply.json()["error"]["message"]
+            assert httpx.get(f"{server.url}/info").status_code == httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == httpx.get(f"{server.url}/ready").status_code == 200
+
+
+def test_pages_in_a_browser_need_a_token(shared: Running) -> None:
+    reply = shared.http.post("/sleep", headers={"origin": "https://example.org"})
+    assert reply.status_code == 403 and not shared.service.engine.asleep
+
+
+def test_too_many_and_too_slow(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from birl.config.schema import Engine
+
+    with running(
+        folders[0], engine=Engine(kv_cache_gb=0.01, max_batch=1), max_waiting=1, request_timeout=0.5
+    ) as server:
+        slowed(monkeypatch, server.service, 0.02)
+        long = {"prompt_ids": PROMPT, "params": {"max_tokens": 400, "ignore_eos": True}}
+        with ThreadPoolExecutor(3) as pool:
+            replies = list(pool.map(lambda _: httpx.post(f"{server.url}/generate", json=long, timeout=20), range(3)))
+        assert sorted(r.status_code for r in replies) == [429, 504, 504]
+        (busy,) = [r for r in replies if r.status_code == 429]
+        assert busy.headers["retry-after"] == "1" and busy.json()["error"]["type"] == "overloaded"
+        until(lambda: not server.service.engine.scheduler.busy)
+        assert server.service.gate.open == 0
+        wide = {"prompt": "x", "n": 3, "max_tokens": 1}
+        assert server.http.post("/v1/completions", json=wide).status_code == 400
+
+
+def test_a_stuck_engine_is_not_healthy(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, step = threading.Event(), server.service.engine.step
+    monkeypatch.setattr(server.service.engine, "step", lambda: go.wait(30) and step())
+    server.service.stuck_after = 0.3
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.generate, PROMPT, max_tokens=3, ignore_eos=True)
+        until(lambda: server.http.get("/health").status_code == 503)
+        assert "nothing was computed" in server.http.get("/ready").json()["error"]["message"]
+        go.set()
+        assert len(asked.result(30)["tokens"]) == 3
+    assert server.http.get("/health").status_code == 200
+
+
+def test_a_failing_engine_says_so(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.engine, "step", broken)
+        reply = server.http.post("/generate", json={"prompt_ids": PROMPT, "params": {"max_tokens": 3}})
+    assert reply.status_code == 500 and "RuntimeError: out of memory" in reply.json()["error"]["message"]
+    assert server.generate(PROMPT, max_tokens=3, ignore_eos=True)["stop"] == "length"
+
+
+def test_figures_for_prometheus(server: Running) -> None:
+    server.generate(PROMPT, max_tokens=9, ignore_eos=True)
+    server.http.post("/generate", json={})
+    lines = dict(line.rsplit(" ", 1) for line in server.http.get("/metrics").text.splitlines() if line[0] != "#")
+    assert float(lines["birl_tokens_sampled_total"]) == 9 and float(lines["birl_sequences_finished_total"]) == 1
+    assert float(lines['birl_requests_total{route="/generate",status="200"}']) == 1
+    assert float(lines['birl_requests_total{route="/generate",status="400"}']) == 1
+    assert float(lines['birl_request_seconds_count{route="/generate"}']) == 2
+    assert float(lines["birl_weight_version"]) == 0 and float(lines["birl_kv_pages_total"]) > 0
+
+
+def test_seeds_of_the_server(folders: list[Path]) -> None:
+    said = []
+    for seed in (5, 5, 6, 0):
+        with running(folders[0], seed=seed) as server:
+            said.append([server.generate(PROMPT, max_tokens=20)["tokens"] for _ in range(2)])
+    assert said[0] == said[1] != said[2] and said[0][0] != said[0][1] and said[3] != said[0]
+
+
+def test_a_signal_lets_it_finish(folders: list[Path], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("BIRL_CACHE", str(tmp_path))
+    with process(folders[0], "name=exp/0", BIRL_TOKEN="t") as (child, url):
+        assert names.find("exp/0") == [url] and "t" not in [*names.entries("exp/0")[0].file.read_text().split('"')]
+        headers = {"authorization": "Bearer t"}
+        with httpx.Client(base_url=url, headers=headers, timeout=60) as http, ThreadPoolExecutor(1) as pool:
+            many = {"prompt": [5, 6], "n": 64, "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+            asked = pool.submit(http.post, "/v1/completions", json=many)
+            until(lambda: http.get("/info").json()["running"] > 0)
+            child.send_signal(signal.SIGTERM)
+            until(lambda: http.get("/ready").status_code == 503)
+            late = http.post("/generate", json={"prompt_ids": PROMPT, "params": {"max_tokens": 1}})
+            assert late.status_code == 503 and not asked.done()
+            assert names.find("exp/0") == []
+            assert all(len(c["token_ids"]) == 200 for c in asked.result(60).json()["choices"])
+        assert child.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("how", ["patience ends", "a second signal"])
+def test_what_does_not_finish_is_told(folders: list[Path], how: str) -> None:
+    drain = "drain_timeout=0.3" if how == "patience ends" else "drain_timeout=60"
+    with process(folders[0], drain) as (child, url), ThreadPoolExecutor(1) as pool:
+        httpx.post(f"{url}/pause")
+        asked = pool.submit(
+            httpx.post, f"{url}/generate", json={"prompt_ids": PROMPT, "params": {"max_tokens": 3}}, timeout=60
+        )
+        until(lambda: httpx.get(f"{url}/info").json()["waiting"] == 1)
+        child.send_signal(signal.SIGINT)
+        if how == "a second signal":
+            until(lambda: httpx.get(f"{url}/ready").json()["error"]["message"].count("shutting down"))
+            child.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.HTTPError):
+                asked.result(20)
+            assert child.wait(20) == 130
+        else:
+            reply = asked.result(20)
+            assert reply.status_code == 503 and "closed" in reply.json()["error"]["message"]
+            assert child.wait(20) == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["host=0.0.0.0"], "BIRL_TOKEN"),
+        (["host=10.255.255.1"], "BIRL_TOKEN"),
+        (["name=../x"], "must be experiment/trial"),
+        (["port=99999"], "at most 65535"),
+        (["model.path=/nowhere/at/all"], "there is no such folder"),
+        (["max_waiting=-1"], "must be at least 0"),
+        (["--multirun"], "a server does not end"),
+    ],
+)
+def test_mistakes_end_it_before_the_model_is_loaded(words: list[str], said: str, capsys, monkeypatch) -> None:
+    from birl.cli import main
+
+    monkeypatch.delenv("BIRL_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["serve", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(shared: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    from birl.cli import main
+
+    port = shared.url.rpartition(":")[2]
+    assert main(["serve", f"port={port}"]) == 2
+    assert f"port={port}: cannot be taken" in capsys.readouterr().err

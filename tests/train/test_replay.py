@@ -1,0 +1,82 @@
+"""An asynchronous run, written down and run again: the same bits, or the step that differs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from tests.train.test_rl import log, run
+
+RECORDED = (
+    *("rollout.max_tokens=40", "rollout.prompts=2", "rollout.group_size=4", "engine.max_batch=6", "steps=6"),
+    *("rollout.max_staleness=3", "model.dtype=bfloat16", "optimizer.lr=0.01", "seed=3"),
+)
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    run(tiny, folder, *RECORDED, "track.record=true")
+    assert max(m["staleness/max"] for m in log(folder)) > 0  # time had its say
+    return folder / "run"
+
+
+def test_the_same_bits_come_out(tiny: Path, tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture) -> None:
+    run(tiny, tmp_path, *RECORDED, f"debug.replay={recorded}", "debug.resample=true", "track.console=plain")
+    assert "every figure is equal" in (told := capsys.readouterr().out) and "sampled again with the same bits" in told
+    states = [checkpoint.read_tensors(checkpoint.latest(f / "checkpoints")) for f in (recorded, tmp_path / "run")]
+    assert all((states[0][k] == states[1][k]).all() for k in states[0])
+
+
+def test_a_figure_that_differs_is_named(tiny: Path, tmp_path: Path, recorded: Path) -> None:
+    with pytest.raises(BirlError, match=r"step 1: .*grad_norm"):
+        run(
+            tiny, tmp_path, *RECORDED, f"debug.replay={recorded}", "learner.gradient_checkpointing=false", "lora.rank=2"
+        )
+
+
+def test_a_token_that_differs_is_named(tiny: Path, tmp_path: Path, recorded: Path) -> None:
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    lines = (recorded / "record.jsonl").read_text().splitlines()
+    row = json.loads(lines[-1])
+    turn = row["groups"][-1]["trajectories"][-1]["turns"][0]
+    turn["tokens"][1] = (turn["tokens"][1] + 1) % 300 + 3
+    (changed / "record.jsonl").write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
+    (changed / "metrics.jsonl").write_text((recorded / "metrics.jsonl").read_text())
+    with pytest.raises(BirlError, match=r"Group \d+, episode \d+, turn 0: token \d"):
+        run(tiny, tmp_path, *RECORDED, f"debug.replay={changed}", "debug.resample=true")
+
+
+def test_what_cannot_be_replayed_says_so(tiny: Path, tmp_path: Path, recorded: Path) -> None:
+    with pytest.raises(BirlError, match=r"track.record=true"):
+        run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}")
+    (tmp_path / "record.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(BirlError, match="no step of a run"):
+        run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}")
+    with pytest.raises(BirlError, match="a run of its own"):
+        run(tiny, tmp_path, *RECORDED, f"debug.replay={tmp_path}/run")
+
+
+def test_only_steps_with_figures_are_compared(
+    tiny: Path, tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A run that is killed has written down what it would train on, and nothing of what came out."""
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "record.jsonl").write_text((recorded / "record.jsonl").read_text())
+    figures = (recorded / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_text("".join(figures[:2]))
+    run(tiny, tmp_path, *RECORDED, f"debug.replay={killed}", "track.console=plain")
+    assert "Replayed 2 steps" in capsys.readouterr().out
+    (killed / "metrics.jsonl").unlink()
+    with pytest.raises(BirlError, match="6 recorded steps, and no figures"):
+        run(tiny, tmp_path / "b", *RECORDED, f"debug.replay={killed}")
+
+
+def test_sampling_alone_leaves_the_weights(tiny: Path, tmp_path: Path) -> None:
+    run(tiny, tmp_path, "steps=3", "debug.only_rollout=true")
+    assert all(m["updates/done"] == 0 and m["tokens/generated"] > 0 for m in log(tmp_path))
+    assert {v for r in log(tmp_path, "rollouts") for s in r["samples"] for v in s["versions"]} == {-1, 0}

