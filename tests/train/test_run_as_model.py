@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import chat, main
+from birl.cli.configured import RUNS
 from birl.config import schema
 from birl.config.load import load
 from birl.learner.export import resolved
