@@ -56,7 +56,8 @@ def second_moment_mask(log_ratio: Tensor, advantages: Tensor, limit: float) -> T
     T are the tokens a PPO clip could bind: A > 0 and ratio > 1, or A < 0 and ratio < 1; all others are kept and not in
     the mean. When even the smallest of T is above the limit, all of T goes. The paper's log_ratio is that of the
     weights being trained against the behaviour. Of equal values the later ones are kept. [N], [N] -> [N] bool, True:
-    kept. AReaL applies it to all tokens and always keeps one. Give all tokens of the step: the mean is a batch's.
+    kept. AReaL applies it to all tokens and always keeps one; the authors' code bounds ratios (docs/papers.md). Give
+    all tokens of the step: the mean is a batch's.
     """
     log_ratio = log_ratio.detach()
     binding = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))

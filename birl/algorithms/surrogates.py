@@ -143,9 +143,9 @@ def dppo(
     approximation).
 
     D_t compares the sampled token with all others: p = exp(old_logp), q = exp(logp); "tv": |p - q|; "kl": p log(p/q) +
-    (1-p) log((1-p)/(1-q)). A masked token has loss 0. verl writes the same gradient as -M sg[min(w, c)] A logp,
-    with c = 3 by its configuration and a threshold for each direction; here w is cut at e^20. Raises ValueError for
-    another divergence.
+    (1-p) log((1-p)/(1-q)). A masked token has loss 0. verl writes the same gradient as -M sg[min(w, c)] A logp, with
+    c = 3 by its configuration (1e4 in the authors' script) and a threshold for each direction; here c is e^20. Raises
+    ValueError for another divergence.
     """
     ratio = _ratio(logp, old_logp)
     p, q = old_logp.exp(), logp.detach().exp()

@@ -12,21 +12,23 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.config.ranges import PARTS
-from birl.config.rules_algorithm import BY_TOKEN, proximal
+from birl.config.rules_algorithm import BY_TOKEN, proximal, remembers
 from birl.data.pack import Batch, pack
+from birl.errors import BirlError
 from birl.train import credit
 from birl.train.objective import ALL_SURROGATES, Known, Objective, surrogate_of
 from birl.types import Sample
 
 PRESETS = Path(schema.__file__).parents[1] / "presets" / "algorithm"
 BEHAVIOUR = [[-0.5, -1.2, -2.0], [-0.3, -0.9]]
+PROXIMAL = [[-0.25, -1.3, -1.2], [-0.9, -0.3]]  # the learner's, before the first of two updates
 LOGP = [[-0.1, -1.9, -1.1], [-1.3, -0.2]]
 ADVANTAGES = [1.0, -0.7]
 
 Gradient = Callable[[float, float, float, float], float]
 
 
-def batch() -> Batch:
+def batch(remembered: bool = False) -> Batch:
     samples = [
         Sample(
             tokens=(1, *range(2, 2 + len(old))),
@@ -36,8 +38,9 @@ def batch() -> Batch:
             advantage=advantage,
             group=i,
             episode=0,
+            proximal=(0.0, *before) if remembered else (),
         )
-        for i, (old, advantage) in enumerate(zip(BEHAVIOUR, ADVANTAGES, strict=True))
+        for i, (old, before, advantage) in enumerate(zip(BEHAVIOUR, PROXIMAL, ADVANTAGES, strict=True))
     ]
     (made,) = pack(samples, [1.0] * len(samples), 64)
     return made
@@ -48,7 +51,7 @@ def gradient(*words: str) -> list[float]:
     config = load(schema.RL, ["data.train=x", "rollout.max_staleness=4", *words])
     learner: Any = SimpleNamespace(version=3)
     objective = Objective(config=config, learner=learner, reference=None, surrogate=surrogate_of(config.algorithm))
-    made = batch()
+    made = batch(remembers(config))
     logp = torch.tensor([x for own in LOGP for x in own], requires_grad=True)
     known = Known()
     if objective.needs_look():
@@ -70,9 +73,9 @@ def tokens() -> list[tuple[float, float, float, list[float], list[float]]]:
 
 
 def dppo(new: float, old: float, a: float, *_: Any) -> float:
-    """2602.04879 eq. 11-12: the gradient w A, none where |pi - mu| > 0.2 on the side that A pushes to."""
+    """2602.04879 eq. 11-12: the gradient w A, none where |pi - mu| > 0.15 on the side that A pushes to."""
     far = exp(new) - exp(old)
-    masked = abs(far) > 0.2 and (a > 0) == (far > 0)
+    masked = abs(far) > 0.15 and (a > 0) == (far > 0)
     return 0.0 if masked else exp(new - old) * a
 
 
@@ -113,7 +116,37 @@ def decoupled(new: float, old: float, a: float, *_: Any) -> float:
     return min(exp(new - old), 2.0) * a
 
 
-@pytest.mark.parametrize("preset", [dppo, cispo, gspo, gmpo, sapo, m2po, decoupled], ids=lambda f: f.__name__)
+AGAINST_SAMPLER = [dppo, cispo, gspo, gmpo, sapo, m2po, decoupled]
+CLIPS = {  # preset -> 1707.06347 eq. 7's range, in DAPO (2503.14476) and what builds on it another one above
+    **dict.fromkeys(("dr_grpo", "grpo", "bnpo", "lite_ppo", "gdpo", "pass_at_k", "ppo", "decoupled"), (0.2, 0.2)),
+    **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), (0.2, 0.2)),
+    **{"dapo": (0.2, 0.28), "top_entropy": (0.2, 0.28), "clip_cov": (1.0, 1.0)},
+}
+UNBOUNDED = ("distill", "kl_cov", "maxrl", "opo", "reinforce", "remax", "rloo")  # refused where answers are old
+PAIRS = ("online_dpo",)  # tests/algorithms/test_online.py
+
+
+@pytest.mark.parametrize("preset", CLIPS)
+def test_a_clip_starts_from_the_proximal_policy_weighed_against_what_sampled(preset: str) -> None:
+    """2505.24298 eq. 5 in the second update: v min(u A, clip(u) A), u = pi / proximal, v = proximal / behaviour."""
+    low, high = CLIPS[preset]
+    expected = []
+    for (new, old, a, *_), start in zip(tokens(), [x for own in PROXIMAL for x in own], strict=True):
+        u, v = exp(new - start), min(exp(start - old), 2.0)
+        clipped = u > 1 + high if a > 0 else u < 1 - low
+        expected.append(0.0 if clipped else v * u * a)
+    assert gradient(f"algorithm={preset}", "algorithm.updates_per_batch=2") == pytest.approx(expected, rel=1e-5)
+    if preset != "clip_cov":
+        assert 0.0 in expected
+
+
+@pytest.mark.parametrize("preset", UNBOUNDED)
+def test_an_unbounded_preset_is_refused_where_answers_are_old(preset: str) -> None:
+    with pytest.raises(BirlError, match="is not bounded"):
+        gradient(f"algorithm={preset}", *(["algorithm.teacher=x"] if preset == "distill" else []))
+
+
+@pytest.mark.parametrize("preset", AGAINST_SAMPLER, ids=lambda f: f.__name__)
 def test_a_stale_gradient_is_the_papers(preset: Callable[..., float]) -> None:
     words = [f"algorithm={preset.__name__}", "algorithm.scale_rewards=none"]
     if preset is m2po:
@@ -136,7 +169,10 @@ def test_presets_that_bound_the_ratio_differ_when_answers_are_old() -> None:
 PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bnpo": ("TRL: loss_type bnpo of grpo_trainer.py", {"surrogate": "clip", "denominator": "token"}),
     "cispo": ("arXiv:2506.13585 eq. 4", {"clip_low": 1.0, "denominator": "token", "proximal": "behaviour"}),
-    "clip_cov": ("recipe/entropy of verl: 7b_clip_cov.sh", {"clip_low": 1.0, "clip_high": 1.0, "entropy_share": 2e-4}),
+    "clip_cov": (
+        "PRIME-RL/Entropy-Mechanism-of-RL: recipe/dapo/7b_clip_cov.sh",
+        {"clip_low": 1.0, "clip_high": 1.0, "entropy_share": 2e-4},
+    ),
     "dapo": (
         "arXiv:2503.14476 eq. 8 and section 4.1",
         {
@@ -150,7 +186,10 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "decoupled": ("arXiv:2505.24298 eq. 5", {"proximal": "recompute", "clip_low": 0.2, "clip_high": 0.2}),
     "distill": ("arXiv:2306.13649 section 3.1, reverse KL", {"advantage": "zero", "teacher_coef": 1.0, "kl_coef": 0.0}),
-    "dppo": ("arXiv:2602.04879 eq. 11-12", {"surrogate": "dppo", "proximal": "behaviour"}),
+    "dppo": (
+        "verl (by its authors): examples/dppo_trainer/run_qwen30b_dppo.sh",
+        {"scale_rewards": "none", "denominator": "constant", "surrogate_args": ["threshold=0.15"]},
+    ),
     "dr_grpo": (
         "arXiv:2503.20783 section 3.2",
         {"baseline": "group", "scale_rewards": "none", "denominator": "constant", "kl_coef": 0.0},
@@ -163,7 +202,7 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gspo": ("arXiv:2507.18071 section 5.1", {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "sequence"}),
     "kl_cov": (
-        "recipe/entropy of verl: 7b_kl_cov.sh",
+        "PRIME-RL/Entropy-Mechanism-of-RL: recipe/dapo/7b_kl_cov.sh, k_percent",
         {"surrogate": "importance", "entropy_control": "kl_cov", "entropy_share": 2e-3, "held_coef": 1.0},
     ),
     "lite_ppo": (
@@ -184,12 +223,12 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "reinforce": ("Williams 1992", {"baseline": "none", "scale_rewards": "none", "surrogate": "reinforce"}),
     "reinforce_pp": (
-        "arXiv:2501.03262 eq. 8",
-        {"advantage": "returns", "surrogate": "clip", "kl": "k1", "kl_in": "reward"},
+        "arXiv:2501.03262 eq. 8; OpenRLHF (its authors'): train_reinforce_llama_ray_hybrid_engine.sh",
+        {"advantage": "returns", "surrogate": "clip", "kl": "k1", "kl_coef": 1e-4, "kl_in": "reward"},
     ),
     "reinforce_pp_baseline": (
-        "OpenRLHF (its authors'): train_reinforce_baseline_llama_ray_agent_async.sh",
-        {"baseline": "group", "scale_rewards": "batch", "kl": "k2", "kl_coef": 1e-3, "kl_in": "loss"},
+        "OpenRLHF (its authors'): train_reinforce_baseline_hybrid_engine.sh",
+        {"baseline": "group", "scale_rewards": "batch", "kl": "k2", "kl_coef": 1e-5, "kl_in": "loss"},
     ),
     "remax": (
         "arXiv:2310.10505 algorithm 1",
@@ -212,6 +251,7 @@ PAPERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def test_each_preset_has_its_source() -> None:
     assert list(PAPERS) == sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    assert {*(f.__name__ for f in AGAINST_SAMPLER), *CLIPS, *UNBOUNDED, *PAIRS} == set(PAPERS)
 
 
 @pytest.mark.parametrize("preset", PAPERS)

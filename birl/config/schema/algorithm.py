@@ -31,7 +31,7 @@ class Algorithm:
     (not bounded) | online_dpo | my_file.py:my_function."""
     surrogate_args: list[str] = field(default_factory=list)
     """Options of that function that are no keys here, as name=value: [tau_positive=1.0,tau_negative=1.05] of sapo,
-    [divergence=tv,threshold=0.2] of dppo, [beta=0.1] of online_dpo."""
+    [divergence=tv,threshold=0.15] of dppo, [beta=0.1] of online_dpo."""
     clip_low: float = 0.2
     """Importance ratios below 1 - clip_low give no gradient when the advantage is negative (PPO)."""
     clip_high: float = 0.2
