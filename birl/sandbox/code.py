@@ -23,7 +23,9 @@ CHECKER = {  # a zygote has imported its own
         f"birl/sandbox/{n}.py": (Path(__file__).parent / f"{n}.py").read_bytes() for n in ("checker", "names", "values")
     },
 }
-BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(?:^[ \t]*|(?=```py))(`{3,}+|~{3,}+)[ \t]*\{?(\w*)[^\n`]*\n(.*?)^[ \t]*\1", re.DOTALL | re.MULTILINE
+)
 PYTHON = ("python", "py", "python3")
 LONGEST = 1 << 16  # bytes of a verdict
 BLANK = " \t\r\f\v"
@@ -75,7 +77,7 @@ def last_block(text: str) -> str:
 
     Example: last_block("So:\\n```python\\nprint(7)\\n```") == "print(7)\\n"
     """
-    blocks = [(found[1].lower(), found[2]) for found in BLOCK.finditer(text)]
+    blocks = [(found[2].lower(), found[3]) for found in BLOCK.finditer(text)]
     for wanted in (PYTHON, ("",)):
         found = [content for language, content in blocks if language in wanted]
         if found:
@@ -226,7 +228,7 @@ def _no_object(value: Any) -> Any:
 
 def same_output(printed: str, expected: str) -> bool:
     """Equal but for spaces at the ends of lines and of the whole; or word for word, where numbers are compared as
-    numbers (`1.0` and `1`). Only "\\n" ends a line."""
+    numbers (`1.0` and `1`), and those that are no whole numbers may differ by 1e-9. Only "\\n" ends a line."""
     printed, expected = (text.strip(BLANK + "\n") for text in (printed, expected))
     if printed.count("\n") != expected.count("\n"):
         return False
@@ -244,5 +246,8 @@ def _same_line(left: str, right: str) -> bool:
 def _same_word(left: str, right: str) -> bool:
     if left == right:
         return True
-    numbers = all(len(word) < 400 and NUMBER.fullmatch(word) for word in (left, right))
-    return numbers and Decimal(left) == Decimal(right)
+    if not all(len(word) < 400 and NUMBER.fullmatch(word) for word in (left, right)):
+        return False
+    near = (float(left), float(right))
+    rounded = not all(number.is_integer() for number in near) and max(map(abs, near)) < math.inf
+    return Decimal(left) == Decimal(right) or (rounded and math.isclose(*near, rel_tol=values.CLOSE))

@@ -287,16 +287,21 @@ def test_the_last_block() -> None:
     text = "a\n```python\nx = 1\n```\nb\n```\nnot\n```\n```py\nx = 2\n```\n```text\nx\n```"
     assert last_block(text) == "x = 2\n"
     assert last_block("```\nx = 3\n```") == "x = 3\n" and last_block("x = 4") == last_block("```python\nx = 5") == ""
+    assert last_block("~~~python\n```\n~~~") == "```\n" and last_block("So:```py\nx\n```") == "x\n"
 
 
 def test_outputs_and_values_that_are_the_same() -> None:
     assert same_output("1  \n2\n\n", "1\n2") and same_output("1.0 a", "1 a") and not same_output("1 2", "1\n2")
+    assert same_output("0.30000000000000004 1e-10", "0.3 1.0000000000001e-10") and same_output("2.9999999999999", "3")
     assert same_output("-0.50 +1e2 .5 inf", "-.5 100 0.5 Infinity") and same_output("a\r\nb", "a\nb")
     others = [
         ("4_2", "42"),
         ("\uff14\uff12", "42"),
         ("1\u2028", "1"),
         ("a\u2028b", "a\nb"),
+        ("0.3000001", "0.3"),
+        ("12345678901234567.0", "12345678901234568"),
+        ("1e400", "inf"),
         ("a\x85b", "a b"),
         ("a\x0bb\x0c", "a\nb"),
     ]

@@ -21,8 +21,9 @@ BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "g
 PAGES = ("tree", "list")
 DESCRIPTIONS = ("examples", "signatures", "full", "none")
 VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
-# what stands behind ``` is a language where a line ends behind it, or where a call follows: ```python click('1')```
-FENCE = re.compile(r"```(?:[\w+#.-]*[ \t]*\r?\n|[\w+#.-]+[ \t]+(?=\w+\())?(.*?)```", re.DOTALL)
+# what stands behind ``` or ~~~ is a language where a line ends behind it, or where a call follows: ```python click('1')```
+FENCE = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+#.-]*[ \t]*\r?\n|[\w+#.-]+[ \t]+(?=\w+\())?(.*?)\1", re.DOTALL)
+CALL = re.compile(r"\w\(")
 LEFT_OUT = "(a page that is not shown any more)"
 
 
@@ -212,12 +213,11 @@ def told(page: str) -> str:
 
 
 def action_of(text: str) -> str:
-    """Where the model says what to do: in its last code fence, else in its last line."""
-    fences = FENCE.findall(text)
-    if fences:
-        return fences[-1].strip()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].strip("`") if lines else ""
+    """Where the model says what to do: in its last code fence, else in its last line with a call, else in the last."""
+    if fences := FENCE.findall(text):
+        return fences[-1][1].strip()
+    lines = [line.strip().strip("`") for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if CALL.search(line)), lines[-1] if lines else "")
 
 
 def check(config: Keys) -> None:

@@ -201,4 +201,7 @@ def test_where_the_action_is() -> None:
     assert action_of("```python click('13')```") == action_of("```python\r\nclick('13')\r\n```") == "click('13')"
     assert action_of("```click [13]```") == "click [13]" and action_of("```noop()```") == "noop()"
     assert action_of("``` fill('1', 'a b') ```") == "fill('1', 'a b')"
-    assert action_of("") == ""
+    assert action_of("~~~python\nclick('13')\n~~~") == action_of("````\nclick('13')\n````") == "click('13')"
+    for before, after in (("<action>\n", "\n</action>"), ("```\n", ""), ("Thus:\n", "\nas I think (so far).")):
+        assert action_of(f"{before}click('13'){after}") == "click('13')"
+    assert action_of("") == "" and action_of("stop") == "stop"
