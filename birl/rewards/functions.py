@@ -14,9 +14,10 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,22 @@ class Answers:
     extra: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     logged: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
+    @classmethod
+    def received(cls, reply: Any, n: int) -> "Answers":
+        """Those of a worker, in which a reward function may have changed anything. Raises `CallFailed`."""
+        try:
+            found = cls(**reply)
+            texts = [value if isinstance(value, str) else None for value in found.values]
+            values = [text or _number(value) for text, value in zip(texts, found.values, strict=True)]
+            extra = {name: list(column) for name, column in found.extra.items()}
+            logged = {name: [float(value) for value in column] for name, column in found.logged.items()}
+            uneven = any(len(column) != n for column in (values, *extra.values())) or not all(logged.values())
+        except (TypeError, ValueError, AttributeError):
+            uneven, values, extra, logged = True, [], {}, {}
+        if uneven:
+            raise CallFailed(Outcome.ENV_ERROR, "the worker's reply has another form than its own")
+        return cls(values, extra, logged)
+
 
 class Invocation:
     """One call of a function: the arguments that exist only where it runs, and what it logs.
@@ -85,7 +102,7 @@ class Invocation:
         listed = list(values)
         if len(listed) != self.n:
             raise ValueError(f"log_extra({column!r}, ...): {len(listed)} values for {self.n} completions")
-        self.extra[str(column)] = [v if isinstance(v, bool | int | float | None) else str(v) for v in listed]
+        self.extra[str(column)] = [_stored(value) for value in listed]
 
     def log_metric(self, name: str, value: float) -> None:
         """A number for metrics.jsonl, which has the mean over a step."""
@@ -94,6 +111,13 @@ class Invocation:
     def answers(self, result: object) -> Answers:
         """Raises `CallFailed` when the result is not a list with one entry for each completion."""
         return Answers(checked(result, self.n), self.extra, self.logged)
+
+
+def _stored(value: Any) -> bool | int | float | str | None:
+    """As JSON has it: an integer of thousands of digits cannot be written in decimals."""
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        return f"{value:#x}"
+    return value if isinstance(value, bool | int | float | None) else str(value)
 
 
 class CallFailed(Exception):
@@ -269,9 +293,10 @@ def checked(result: object, n: int) -> list[float | str | None]:
         raise CallFailed(
             Outcome.ENV_ERROR, f"returned {type(result).__name__}, not a list of {n} numbers", isolate=False
         )
-    values: Sequence[object] = list(result)
+    values: Sequence[object] = list(islice(result, n + 1))  # a generator may have no end
     if len(values) != n:
-        raise CallFailed(Outcome.ENV_ERROR, f"returned {len(values)} values for {n} completions", isolate=False)
+        many = str(len(result) if isinstance(result, Sized) else len(values) if len(values) < n else f"over {n}")
+        raise CallFailed(Outcome.ENV_ERROR, f"returned {many} values for {n} completions", isolate=False)
     return [_number(value) for value in values]
 
 

@@ -145,9 +145,9 @@ class Worker:
         reply = self._exchange(request, timeout)
         if reply is None:
             raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s")
-        if "error" in reply:
-            raise CallFailed(Outcome.ENV_ERROR, reply["error"], isolate=reply["isolate"])
-        return Answers(**reply)
+        if isinstance(reply, dict) and "error" in reply:
+            raise CallFailed(Outcome.ENV_ERROR, str(reply["error"]), isolate=reply.get("isolate") is True)
+        return Answers.received(reply, n)
 
     def start(self) -> dict[str, Any]:
         """Make sure that the process runs and has imported its functions. Raises `BirlError` where it cannot."""

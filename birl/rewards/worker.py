@@ -61,7 +61,8 @@ def read_requests(pipe: BinaryIO, requests: "queue.SimpleQueue[bytes]") -> None:
 def respond(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     # A C call that holds the interpreter lock (9**9**9) also blocks the thread that would notice the parent's end; this
     # timer is a C thread and does not need the lock.
-    faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True)
+    # To descriptor 2: a function may have closed sys.stderr.
+    faulthandler.dump_traceback_later(request["timeout"] + GRACE, exit=True, file=2)
     try:
         call = Invocation(request["arguments"], request["n"])
         result = function(**call.arguments)

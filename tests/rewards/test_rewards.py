@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,40 @@ def test_replies_cannot_be_forged_by_writing_to_every_descriptor(tmp_path: Path)
     asyncio.run(main())
 
 
+CHANGERS = """
+import sys
+
+def answer(reply):
+    sys.modules["__main__"].asdict = lambda *_: reply
+    return [0.5, 0.5]
+
+def unknown(completions, **_): return answer({"nonsense": 1})
+def few(completions, **_): return answer({"values": [1.0]})
+def many(completions, **_): return answer({"values": [1.0] * 9})
+def listed(completions, **_): return answer([1.0, 1.0])
+def worded(completions, **_): return answer({"values": [1.0, 1.0], "extra": 3, "logged": {"a": "b"}})
+
+def closes(completions, **_):
+    sys.stdout.close()
+    sys.stderr.close()
+    return [0.25] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("name", ["unknown", "few", "many", "listed", "worded", "closes"])
+def test_a_function_that_changes_its_worker_does_not_end_the_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / "changers.py").write_text(CHANGERS)
+
+    async def main() -> None:
+        async with Rewards([f"{tmp_path}/changers.py:{name}"]) as rewards:
+            for _ in range(2):
+                scores = await rewards.score(["q"] * 2, ["a", "b"], {}, [None] * 2)
+                wanted = (Outcome.OK, Outcome.OK) if name == "closes" else (Outcome.ENV_ERROR, Outcome.ENV_ERROR)
+                assert tuple(score.outcome for score in scores) == wanted, scores
+
+    asyncio.run(main())
+
+
 def test_a_column_named_gold_does_not_replace_the_right_answer() -> None:
     def seen(completions: list[str], gold: list[str], **_: object) -> list[float]:
         return [float(g) for g in gold]
@@ -323,6 +358,7 @@ def local_logging(
 LOGGING = """
 def by_name(completions, **kwargs):
     kwargs["log_extra"]("length", [len(c) for c in completions])
+    kwargs["log_extra"]("large", [10**5000 for _ in completions])
     kwargs["log_metric"]("calls", 1)
     if "raise" in completions: raise ValueError
     return [kwargs["trainer_state"].global_step] * len(completions)
@@ -339,6 +375,8 @@ def test_functions_log_and_know_how_far_the_run_is(folder: Path) -> None:
 
     first, broken, last = asyncio.run(main())
     assert values([first, last]) == [4.0, 6.0] and "ValueError" in broken.detail
+    assert first.extra["large"] == last.extra["large"] == hex(10**5000)
+    first, last = (replace(one, extra={k: v for k, v in one.extra.items() if k != "large"}) for one in (first, last))
     assert (dict(first.extra), dict(last.extra)) == ({"length": 1, "shouted": "A"}, {"length": 3, "shouted": "BCD"})
     assert dict(first.logged) == {"calls": 1.0, "longest": 2.5}
 
@@ -376,6 +414,7 @@ def test_a_slow_function_is_told_apart_from_a_hanging_answer() -> None:
         ("mine.py:one_number", "reward one_number: returned float, not a list of 3 numbers"),
         (lambda completions, **_: [1.0], "returned 1 values for 3 completions"),
         (lambda completions, **_: {"a": 1}, "returned dict, not a list"),
+        (lambda completions, **_: iter(int, 1), "returned over 3 values for 3 completions"),
         (lambda completions, **_: 1 / 0, "test_rewards.py:"),
     ],
 )

@@ -21,7 +21,7 @@ BROWSERS = (SHELL, "chromium-headless-shell", "chromium", "chromium-browser", "g
 PAGES = ("tree", "list")
 DESCRIPTIONS = ("examples", "signatures", "full", "none")
 VALIDATION = 1_000_000  # first seed of validation: no training page is validated on
-# what stands behind ``` or ~~~ is a language where a line ends behind it, or where a call follows: ```python click('1')```
+# what stands behind ``` or ~~~ is a language where a line ends behind it, or a call follows: ```python click("1")```
 FENCE = re.compile(r"(`{3,}+|~{3,}+)(?:[\w+#.-]*[ \t]*\r?\n|[\w+#.-]+[ \t]+(?=\w+\())?(.*?)\1", re.DOTALL)
 CALL = re.compile(r"\w\(")
 LEFT_OUT = "(a page that is not shown any more)"
