@@ -1,6 +1,7 @@
 """What is known about a run so far: the state behind the console and the summary."""
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -87,6 +88,9 @@ def failures(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name.replace("_", " "): n for name in FAILURES if (n := metrics.get(f"outcome/{name}", 0)) > 0}
 
 
+WORDS = ("time", "weights", "data")  # of a record, which are text
+LONGEST = 1 << 63  # steps
+LARGEST = int(sys.float_info.max)
 VALIDATIONS = ("validation/all/score", "validation/all/pass@1", "validation/accuracy", "validation/nll")
 
 
@@ -121,13 +125,26 @@ def is_share(record: Mapping[str, Any]) -> bool:
 
 
 def stored(path: Path) -> list[dict[str, Any]]:
-    """The records of a run's file, none where there is no file; null (NaN and infinity) reads as NaN."""
+    """The records of a run's file, none where there is no file; null (NaN and infinity) reads as NaN, an integer that
+    is no float as infinity. What is neither a number nor of `WORDS` or the samples is left out."""
     records = []
     for number, record in numbered(path) if path.exists() else []:
-        if type(record.get("step")) not in (int, float):
+        step = record.get("step")
+        if type(step) not in (int, float) or not -LONGEST < step < LONGEST:
             raise BirlError(f"{path}, line {number}: it has no step. Delete the line to read the rest.")
-        records.append(record)
-    return [{key: math.nan if value is None else value for key, value in record.items()} for record in records]
+        records.append({key: read for key, value in record.items() if (read := _read(key, value)) is not None})
+    return records
+
+
+def _read(key: str, value: Any) -> Any:
+    if key == "samples":
+        samples = [sample for sample in value if isinstance(sample, dict)] if isinstance(value, list) else []
+        return [sample | {"score": _read("score", sample.get("score"))} for sample in samples]
+    if value is None:
+        return math.nan
+    if type(value) is int and abs(value) > LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return value if type(value) in (int, float) or (key in WORDS and isinstance(value, str)) else None
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:

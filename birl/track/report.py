@@ -36,7 +36,7 @@ def write_report(run: Path) -> Path:
     run = Path(run)
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     kept = {key: value for key, value in summary(run).items() if value is not None}
-    found = {**facts(run), **kept}
+    found = {key: kept[key] for key in ("ended", "finished") if key in kept} | facts(run)
     title = str(kept.get("title") or run.name)
     body = [
         _head(run, title, found),

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from birl.errors import BirlError
 from birl.track import svg
 from birl.track.chart import sparkline
 from birl.track.report import write_report
 from birl.track.runs import best_validation
-from birl.track.summary import Pair, facts, pairs, shown, tally
+from birl.track.summary import Pair, facts, figures, pairs, shown, tally
 from birl.visible import visible
 from tests.track import runs
 
@@ -194,6 +195,34 @@ def test_curves_survive_any_values(tmp_path: Path, values: list[float], capsys: 
             tracker.step(step, {**runs.metrics(1), "reward/mean": value, "time/step": value})
         tracker.finish({"next": []})
     assert "<svg" in (tmp_path / "report.html").read_text() and "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value", ['"x"', '""', "[]", "{}", "true", "null", "NaN", "1e999", "1" + 400 * "0", "-1" + 400 * "0"]
+)
+def test_values_of_another_kind_do_not_end_a_report(tmp_path: Path, value: str) -> None:
+    names = (
+        "reward/mean",
+        "time/step",
+        "tokens/generated",
+        "outcome/ok",
+        "updates/done",
+        "threshold",
+        "validation/all/score",
+    )
+    fields = "".join(f', "{name}": {value}' for name in names)
+    samples = f'{{"prompt": {value}, "completion": {value}, "score": {value}}}'
+    lines = [f'{{"step": {n}{fields}, "samples": [{samples}, {value}]}}\n' for n in (1, 2, 2**62)]
+    lines[1] = f'{{"step": 2, "samples": {value}, "validation/all/score": {value}}}\n'
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "summary.json").write_text(
+        f'{{"finished": {value}, "ended": {value}, "validation": {value}, "title": {value}}}'
+    )
+    assert "<h1>" in write_report(tmp_path).read_text() and figures(facts(tmp_path))["steps"] == 2**62
+    (tmp_path / "metrics.jsonl").write_text('{"step": NaN}\n')
+    with pytest.raises(BirlError, match="line 1: it has no step"):
+        facts(tmp_path)
 
 
 def test_a_report_never_decides_how_a_run_ends(
