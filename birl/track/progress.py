@@ -129,7 +129,7 @@ def stored(path: Path) -> list[dict[str, Any]]:
     is no float as infinity. What is neither a number nor of `WORDS` or the samples is left out."""
     records = []
     for number, record in numbered(path) if path.exists() else []:
-        step = record.get("step")
+        step: Any = record.get("step")
         if type(step) not in (int, float) or not -LONGEST < step < LONGEST:
             raise BirlError(f"{path}, line {number}: it has no step. Delete the line to read the rest.")
         records.append({key: read for key, value in record.items() if (read := _read(key, value)) is not None})
