@@ -137,6 +137,10 @@ REWARD = "def score(completions, **_):\n    return [0.0 for _ in completions]\n"
         ("rl DATA reward=no.such:score", "there is no module no.such"),
         ("rl DATA reward=birl.rewards.nosuch:score", "there is no module birl.rewards.nosuch"),
         ("rl DATA algorithm.surrogate=mine.py:scores", "has no function scores. Did you mean score?"),
+        ("rl DATA reward=needs.py:score", "needs.py imports no_such_package, which is not installed. Install it"),
+        ("rl DATA engine.kind=vllm", "-m pip install vllm), name a Python that has it (engine.python=PATH)"),
+        ("eval data.validation=rows.jsonl engine.kind=sglang", "sglang is not installed for this Python"),
+        ("rl DATA run=" + "x" * 300, "this name is too long for a file"),
         ("rl DATA algorithm.surrogate=clp", "Did you mean clip?"),
         ("rl DATA algorithm.advantage=relativ", "Did you mean relative?"),
         ("rl DATA checkpoint.store=s4://bucket", "fsspec knows no s4://. Write a URL"),
@@ -220,6 +224,7 @@ def test_what_is_not_there_is_told_before_torch_is_imported(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "needs.py").write_text(f"import no_such_package\n{REWARD}")
     (tmp_path / "agent.py").write_text("import no_such_package\n\ndef act(task, base_url):\n    return 0.0\n")
     monkeypatch.setattr("birl.cli.configured.load", loaded)
     assert main(words.replace("DATA", "data.train=rows.jsonl").split()) == 2

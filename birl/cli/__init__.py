@@ -7,6 +7,7 @@ the watchdog ended a run in which nothing went on; 130 after Ctrl-C and 143 afte
 saved before.
 """
 
+import errno
 import os
 import select
 import sys
@@ -45,6 +46,11 @@ def main(argv: list[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        tell(BirlError(f"{str(error.filename)[:80]}...: this name is too long for a file."))
+        return MISTAKE
 
 
 def _nobody_reads() -> bool:

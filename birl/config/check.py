@@ -4,9 +4,11 @@
 involve several keys. All problems are reported at once, each with the key, its value and the fix.
 """
 
+import copy
 import math
 import re
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from birl.config.help import documentation, written
@@ -22,6 +24,7 @@ from birl.config.words import command, said, said_capacity, said_needed, value_o
 from birl.errors import did_you_mean
 from birl.named import TEMPLATES, template_file
 
+MOST = 2**31 - 1  # of a whole number: a larger one means nothing, and libraries fail at it
 REWARDS = ("math", "code", "format", "length", "model", "judge")
 RESUME = ("auto", "never")
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
@@ -45,7 +48,13 @@ ONLY_TRAINING = (  # what `birl eval` shares with training but has no use for
 
 def problems(config: Config) -> list[str]:
     """Every reason why this configuration cannot run; empty when it can."""
-    found = [*_choices(config), *_ranges(config), *_files(config.model)]
+    outside = _ranges(config)
+    if outside:  # the rules of several keys reckon with the defaults instead
+        config = copy.deepcopy(config)
+        for key in outside:
+            section, _, name = key.rpartition(".")
+            setattr(attrgetter(section)(config) if section else config, name, documentation(type(config))[key].default)
+    found = [*_choices(config), *outside.values(), *_files(config.model)]
     if isinstance(config, Serve):
         return found + ["host is empty: name an address, as in host=127.0.0.1."] * (not config.host.strip())
     found += _model(config)
@@ -87,14 +96,18 @@ def _choices(config: Config) -> list[str]:
     return found
 
 
-def _ranges(config: Config) -> list[str]:
-    found = []
+def _ranges(config: Config) -> dict[str, str]:
+    """What is wrong, by key."""
+    found = {}
     for key, allowed in RANGES.items():
         if key not in documentation(type(config)):
             continue
         value = value_of(config, key)
-        if any(not allowed.holds(item) for item in (value if isinstance(value, list) else [value])):
-            found.append(f"{said(config, key)}: must be {'a finite number' if allowed.low == -math.inf else allowed}.")
+        items = value if isinstance(value, list) else [value]
+        if allowed.high == math.inf and any(isinstance(item, int) and item > MOST for item in items):
+            found[key] = f"{said(config, key)}: must be at most {MOST}."
+        elif any(not allowed.holds(item) for item in items):
+            found[key] = f"{said(config, key)}: must be {'a finite number' if allowed.low == -math.inf else allowed}."
     return found
 
 
@@ -372,6 +385,10 @@ def _lora(config: RL | Stage) -> list[str]:
 
 def _run(config: RL | Stage) -> list[str]:
     found = []
+    if config.run and (not config.run.strip() or "\0" in config.run):
+        found.append(f"run={config.run!r}: is no name of a folder; leave it out, and one is made up.")
+    if not config.resume:
+        found.append("resume is empty: use auto, never, or the folder of a checkpoint or run.")
     if config.run and Path(config.run).exists() and not Path(config.run).is_dir():
         found.append(f"run={config.run}: is a file; name a folder.")
     if config.checkpoint.store and "://" not in config.checkpoint.store:

@@ -48,7 +48,8 @@ Scorer = Callable[[Task, list[Reply]], Awaitable[Sequence[Scored]]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own
-    reward. `gateway`: where agents find the model under an address."""
+    reward. `gateway`: where agents find the model under an address. `saw` is told of every episode when it has failed,
+    or has its reward; what it raises ends the group."""
 
     engine: Engine
     chat: Translator
@@ -57,6 +58,7 @@ class Rollout:
     limits: Limits
     seed: int
     gateway: Gateway | None = None
+    saw: Callable[[Task, Trajectory], None] = lambda task, trajectory: None
 
     async def group(self, index: int, task: Task, n: int, params: SamplingParams, extra: int = 0) -> Group:
         """Play n episodes at once and score them. Seeds depend on (seed, index, episode, turn) only, so that a resumed
@@ -81,12 +83,19 @@ class Rollout:
             try:
                 env = self.open_env(task)
             except BaseException as error:  # of somebody else's code: none of its exceptions may end the run
-                return unopened(error)
-            return await run_episode(env, session)
+                ended = unopened(error)
+            else:
+                ended = await run_episode(env, session)
+            if not ended.outcome.scored:
+                self.saw(task, ended)
+            return ended
 
         trajectories = await first(n, [one(e) for e in range(n + extra)])
+        judged = [i for i, t in enumerate(trajectories) if t.outcome.scored]
         if self.score is not None:
             trajectories = await self._scored(task, trajectories)
+        for i in judged:
+            self.saw(task, trajectories[i])
         return Group(index=index, task=task, trajectories=tuple(trajectories), start_version=version)
 
     async def _scored(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Trajectory]:

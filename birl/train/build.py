@@ -43,6 +43,7 @@ from birl.rollout.group import Rollout
 from birl.rollout.witness import Witness
 from birl.server.gateway import Gateway
 from birl.track.tracker import Tracker
+from birl.train import checks
 from birl.train.credit import Credit
 from birl.train.evaluate import plan
 from birl.train.objective import Objective, keeps_reference, surrogate_of
@@ -154,7 +155,8 @@ def assembled(
     if config.rollout.max_staleness > 0:
         exact = config.engine.recompute_kv
         parts.witness = Witness(engine=engine, temperature=config.rollout.temperature, exact=exact)
-    parts.rollout = rollout(engine=parts.witness or engine, limits=limits, seed=config.seed)
+    saw = checks.Start(config.rollout).saw
+    parts.rollout = rollout(engine=parts.witness or engine, limits=limits, seed=config.seed, saw=saw)
     parts.params = sampling(config.rollout)
     parts.resume_from, parts.total_steps = resume_from, total
     if rewards is not None:

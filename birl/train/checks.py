@@ -1,5 +1,6 @@
 """What stops a step of reinforcement learning, and what is said of one that went on with less."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from birl.envs.tasks.rows import where
 from birl.errors import BirlError
 from birl.rollout.pipeline import Step
 from birl.track.units import counted
-from birl.types import UNSCORED, Group, Outcome, Task, Trajectory
+from birl.types import UNSCORED, Outcome, Task, Trajectory
 
 
 def staleness(oldest: int, config: schema.Rollout) -> None:
@@ -34,27 +35,30 @@ def failures(step: Step, most: float) -> None:
     )
 
 
+ALIKE = 8  # episodes
+CHANCE = 0.01  # of so many failures in a row
+VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in what went wrong
+
+
 @dataclass(slots=True)
 class Start:
-    """Stops a run whose episodes all fail alike from the start (a command that is missing, say), as soon as the first
-    step can no longer be within rollout.max_failure_rate."""
+    """Stops a run whose episodes all fail alike from the start (a command that is missing, say): after the first
+    `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance."""
 
     config: schema.Rollout
     failed: list[tuple[Task, Trajectory]] = field(default_factory=list)
     over: bool = False  # an episode ended otherwise
 
-    def saw(self, group: Group) -> None:
-        """Raises `BirlError` where no episode up to this group's has ended otherwise, and there are too many."""
-        self.failed += [] if self.over else [(group.task, t) for t in group.trajectories]
-        kinds = {(t.outcome, t.detail) for _, t in self.failed}
-        self.over |= len(kinds) > 1 or any(o is not Outcome.ENV_ERROR or why == UNSCORED for o, why in kinds)
-        rollout, n = self.config, len(self.failed)
-        whole = rollout.prompts * (rollout.group_size + rollout.oversample)
-        if not self.over and rollout.max_failure_rate * whole < n < whole:  # `failures` tells of a whole step
+    def saw(self, task: Task, trajectory: Trajectory) -> None:
+        """Raises `BirlError` where no episode up to this one has ended otherwise, and there are enough."""
+        self.failed += [] if self.over else [(task, trajectory)]
+        kinds = {(t.outcome, VARIES.sub("", t.detail)) for _, t in self.failed}
+        self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
+        rate, n = self.config.max_failure_rate, len(self.failed)
+        if not self.over and n >= ALIKE and rate**n < CHANCE:
             raise BirlError(
-                f"All of the first {counted(n, 'episode')} failed alike ({n} {Outcome.ENV_ERROR}), more than "
-                f"rollout.max_failure_rate={rollout.max_failure_rate:g} allows in a step. "
-                f"Most frequent reasons:\n{reasons(self.failed)}"
+                f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), which is no chance "
+                f"with rollout.max_failure_rate={rate:g}. The reason:\n{reasons(self.failed)}"
             )
 
 

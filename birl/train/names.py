@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 from fsspec import available_protocols
 
+from birl.config import schema
 from birl.config.load import flatten
 from birl.data.early import check_data
 from birl.envs.open import check_world
 from birl.errors import BirlError, did_you_mean
 from birl.hub import check_model
+from birl.named import missing
 
 STORES = ("checkpoint.store", "resume")
 MODELS = ("model.path", "critic.path", "reward.model", "algorithm.teacher")
@@ -35,6 +38,15 @@ def check_names(config: Any) -> None:
             )
     if hasattr(config, "env"):
         check_world(config.env)
+    engine = getattr(config, "engine", None)
+    if isinstance(engine, schema.Engine) and not engine.attach and not engine.python:
+        kind = engine.kind
+        if kind in ("vllm", "sglang") and find_spec(kind) is None:
+            raise BirlError(
+                f"engine.kind={kind}: {kind} is not installed for this Python. Install it ({sys.executable} -m pip "
+                f"install {kind}), name a Python that has it (engine.python=PATH), or a server that runs "
+                "(engine.attach=[http://HOST:PORT])."
+            )
     for key in FUNCTIONS:
         names = keys.get(key) or ()
         for name in [names] if isinstance(names, str) else names:
@@ -62,6 +74,12 @@ def check_function(key: str, place: str, name: str) -> None:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return  # the worker says where
+    for package in imported(tree):
+        if not is_module(package, path.parent):
+            raise BirlError(
+                f"{key}={file}:{name}: {file} imports {package}, which is not installed."
+                + missing(ModuleNotFoundError(name=package))
+            )
     known = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     source = path.read_text("utf-8", "replace")
     if name not in source:  # nor assigned, nor imported
@@ -71,10 +89,20 @@ def check_function(key: str, place: str, name: str) -> None:
         )
 
 
-def is_module(name: str) -> bool:
-    """Whether there is a module of that name, beside the program or installed; none is imported."""
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The packages that a file always imports, none of which it can do without: those of its top level."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def is_module(name: str, *beside: Path) -> bool:
+    """Whether there is a module of that name, in the current folder or `beside` something else, or installed; none is
+    imported."""
     head, *rest = name.split(".")
-    spec = find_spec(head) or PathFinder.find_spec(head, [os.getcwd()])
+    spec = find_spec(head) or PathFinder.find_spec(head, [os.getcwd(), *map(str, beside)])
     for part in rest:
         spec = PathFinder.find_spec(part, spec.submodule_search_locations or []) if spec else None
     return spec is not None

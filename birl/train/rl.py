@@ -112,7 +112,6 @@ class _Run(Run):
     parts: Parts
     greedy: dict[int, float] = field(default_factory=dict)  # reward of the greedy answer, by group, until it is used
     kl: FixedKL | AdaptiveKL = field(init=False)
-    start: checks.Start = field(init=False)
     ages: Ages = field(default_factory=Ages)
     ledger: Ledger = field(init=False)
     last_metrics: dict[str, float] = field(default_factory=dict)
@@ -121,7 +120,6 @@ class _Run(Run):
     waited: float = 0.0  # seconds that training has waited for groups, up to the last step
 
     def __post_init__(self) -> None:
-        self.start = checks.Start(self.config.rollout)
         keys = self.config.algorithm
         target = keys.kl_target
         self.kl = AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef)
@@ -177,7 +175,6 @@ class _Run(Run):
                 self.greedy[index] = alone.trajectories[0].reward
         else:
             group = await wanted
-        self.start.saw(group)
         tokens = self.ledger.rolled_out(group)
         version = group.start_version
         done("group", began, process="rollout", lane="groups", version=version, tokens=tokens, group=index)

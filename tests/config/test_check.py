@@ -289,6 +289,25 @@ def test_existing_places_pass(tmp_path: Path):
     assert "is a file" in problems(config(run=str(tmp_path / "r.py")))[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"parallel__cp": 0}, "parallel.cp=0: must be at least 1"),
+        ({"rollout__prompts": 0}, "rollout.prompts=0: must be at least 1."),
+        ({"model__max_length": -1}, "model.max_length=-1: must be at least 0."),
+        ({"threads": 10**6}, "threads=1000000: must be at least 0 and at most 1024."),
+        ({"steps": 10**20}, "steps=100000000000000000000: must be at most 2147483647."),
+        ({"env__timeout": 1e30}, "env.timeout=1e+30: must be more than 0 and at most 1e+07."),
+        ({"run": " "}, "is no name of a folder"),
+        ({"resume": ""}, "resume is empty"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_problem_not_several(words: dict[str, object], said: str):
+    with pytest.raises(BirlError) as error:
+        check(config(**words))
+    assert said in str(error.value) and len(str(error.value).splitlines()) == 1, error.value
+
+
 def test_all_problems_come_at_once():
     with pytest.raises(BirlError) as error:
         check(config(rollout__top_p=0.5, optimizer__schedule="linaer", seed=-1))
