@@ -19,6 +19,9 @@ ROW = json.dumps({"prompt": "What is 3 + 4?", "answer": "7"}) + "\n"
         ("rl good.jsonl", ["For the data in that file: data.train=good.jsonl."]),
         ("eval good.jsonl", ["data.validation=good.jsonl"]),
         ("serve good.jsonl", ["model.path=good.jsonl"]),
+        ("rl nosuch.jsonl", ["nosuch.jsonl: expected key=value", "There is no file nosuch.jsonl here."]),
+        ("dpo data.train=good.jsonl data.chosen_column=", ["data.chosen_column is empty: name a column."]),
+        (f"serve host={'x' * 80}", ["cannot be taken"]),
         ("rl folder", ["For the model of that folder: model=folder."]),
         ("rl --lr 1e-5", ["--lr: there is no such flag", "without dashes", "Did you mean optimizer.lr=...?"]),
         ("rl --helpp", ["Did you mean --help?"]),
@@ -43,6 +46,7 @@ def test_a_slip_is_answered_with_the_fix(
     words: str, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BIRL_TOKEN", "secret")
     Path("good.jsonl").write_text(ROW)
     Path("folder").mkdir()
     Path("bad.yaml").write_text("seed: 1\n  steps: 3\n")

@@ -92,4 +92,6 @@ def meant(word: str, schema: type) -> str:
         if "data.train" not in keys:
             return f" For a model: model.path={word}."
         return f" For the data in that file: {'data.validation' if schema is Eval else 'data.train'}={word}."
+    if path.suffix.lower() in (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gguf"):
+        return f" There is no file {word} here."
     return ""

@@ -1,6 +1,6 @@
 """Rules for `birl sft`, `rm` and `dpo`. Standard library only."""
 
-from birl.config.schema import DPO, SFT, Stage
+from birl.config.schema import DPO, SFT, Pairs, Stage
 from birl.config.words import said, without_effect
 
 
@@ -14,6 +14,9 @@ def stage_problems(config: Stage) -> list[str]:
     )
     if isinstance(config, SFT):
         found += _texts(config)
+    if isinstance(config.data, Pairs):
+        keys = ("chosen_column", "rejected_column")
+        found += [f"data.{key} is empty: name a column." for key in keys if not getattr(config.data, key)]
     if isinstance(config, DPO):
         found += _preference(config)
     return found
@@ -47,6 +50,8 @@ def _preference(config: DPO) -> list[str]:
             found += without_effect(config, key, f"preference.loss={loss} does not read it")
     if loss == "robust" and config.preference.label_smoothing == 0:
         found.append("preference.loss=robust: is dpo while preference.label_smoothing=0; set that, to 0.1 say.")
+    if loss == "kto" and not (config.preference.desirable_weight or config.preference.undesirable_weight):
+        found.append("preference.desirable_weight=0 and preference.undesirable_weight=0: nothing would be trained.")
     if loss == "kto" and config.batch_size == 1:
         found.append("batch_size=1: preference.loss=kto compares rows of a batch with one another; set 2 or more.")
     if loss == "kto" and config.preference.reference == "precomputed":

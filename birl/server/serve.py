@@ -63,9 +63,10 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
         sock.close()
-        raise BirlError(f"host={host} port={port}: cannot be taken ({error.strerror or error}).") from error
+        reason = getattr(error, "strerror", None) or error
+        raise BirlError(f"host={host} port={port}: cannot be taken ({reason}).") from error
     return sock
 
 
