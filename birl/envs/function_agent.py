@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from birl.envs.calls import AGENTS, called
+from birl.text.tools import as_openai
 from birl.types import Message, Model, Task
 
 OFFERED = ("task", "model", "base_url", "api_key")
@@ -47,7 +48,7 @@ class FunctionAgent:
 def row(task: Task) -> dict[str, Any]:
     """A task as plain data."""
     said = (Message(role="user", content=task.prompt),) if isinstance(task.prompt, str) else task.prompt
-    messages = [{"role": m.role, "content": m.content} for m in said]
+    messages = [as_openai(m) for m in said]
     return {**task.columns, "prompt": prompt(task), "messages": messages, "answer": task.answer}
 
 

@@ -53,6 +53,14 @@ def as_dict(message: Message) -> Dict:
     return found | {key: v for key in ("name", "tool_call_id") if (v := getattr(message, key))}
 
 
+def as_openai(message: Message) -> Dict:
+    """The same as OpenAI's clients have it: the arguments of calls are text."""
+    found = as_dict(message)
+    for made, call in zip(found.get("tool_calls", ()), message.tool_calls, strict=True):
+        made["function"]["arguments"] = call.arguments
+    return found
+
+
 def _object(call: ToolCall) -> Dict:
     try:
         found = json.loads(call.arguments)

@@ -12,6 +12,7 @@ from birl.config.rules_sandbox import at_once, reward_timeout
 from birl.rewards.judge import read_template
 from birl.rewards.score import Rewards
 from birl.rollout.group import Reply, Scorer
+from birl.text.tools import as_dict
 from birl.train.scorer import RewardModel
 from birl.types import Task
 
@@ -94,11 +95,7 @@ def scorer(rewards: Rewards | None, progress: Progress | None = None) -> Scorer 
 
     async def score(task: Task, replies: list[Reply]) -> Sequence[Any]:
         n = len(replies)
-        prompt = (
-            task.prompt
-            if isinstance(task.prompt, str)
-            else [{"role": m.role, "content": m.content} for m in task.prompt]
-        )
+        prompt = task.prompt if isinstance(task.prompt, str) else [as_dict(m) for m in task.prompt]
         columns = {name: [value] * n for name, value in task.columns.items()}
         columns["completion_ids"] = [list(reply.ids) for reply in replies]
         spoken = [[{"role": "assistant", "content": str(reply)}] if task.messages else str(reply) for reply in replies]

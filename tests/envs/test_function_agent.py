@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from birl.config.schema import Env as Keys
+from birl.envs.function_agent import row
 from birl.envs.open import open_world
 from birl.rollout.episode import run_episode
 from birl.rollout.session import Limits, Session
 from birl.server.gateway import Gateway
-from birl.types import Message, Outcome, SamplingParams, Task, Trajectory
+from birl.types import Message, Outcome, SamplingParams, Task, ToolCall, Trajectory
 from tests.rollout.scripted import CHAT, Scripted
 
 AGENTS = """
@@ -118,6 +119,16 @@ def test_how_it_ends(name: str, end: tuple[Outcome, float | None, str]) -> None:
     assert (found.outcome, None if end[1] is None else found.reward) == end[:2], found.detail
     assert end[2] in found.detail
     assert dict(found.rewards) == ({"a": 1.0, "b": -1.0} if name == "both" else {})
+
+
+def test_calls_in_a_prompt_reach_an_agent_as_openai_has_them() -> None:
+    called = Message(role="assistant", content="", tool_calls=(ToolCall(name="f", arguments='{"a": 1}', id="c"),))
+    told = Message(role="tool", content="2", tool_call_id="c")
+    asked = row(Task(id="t", prompt=(Message(role="user", content="Hi"), called, told)))["messages"]
+    assert asked[1]["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}, "id": "c"}
+    ]
+    assert asked[2] == {"role": "tool", "content": "2", "tool_call_id": "c"}
 
 
 def test_its_own_keys() -> None:
