@@ -118,20 +118,22 @@ def load_model(
             )
     except BirlError:
         raise
-    except KeyError as error:
-        if error.args != (attention.NAME,):
-            raise BirlError(f"{folder}: not loadable as a causal language model: {error!r}") from error
-        raise BirlError(
-            f"{folder}: birl cannot train {config.model_type}, whose attention transformers does not let it replace."
-        ) from error
     except Exception as error:
-        raise BirlError(f"{folder}: not loadable as a causal language model: {first_line(error)}") from error
+        raise not_loadable(folder, error) from error
     model, report = loaded
     report["missing_keys"] = set(report.get("missing_keys") or ()) - without
     report["unexpected_keys"] = set(report.get("unexpected_keys") or ()) - beside
     check_report(folder, model, report)
     model.config.use_cache = False
     return model.eval()
+
+
+def not_loadable(folder: Path, error: Exception) -> BirlError:
+    if isinstance(error, KeyError) and error.args == (attention.NAME,):
+        return BirlError(
+            f"{folder}: transformers does not let birl replace this model's attention, so it cannot train."
+        )
+    return BirlError(f"{folder}: not loadable as a causal language model: {first_line(error)}")
 
 
 def skeleton(folder: Path, scores: bool = False) -> nn.Module:

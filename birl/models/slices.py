@@ -33,7 +33,16 @@ from transformers.core_model_loading import (
 from birl.errors import BirlError
 from birl.models import attention
 from birl.models.forward import prove
-from birl.models.load import REWARD_MODEL, check_files, check_report, quiet, reward_head, weight_files, with_head
+from birl.models.load import (
+    REWARD_MODEL,
+    check_files,
+    check_report,
+    not_loadable,
+    quiet,
+    reward_head,
+    weight_files,
+    with_head,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ def sketched(
     try:
         model = _built(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:
-        raise BirlError(f"{folder}: not loadable as a causal language model: {error}") from error
+        raise not_loadable(folder, error) from error
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.use_cache = False

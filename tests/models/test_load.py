@@ -27,6 +27,7 @@ from birl.models.load import (
     resolve,
     save_hf_config,
 )
+from birl.models.slices import sketched
 from tests.tiny import CHATML, tiny_model, tiny_model_folder, tiny_tokenizer
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -252,7 +253,7 @@ def test_ordinary_transformers_are_accepted(tmp_path: Path, name: str, options: 
         ("GraniteConfig", {**LLAMA_LIKE, "logits_scaling": 8.0}, "post-processed"),
         ("BertConfig", {**SMALL, "intermediate_size": 64}, "does not implement"),
         ("BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "do not call"),
-        ("FalconConfig", {**SMALL, "alibi": True}, "falcon"),
+        ("FalconConfig", {**SMALL, "alibi": True}, "does not let birl replace"),
         (
             "MambaConfig",
             {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
@@ -276,8 +277,12 @@ def test_ordinary_transformers_are_accepted(tmp_path: Path, name: str, options: 
 def test_architectures_that_would_be_silently_wrong_are_refused(
     tmp_path: Path, name: str, options: dict[str, Any], reason: str
 ) -> None:
+    saved = save_random(tmp_path, name, **options)
     with pytest.raises(BirlError, match=reason):
-        verify(load_model(save_random(tmp_path, name, **options)))
+        verify(load_model(saved))
+    if "replace" in reason:  # and by ranks that share its weights out
+        with pytest.raises(BirlError, match=reason):
+            sketched(saved, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("path", ["nobody/nothing", "./nowhere", "/no/such/folder", "three words here"])
