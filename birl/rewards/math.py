@@ -40,6 +40,8 @@ FUNCTIONS = re.compile(r"\\[a-zA-Z]+|\b(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|ex
 SPELLED = re.compile(r"(?<![\\a-z])(?:(pi)|inf(?:ini)?ty)\b", re.IGNORECASE)
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+# that ends a sentence: of "it is 2\frac{1}{3}" math-verify would see 1/3
+FRACTION = re.compile(r"((?:[^\W\d_]{2,}|[:,.])\s+)([-+]?\d*\\[dt]?frac\{[^{}]*\}\{[^{}]*\})(?=[\s.]*$)")
 DELIMITER = re.compile(r"\\[()\[\]]")
 ANNOUNCED = re.compile(r"^.*\banswer(?:\s+is\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
 CHOICE = re.compile(r"\(?([A-Z])(?:[).:]\s+\S.*|[).])", re.DOTALL)
@@ -77,9 +79,10 @@ def _right(completion: str, gold: str) -> bool:
     if TIME.fullmatch(_words(wanted)) or WORD.fullmatch(_signs(_words(wanted))):
         return False  # as mathematics, yes is y * e * s
     want, text = _gold(gold), plain(text)[-LONGEST:]
+    text = text if _delimited(text) else FRACTION.sub(r"\1$\2$", text)
     if _depth(text) > DEEPEST:
         return False
-    stated = _signs(ANNOUNCED.sub("", text).strip(" \t\r\n*.!?"))
+    stated = _signs(ANNOUNCED.sub("", text).strip(" \t\r\n*.!?").lstrip("= "))
     if _number(want[0]) is None:
         stated = AND.sub(", ", stated)
     elif _listed(stated) or HEDGED.search(text):

@@ -116,7 +116,8 @@ x^2 § <answer>x²</answer> § x² §! x³
 10^{5} § 10⁵ § 100000 § 1e5
 1500 § 1.5e3 § 1.5 × 10^3 § \boxed{1.5 \times 10^3} § 1.5 \times 10^{3} §! 1.5e2
 6.02e23 § \boxed{6.02\times10^{23}}
-5/2 § 2 1/2 § 2½ § \boxed{2\frac12} §! 2 1/3 §! 21/2
+5/2 § 2 1/2 § 2½ § \boxed{2\frac12} § = 2\frac{1}{2} § So it is \dfrac{5}{2}. §! 2 1/3 §! 21/2
+1/3 § Then 3 thirds, so \frac{1}{3} §! Then 2\frac{1}{3} §! It is -\frac{1}{3}.
 2 1/2 § 2.5 § \boxed{2\frac{1}{2}} §! 1/2
 \infty § ∞ § infinity § <answer>∞</answer> §! -\infty §! $-∞$
 infinity § \boxed{\infty} § infinity
