@@ -57,8 +57,8 @@ class Start:
         rate, n = self.config.max_failure_rate, len(self.failed)
         if not self.over and n >= ALIKE and rate**n < CHANCE:
             raise BirlError(
-                f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), which is no chance "
-                f"with rollout.max_failure_rate={rate:g}. The reason:\n{reasons(self.failed)}"
+                f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops "
+                f"(rollout.max_failure_rate={rate:g} would let so many fail by chance only):\n{reasons(self.failed)}"
             )
 
 
