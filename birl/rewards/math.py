@@ -43,12 +43,13 @@ WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 # that ends a sentence: of "it is 2\frac{1}{3}" math-verify would see 1/3
 FRACTION = re.compile(r"((?:[^\W\d_]{2,}|[:,.])\s+)([-+]?\d*\\[dt]?frac\{[^{}]*\}\{[^{}]*\})(?=[\s.]*$)")
 DELIMITER = re.compile(r"\\[()\[\]]")
-ANNOUNCED = re.compile(r"^.*\banswer(?:\s+is\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
-CHOICE = re.compile(r"\(?([A-Z])(?:[).:]\s+\S.*|[).])", re.DOTALL)
+SPACE = re.compile(r"~|\\(?:q?quad\b|[ ,;:])")
+ANNOUNCED = re.compile(r"^.*\b(?:answer|option|choice)(?:\s+is\b|\W*:)[\s:*]*", re.DOTALL | re.IGNORECASE)
+CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?\(?([A-Z])(?:[).:]\s+\S.*|[).])?", re.DOTALL)
 CHOICES = re.compile(r"(?<![a-zA-Z])[A-Z][).:]")
 # a time or a date, of which 12:30 would be 2/5
 TIME = re.compile(
-    r"(?<![\d:])\d{1,2}:\d\d(?::\d\d)?(?:\s*[ap]\.?m\b)?|\b\d{4}-\d\d-\d\d\b|\b\d\d?[/.]\d\d?[/.]\d{2,4}\b"
+    r"(?<![\d:])\d{1,2}:\d\d(?::\d\d)?(?:\s*[ap]\.?m\b)?|\b\d\d?\s*[ap]\.?m\b|\b\d{4}-\d\d-\d\d\b|\b\d\d?[/.]\d\d?[/.]\d{2,4}\b"
 )
 
 
@@ -83,6 +84,8 @@ def _right(completion: str, gold: str) -> bool:
     if _depth(text) > DEEPEST:
         return False
     stated = _signs(ANNOUNCED.sub("", text).strip(" \t\r\n*.!?").lstrip("= "))
+    if stated.casefold().startswith("not "):
+        text = stated  # of what is announced, math-verify takes the first number
     if _number(want[0]) is None:
         stated = AND.sub(", ", stated)
     elif _listed(stated) or HEDGED.search(text):
@@ -155,7 +158,7 @@ def _words(text: str) -> str:
 def _bare(text: str) -> str:
     boxed = BOXED.findall(text)
     text = boxed[-1] if len(set(boxed)) == 1 else text
-    text = DELIMITER.sub("", WRAPPED.sub(r"\1", ANNOUNCED.sub("", text)))
+    text = DELIMITER.sub("", SPACE.sub(" ", WRAPPED.sub(r"\1", ANNOUNCED.sub("", text))))
     return text.rstrip(" \t\r\n$*`\"'.!").lstrip(" \t\r\n$*`\"'")
 
 

@@ -128,8 +128,11 @@ x>3 § x > 3 §! x < 3
 yes § The answer is: yes § So the answer is **yes**! § **Answer:** Yes
 yes §! \boxed{no}, \boxed{yes} §! yes or no §! I do not answer yes
 true § <answer>`True`</answer> §! false
+B § \boxed{\textbf{(B)}~12} § \boxed{\text{(B) }12} § The correct option is B. § Option B §! \boxed{\textbf{(C)}~12}
 B § \boxed{\text{B. 12}} § <answer>(B) Paris</answer> § B: Paris § B) §! A. not B §! B) or C) §! C
 12:30 § It leaves at 12:30. § \boxed{12:30} §! 2:5 §! 30 §! 12:31
+9 a.m. § at 9 am § 9 AM §! 9 pm §! 9
+8 § The answer is not 7 but 8. §! The answer is not 8 but 7.
 3:00 PM § 3:00 p.m. § \boxed{3:00 \text{ PM}} §! 3:00 am
 2024-01-15 § On 2024-01-15. §! 2008 §! 2024-01-16
 June 20 § June 20. §! 20 §! June 21
