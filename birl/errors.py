@@ -33,6 +33,10 @@ class EngineDown(Exception):
         self.retry_after = retry_after
 
 
+class Malformed(EngineDown):
+    """What it answers is no answer."""
+
+
 class EngineFailed(Exception):
     """Ends an episode: wraps what an engine raised, to tell it from what an environment raised."""
 

@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from birl.blocked import Blocked
+
 GRACE = 5.0  # seconds that code may take to end once it is cancelled
 
 
@@ -33,7 +35,7 @@ def harmless(error: BaseException) -> Exception:
 
 
 class Late(Exception):
-    """The time was over before the work was done."""
+    """The time was over before the work was done; says why where the work is to blame."""
 
 
 async def within(seconds: float | None, work: Coroutine[Any, Any, Any]) -> Any:
@@ -51,7 +53,7 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, Any]) -> Any:
     if task.cancelled():
         raise RuntimeError("it was cancelled from within")
     if (error := task.exception()) is not None:
-        raise harmless(error)
+        raise Late(str(error)) if isinstance(error, Blocked) else harmless(error)
     return task.result()
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from birl.blocked import standing
 from birl.spans import done
 
 GRACE = 30.0  # seconds that a wait may outlast its own deadline: whoever set it needs a moment to notice
@@ -143,7 +144,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stop.wait(self.interval):
             if reason := stalled(self.limit):
-                report = f"birl: stopped by the watchdog: {reason}.\n{TABLE.text()}\n"
+                where = f"The main thread is at {place}.\n" if (place := standing()) else ""
+                report = f"birl: stopped by the watchdog: {reason}.\n{where}{TABLE.text()}\n"
                 with suppress(OSError):
                     self.file.write_text(report, encoding="utf-8", errors="backslashreplace")
                 self.act(report)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from birl.algorithms.pass_at_k import wilson
+from birl.blocked import interrupting
 from birl.config import schema
 from birl.config.load import flatten
 from birl.data.tasks import load_tasks
@@ -161,7 +162,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     if warning := parts.plan.greedy_repeats:
         print(f"birl: warning: {warning}", file=sys.stderr)
     try:
-        metrics, groups = await evaluate(parts.plan, parts.rollout)
+        with interrupting(config.env.timeout):
+            metrics, groups = await evaluate(parts.plan, parts.rollout)
     finally:
         await parts.close()
     check_failures(groups)

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from birl.blocked import interrupting
 from birl.config import schema
 from birl.data.tasks import Tasks, load_tasks
 from birl.envs.calls import called
@@ -101,7 +102,8 @@ async def validate(config: schema.Eval, compute: Executor) -> tuple[int, list[Wr
                 why = await problem(config, world, score, tasks, index)
                 return Wrong(where=where, why=why.removeprefix(f"{where}: ")) if why else None
 
-        found = await asyncio.gather(*(one(tasks, i) for tasks in sources for i in range(len(tasks))))
+        with interrupting(config.env.timeout):
+            found = await asyncio.gather(*(one(tasks, i) for tasks in sources for i in range(len(tasks))))
         return len(found), [wrong for wrong in found if wrong is not None]
 
 

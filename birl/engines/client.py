@@ -12,7 +12,7 @@ from torch import Tensor
 
 from birl.engines.bounded import A_TOKEN, MOST, fetch
 from birl.engines.wire import Info, Invitation, completion_from, header, held_from, params_to
-from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.types import Completion, Held, SamplingParams, Update
 
 CONTROL = 16  # connections beside those of `generate`: a full engine can still be asked how it is
@@ -80,8 +80,8 @@ class Client:
             raise EngineDown(f"{what} had no answer within {self.timeout:g} s") from error
         try:
             return checked_completion(completion_from(found), params)
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineDown(f"{self.address} gave no completion: {_first(found)} ({error})") from error
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise Malformed(f"{self.address} gave no completion: {_first(found)} ({error})") from error
 
     async def load(self, update: Update) -> Held:
         body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
@@ -92,6 +92,8 @@ class Client:
             if not update.tensors:
                 body["folder"] = update.folder
             return await self._loaded(body)
+        except Malformed as error:  # another try would be answered alike
+            raise WeightsFailed("mismatch", f"Version {update.version} of the weights: {error}") from error
         except EngineDown as error:
             raise WeightsFailed("unreachable", f"Version {update.version} of the weights: {error}") from error
 
@@ -113,7 +115,7 @@ class Client:
         try:
             held = held_from(found)
         except (KeyError, TypeError) as error:
-            raise EngineDown(f"{self.address} gave no answer to a load: {error!r}") from error
+            raise Malformed(f"{self.address} gave no answer to a load: {error!r}") from error
         self.version = held.version
         return held
 
@@ -179,6 +181,8 @@ def refusal(what: str, response: httpx.Response, found: Any) -> EngineDown | Bir
     message = f"{what}: {status} {said}"
     if status == 409 and error.get("type") == "weights":
         return WeightsFailed(str(error.get("cause", "mismatch")), message)
+    if status < 300:
+        return Malformed(message)
     if status in (401, 403):
         return EngineDown(f"{message} Here it is taken from the environment variable BIRL_TOKEN.")
     if status == 429:

@@ -18,7 +18,7 @@ from typing import Any
 from birl.engines.client import checked_completion
 from birl.engines.wire import Info
 from birl.envs.calls import Threads, called
-from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.named import load
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 
@@ -64,7 +64,7 @@ class Custom:
         try:
             return checked_completion(replace(found, stop=Stop(found.stop)), params)
         except (TypeError, ValueError) as error:
-            raise EngineDown(f"{self.address}: generate gave no possible answer: {error}") from error
+            raise Malformed(f"{self.address}: generate gave no possible answer: {error}") from error
 
     async def load(self, update: Update) -> Held:
         try:

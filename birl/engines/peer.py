@@ -15,7 +15,7 @@ from torch import Tensor
 
 from birl.engine.weights import check_age, read
 from birl.engines.bounded import fetch
-from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
 from birl.types import Completion, SamplingParams, Stop, Update
 
@@ -62,7 +62,7 @@ class Peer:
             self.strange(path, response.text)
 
     def strange(self, path: str, answer: object, error: Exception | None = None) -> NoReturn:
-        raise EngineDown(f"{self.address}{path} gave an answer that birl does not know: {str(answer)[:300]}") from error
+        raise Malformed(f"{self.address}{path} gave an answer that birl does not know: {str(answer)[:300]}") from error
 
     @contextmanager
     def request(self, session: str) -> Iterator[str]:

@@ -349,8 +349,9 @@ async def awaited(
     try:
         result = await within(timeout, called(partial(function, **call.arguments)))
         return call.answers(result), time.monotonic() - began
-    except Late:
-        raise CallFailed(Outcome.TIMEOUT, f"took longer than {round(timeout, 1):g} s", seconds=timeout) from None
+    except Late as late:
+        why = str(late) or f"took longer than {round(timeout, 1):g} s"
+        raise CallFailed(Outcome.TIMEOUT, why, seconds=timeout) from None
     except CallFailed as failure:
         failure.seconds = time.monotonic() - began
         raise

@@ -42,11 +42,11 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
             with waiting(session.name, "its place", "other episodes"):
                 await within(None, called(env.admit))  # pyright: ignore[reportAttributeAccessIssue]
         await within(limits.timeout, way(env, session, played))
-    except Late:
+    except Late as late:
         forget(session.name)
         played = Played()  # what is left behind may go on with its own
         played.outcome = Outcome.TIMEOUT
-        played.detail = f"the episode took longer than env.timeout={limits.timeout:g} s"
+        played.detail = str(late) or f"the episode took longer than env.timeout={limits.timeout:g} s"
     except Exception as error:
         # What an agent makes of the engine's failure is not what went wrong.
         failure = session.failure if isinstance(session.failure, EngineFailed | Aborted) else error
@@ -178,8 +178,8 @@ async def _close(env: Env | Agent, name: str) -> str:
         raise cancelled
     try:
         closing.result()
-    except Late:
-        return f"the environment did not close within {PATIENCE:g} s"
+    except Late as late:
+        return str(late) or f"the environment did not close within {PATIENCE:g} s"
     except Exception as error:
         return describe(error)
     return ""

@@ -40,7 +40,6 @@ from birl.parallel.ranks import Ranks
 from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
-from birl.rollout.witness import Witness
 from birl.server.gateway import Gateway
 from birl.track.tracker import Tracker
 from birl.train import checks
@@ -152,11 +151,8 @@ def assembled(
             engine = spread(parts, engine, context, longest)
     tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
     parts.run, parts.engine, parts.tracker, parts.train = run, engine, tracker, train
-    if config.rollout.max_staleness > 0:
-        exact = config.engine.recompute_kv
-        parts.witness = Witness(engine=engine, temperature=config.rollout.temperature, exact=exact)
     saw = checks.Start(config.rollout).saw
-    parts.rollout = rollout(engine=parts.witness or engine, limits=limits, seed=config.seed, saw=saw)
+    parts.rollout = rollout(engine=engine, limits=limits, seed=config.seed, saw=saw)
     parts.params = sampling(config.rollout)
     parts.resume_from, parts.total_steps = resume_from, total
     if rewards is not None:

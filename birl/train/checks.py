@@ -86,14 +86,14 @@ def refill(step: Step, config: schema.RL) -> str:
 GAPS = {"float32": 0.002, "bfloat16": 0.5}
 
 
-def gap(mean: float, config: schema.RL) -> None:
+def gap(mean: float, version: int, config: schema.RL) -> None:
     """`mean`: between the log-probs of engine and learner, of the same tokens and weights [nats a token]. Raises
     `BirlError` above learner.max_logprob_gap."""
     kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
     most = config.learner.max_logprob_gap or GAPS[kind]
     if not mean <= most:
         raise BirlError(
-            f"The engine's log-probs differ from the learner's by {mean:.3g} nats a token on average; "
-            f"learner.max_logprob_gap={most:g} is allowed. The engine does not sample from the weights that are "
-            "trained."
+            f"The engine's log-probs of tokens of version {version} differ from the learner's by {mean:.3g} nats a "
+            f"token on average; learner.max_logprob_gap={most:g} is allowed. The engine does not sample from the "
+            "weights that are trained."
         )

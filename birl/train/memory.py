@@ -35,6 +35,7 @@ from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import CHUNK, GPU_CHUNK
 from birl.models.slots import slots_of
 from birl.models.tree_attention import SCORES
+from birl.train.comparison import KEPT
 from birl.train.objective import keeps_reference, surrogate_of
 
 GIB = 2**30
@@ -192,6 +193,8 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
         "weights, bfloat16": shape.wide * shape.parameters if separate else 0,
         "optimizer state, float32": 8 * trained.stepped,
     }
+    if earlier := min(config.rollout.max_staleness, KEPT):
+        always["weights of earlier versions"] = earlier * (shape.wide if split == 1 else 4) * trained.gradient
     if split > 1 and config.engine.kind == "embedded":
         always["the engine's own weights"] = shape.wide * shape.parameters
     frozen = shape.wide * parameters + (laid_out if shape.on_kernels else 0)

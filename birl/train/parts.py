@@ -31,7 +31,6 @@ from birl.parallel.crew import Crew
 from birl.parallel.shard import drop_gathered
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
-from birl.rollout.witness import Witness
 from birl.seeds import derive_seed
 from birl.server.serve import hosted, service_of
 from birl.text.chat import Chat
@@ -67,7 +66,6 @@ class Parts:
     # rank 0 alone has these
     engine: EmbeddedEngine | Spread | Servers = NOT_HERE
     rollout: Rollout = NOT_HERE
-    witness: Witness | None = None  # where the engine samples while the learner learns
     params: SamplingParams = NOT_HERE
     train: list[Tasks] = field(default_factory=list)
     plan_validation: Plan | None = None

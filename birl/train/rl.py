@@ -23,6 +23,7 @@ from birl import foreign
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.allocator import keep_memory
+from birl.blocked import interrupting
 from birl.config import schema
 from birl.config.load import run_folder
 from birl.data.pack import Batch, pack, packing
@@ -30,6 +31,7 @@ from birl.engine.policy import load_policy
 from birl.engines.servers import learner_threads
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
+from birl.learner.past import Past
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.parallel.machine import compute_thread
@@ -37,13 +39,13 @@ from birl.rollout import assemble, pipeline
 from birl.rollout.ages import Ages
 from birl.rollout.ledger import Ledger, settle
 from birl.rollout.replay import replay, resample, row_of
-from birl.rollout.witness import SHARE
 from birl.seeds import derive_seed
 from birl.signals import Stop, saving_signals
 from birl.spans import done
 from birl.track.units import counted
 from birl.train import build, checks, ranks
 from birl.train import plan as planning
+from birl.train.comparison import KEPT, compare
 from birl.train.credit import Credited
 from birl.train.evaluate import answers, evaluate, versions_of
 from birl.train.metrics import episode_records, step_metrics
@@ -87,7 +89,7 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
             if dry_run:
                 return planning.dry_run(parts)
             run = _Run(config=config, parts=parts, stop=stop)
-            with Watchdog(config.watchdog or inf, exit_at_once, folder / "stall.txt"):
+            with Watchdog(config.watchdog or inf, exit_at_once, folder / "stall.txt"), interrupting(config.env.timeout):
                 return await run.to_the_end()
         finally:
             await parts.close()
@@ -112,6 +114,7 @@ class _Run(Run):
     parts: Parts
     greedy: dict[int, float] = field(default_factory=dict)  # reward of the greedy answer, by group, until it is used
     kl: FixedKL | AdaptiveKL = field(init=False)
+    past: Past = field(init=False)
     ages: Ages = field(default_factory=Ages)
     ledger: Ledger = field(init=False)
     last_metrics: dict[str, float] = field(default_factory=dict)
@@ -120,6 +123,7 @@ class _Run(Run):
     waited: float = 0.0  # seconds that training has waited for groups, up to the last step
 
     def __post_init__(self) -> None:
+        self.past = Past(self.parts.learner, min(self.config.rollout.max_staleness, KEPT))
         keys = self.config.algorithm
         target = keys.kl_target
         self.kl = AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef)
@@ -194,7 +198,9 @@ class _Run(Run):
         if self.parts.engine.version in versions_of(step.groups):
             await self.parts.publisher.proved()
         await self.parts.publisher.rest()
-        credited, stats = await self.together("learn", self.step, step.groups, self.take_greedy(step.groups))
+        sampling = self.parts.engine.version == self.parts.learner.version
+        greedy = self.take_greedy(step.groups)
+        credited, stats = await self.together("learn", self.step, step.groups, greedy, sampling)
         self.parts.tracker.record(row_of(step))
         self.step, self.position, self.ahead = step.number, step.position, step.ahead
         self.tell_rewards()
@@ -262,9 +268,14 @@ class _Run(Run):
         """The rewards of the greedy answers to these groups' prompts."""
         return {g.index: self.greedy.pop(g.index) for g in groups if g.index in self.greedy}
 
-    def learn(self, step: int, groups: Sequence[Group], greedy: dict[int, float]) -> tuple[Credited, Stats]:
-        """(every rank) Rewards to advantages, advantages to optimizer steps; `step` are finished."""
+    def learn(
+        self, step: int, groups: Sequence[Group], greedy: dict[int, float], sampling: bool
+    ) -> tuple[Credited, Stats]:
+        """(every rank) Rewards to advantages, advantages to optimizer steps; `step` are finished. `sampling`: engines
+        have the weights of now."""
         self.step, self.seen = step, {}
+        if sampling:
+            self.past.keep()
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
         checks.staleness(max((self.ages.of(g.start_version) for g in groups), default=0), self.config.rollout)
@@ -281,10 +292,10 @@ class _Run(Run):
         self.rate = self.learning_rate()
         parts = split_by_group(samples, self.config.algorithm.updates_per_batch)
         for part in parts * self.config.algorithm.passes:
-            self.update_once(part, stats)
+            self.update_once(part, stats, samples)
         return stats
 
-    def update_once(self, samples: list[Sample], stats: Stats) -> None:
+    def update_once(self, samples: list[Sample], stats: Stats, everything: list[Sample]) -> None:
         """One optimizer step. Samples whose advantages are 0 count in the denominator, but have no gradient, so they
         are not computed (with a KL term, an entropy bonus or a critic they have one). A batch without any gradient
         moves nothing, the optimizer's momentum included."""
@@ -312,30 +323,25 @@ class _Run(Run):
             if watch is not None:
                 self.seen = watch.found(batches, [s for s, _ in useful], parts.learner.ranks) | self.seen
             if stats.updates == 0:
-                apart, fresh = self.sampled_now(sum(len(b.tokens) for b in batches))
-                apart, fresh = apart + stats.sums["gap"], fresh + stats.sums["fresh"]
-                stats.first_gap = apart / fresh if fresh else nan
-                if fresh:
-                    checks.gap(stats.first_gap, config)
+                self.compare(everything, sum(len(b.tokens) for b in batches), stats)
             stats.grad_norm = parts.learner.optim_step(self.rate)
             stats.updates += 1
             norms.append(stats.grad_norm)
         self.check_finite(stats, *norms)
 
-    def sampled_now(self, computed: int) -> tuple[float, int]:
-        """(every rank) Of tokens that the learner's weights have sampled just now, and that later steps train on: the
-        sum of |engine - learner| [nats], and their number. After the optimizer step nobody could tell any more.
-        `computed`: tokens of this step; a few in a hundred are looked at."""
-        config, learner, witness = self.config, self.parts.learner, self.parts.witness
-        if config.rollout.max_staleness == 0:  # the step's own tokens are of these weights
-            return 0.0, 0
-        room = int(SHARE * computed)
-        own = [] if witness is None else witness.sampled(learner.version, room, config.capacity)
-        samples = learner.ranks.told(own)
-        batches = pack(samples, [1.0] * len(samples), config.capacity, config.parallel.shares) if samples else []
-        said = [values.cpu() for values in learner.each(batches, learner.forward)]
-        apart = sum(float((values - b.logprobs).abs().sum()) for b, values in zip(batches, said, strict=True))
-        return apart, sum(map(len, said))
+    def compare(self, samples: list[Sample], computed: int, stats: Stats) -> None:
+        """(every rank) Engine against learner on the step's samples, before the weights move. Raises `BirlError` where
+        the log-probs of any version are too far apart."""
+        config, fresh = self.config, stats.sums["fresh"]
+        gaps = {self.parts.learner.version: (stats.sums["gap"] / fresh, int(fresh))} if fresh else {}
+        if config.rollout.max_staleness > 0:
+            found = compare(self.past, samples, computed, gaps, config.capacity)
+            gaps |= found.gaps
+            stats.other["mismatch/unheld"] = found.unheld / max(sum(map(sum, (s.mask for s in samples))), 1)
+        stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
+        stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
+        for version, (mean, _) in gaps.items():
+            checks.gap(mean, version, config)
 
     def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
         """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same

@@ -18,11 +18,12 @@ from functools import partial
 from math import inf, sqrt
 
 from birl.data.pack import Batch, pack
-from birl.errors import WeightsFailed
+from birl.errors import Malformed, WeightsFailed
 from birl.learner.learner import Learner
 from birl.types import Completion, Engine, Sample, SamplingParams
 
-LONGEST = 256  # tokens of a prompt that are used
+LONGEST = 16  # tokens of a prompt that are used, its last ones
+GIVEN = 4  # of these, what the others are scored given
 DRAWN = 16  # tokens that are sampled after each prompt
 TIMES = 5.0  # the first proof's gap is what an engine may show later
 LEAST = 5e-3  # nats a token that are always allowed,
@@ -34,26 +35,26 @@ SURE = 5.0  # standard errors at which a version counts as recognised
 
 @dataclass(slots=True)
 class Canary:
-    """`prompts`: token ids, at least two each. The second half of each is scored given the first."""
+    """`prompts`: token ids, at least two each. The last ones of each are scored given those before."""
 
     learner: Learner
     prompts: Sequence[tuple[int, ...]]
     max_gap: float
-    expected: list[list[float]] = field(default_factory=list)  # log-probs of the second halves
+    expected: list[list[float]] = field(default_factory=list)  # log-probs of the scored tokens
     together: Callable[[list[Batch]], list[list[float]]] | None = None  # `said` of all ranks, where each has parts
     parts: int = 1  # shares of the ranks
     past: deque[list[list[float]]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # `expected`, newest first
     usual: float = 0.0  # largest gap of the first proof [nats a token]
 
     def __post_init__(self) -> None:
-        self.prompts = [p[:LONGEST] for p in self.prompts if len(p) > 1]
+        self.prompts = [p[-LONGEST:] for p in self.prompts if len(p) > 1]
 
     def compute(self) -> None:
         """What the learner says now (compute thread). At temperature 1: engines score given tokens at that."""
         samples = [
             Sample(
                 tokens=ids,
-                mask=tuple(i >= _half(ids) for i in range(len(ids))),
+                mask=tuple(i >= _given(ids) for i in range(len(ids))),
                 logprobs=(0.0,) * len(ids),
                 versions=(-1,) * len(ids),
                 advantage=0.0,
@@ -112,14 +113,14 @@ class Canary:
         return gap
 
     async def scored(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[float]:
-        """What the engine says of the second half of a prompt."""
-        return list((await self.given(engine, name, ids[: _half(ids)], ids[_half(ids) :])).logprobs)
+        """What the engine says of a prompt's scored tokens."""
+        return list((await self.given(engine, name, ids[: _given(ids)], ids[_given(ids) :])).logprobs)
 
     async def drawn(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[tuple[float, float]] | None:
         """Log-probs of tokens that the engine samples after a prompt: as it reports them then, and when they are given.
         None where its weights change in between."""
         params = SamplingParams(max_tokens=DRAWN, ignore_eos=True, seed=0)
-        answer = _possible(await engine.generate(ids, params), name)
+        answer = await answered(engine, name, ids, params)
         # one that reaches the end of the context cannot be scored to its end by every engine
         tokens = answer.tokens if len(answer.tokens) == DRAWN else answer.tokens[:-1]
         if not tokens:
@@ -131,7 +132,7 @@ class Canary:
 
     async def given(self, engine: Engine, name: str, ids: tuple[int, ...], tokens: tuple[int, ...]) -> Completion:
         params = SamplingParams(max_tokens=len(tokens), forced=tokens, ignore_eos=True, seed=0)
-        answer = _possible(await engine.generate(ids, params), name)
+        answer = await answered(engine, name, ids, params)
         if answer.tokens != tokens:
             raise WeightsFailed("mismatch", f"{name} was given {len(tokens)} tokens to score and scored others.")
         return answer
@@ -169,9 +170,12 @@ class Canary:
         return found
 
 
-def _possible(answer: Completion, name: str) -> Completion:
+async def answered(engine: Engine, name: str, ids: tuple[int, ...], params: SamplingParams) -> Completion:
+    """Raises `WeightsFailed` where the answer is none: another would be no better, so nothing is waited for."""
     try:
-        return answer.possible()
+        return (await engine.generate(ids, params)).possible()
+    except Malformed as error:
+        raise WeightsFailed("mismatch", f"{name} gives the canary no answer: {error}") from error
     except ValueError as error:
         raise WeightsFailed("numbers", f"{name}: {error}.") from error
 
@@ -189,5 +193,5 @@ def said(learner: Learner, batches: list[Batch]) -> list[list[float]]:
         learner.outputs.temperature = before
 
 
-def _half(ids: tuple[int, ...]) -> int:
-    return max(len(ids) // 2, 1)
+def _given(ids: tuple[int, ...]) -> int:
+    return max(min(len(ids) // 2, GIVEN), 1)

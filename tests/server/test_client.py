@@ -13,7 +13,7 @@ import torch
 
 from birl.engine.engine import EmbeddedEngine
 from birl.engines.client import Client, buckets, packed
-from birl.errors import BirlError, EngineDown, WeightsFailed
+from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests, whole
 from birl.models.load import cast, load_model
 from birl.process import free_port
@@ -210,6 +210,7 @@ GOOD = '{"tokens": [5, 6], "logprobs": [-1.0, -0.5], "versions": [0, 0], "stop":
         (http("{}"), "no completion"),
         (http(GOOD.replace("[0, 0]", "[0]")), "2 tokens, 2 logprobs, 1 versions"),
         (http(GOOD.replace("-1.0", "NaN")), "not a number"),
+        (http(GOOD.replace("-1.0", "-1" + "0" * 400)), "no completion"),
         (http(GOOD.replace("length", "tired")), "tired"),
         (http(GOOD.replace("[5, 6]", "null")), "no completion"),
         (http(GOOD.replace("[5, 6]", "[5, 6, 7]").replace("-1.0", "-1.0, -1.0").replace("0, 0", "0, 0, 0")), "2 were"),
@@ -217,7 +218,7 @@ GOOD = '{"tokens": [5, 6], "logprobs": [-1.0, -0.5], "versions": [0, 0], "stop":
         (http("", "302 Found", "Location: http://10.0.0.1/\r\n"), "302"),
         (http(GOOD)[:-9], "RemoteProtocolError"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_what_is_no_answer_is_told(answer: bytes, told: str) -> None:
     async def main() -> None:
@@ -231,12 +232,14 @@ def test_what_is_no_answer_is_told(answer: bytes, told: str) -> None:
         client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=5.0)
         with pytest.raises(EngineDown, match=told) as caught:
             await client.generate(PROMPT, params(2), "s")
+        whole = b"200 OK" in answer and told != "RemoteProtocolError"
+        assert isinstance(caught.value, Malformed) == whole
         assert len(str(caught.value)) < 500 and client.address in str(caught.value)
         with pytest.raises(EngineDown):
             await client.info()
         with pytest.raises(WeightsFailed) as failed:
             await client.load(Update(version=1, digests={}, folder="x"))
-        assert failed.value.cause == "unreachable"
+        assert failed.value.cause == ("mismatch" if whole else "unreachable")
         server.close()
         await client.close()
 

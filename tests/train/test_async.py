@@ -41,12 +41,13 @@ def test_staleness_is_bounded_and_told(tiny: Path, tmp_path: Path, bound: int, w
 
 
 def test_answers_that_span_an_update_are_trained(tiny: Path, tmp_path: Path) -> None:
-    """With the log-probs of both versions kept apart: `mismatch` is taken from tokens of the newest one only."""
+    """With the log-probs of both versions kept apart: each is compared under the weights that it names."""
     run(tiny, tmp_path, *UNEVEN, "steps=10", "rollout.max_staleness=2", "model.dtype=bfloat16", "optimizer.lr=0.02")
     steps = log(tmp_path)
     assert max(s["staleness/mixed"] for s in steps) > 0
     fresh = [s["mismatch/mean"] for s in steps if s["mismatch/mean"] is not None]
     assert fresh and max(fresh) == 0  # the kernels' promise: the same bits, with keys and values computed anew
+    assert all(s["mismatch/tokens"] > 0 and s["mismatch/unheld"] == 0 for s in steps if s["updates/done"])
     mixed = [
         s for r in log(tmp_path, "rollouts") for s in r["samples"] if len({v for v in s["versions"] if v >= 0}) > 1
     ]
@@ -170,18 +171,27 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("lie", [*LIES, "late"])
 def test_wrong_log_probs_stop_an_asynchronous_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str
 ) -> None:
-    """Its steps train on answers of versions before: those are compared while the learner still has the version."""
+    """Its steps train on answers of versions before: those are compared under the weights that sampled them. `late`:
+    log-probs are wrong where the weights have changed before the answer is there."""
     honest = EmbeddedEngine.generate
 
     async def generate(self: Any, *words: Any) -> Any:
-        return LIES[lie](await honest(self, *words))
+        found = await honest(self, *words)
+        if lie != "late":
+            return LIES[lie](found)
+        return replace(
+            found,
+            logprobs=tuple(p - 2 * (v < self.version) for p, v in zip(found.logprobs, found.versions, strict=True)),
+        )
 
     monkeypatch.setattr(EmbeddedEngine, "generate", generate)
-    cause = "does not sample from the weights" if lie in ("constant", "shifted", "replaced") else "the log-prob of"
+    cause = (
+        "does not sample from the weights" if lie in ("constant", "shifted", "replaced", "late") else "the log-prob of"
+    )
 
     def any_number(completions: list[str], **_: object) -> list[float]:
         return [float(i % 2) for i, _ in enumerate(completions)]

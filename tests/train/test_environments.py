@@ -176,6 +176,54 @@ def test_what_an_environment_changes_of_the_process_changes_no_bit(
     assert seen["nice"] == seen["nasty"] and seen["nice"][1]
 
 
+HOLDS = {
+    "sleep": "time.sleep(1000)",
+    "computing": "[None for _ in iter(int, 1) if _]",
+    "a regular expression": "re.fullmatch('(a+)+b', 'a' * 60)",
+    "tries again": "again()",
+    "a program": "subprocess.run(['sleep', '1000'])",
+}
+HOLDING = """
+import re, subprocess, time
+from birl.types import Feedback
+
+def again():
+    while True:
+        try:
+            time.sleep(1000)
+        except Exception:
+            pass
+
+class Holding:
+    begun = 0
+    def __init__(self, task):
+        self.number, Holding.begun = Holding.begun, Holding.begun + 1
+    async def start(self):
+        return "x"
+    async def step(self, reply):
+        if self.number == 1:
+            HOLD
+        return Feedback(reward=float(self.number))
+    async def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_a_coroutine_that_holds_up_the_event_loop_ends_its_episode(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: str
+) -> None:
+    """S11: nothing else runs meanwhile, no deadline either. It is interrupted where it stands, and the run goes on."""
+    monkeypatch.chdir(tmp_path)
+    Path("holding.py").write_text(HOLDING.replace("HOLD", HOLDS[hold]))
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n' * 4)
+    words = ("env=holding.py:Holding", "data.train=rows.jsonl", "env.timeout=3", "rollout.max_failure_rate=1")
+    episodes = run(tiny, tmp_path, *words)
+    told = [e for e in episodes if "held up the event loop for 3 s" in e["detail"]]
+    assert [e["outcome"] for e in told] == ["timeout"] and "holding.py:" in told[0]["detail"]
+    assert {e["outcome"] for e in episodes if e["step"] == 2} <= {"ok", "truncated"}
+
+
 CHOOSY = """
 from birl.types import Feedback
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from birl.engine.engine import EmbeddedEngine
-from birl.errors import EngineDown, WeightsFailed
+from birl.errors import EngineDown, Malformed, WeightsFailed
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
 from birl.models.digests import digests, whole
@@ -311,6 +311,25 @@ SPOKEN = {
 }
 
 
+def test_a_canary_that_is_not_answered_rightly_stops_at_once(tiny: Path, tmp_path: Path, compute) -> None:
+    """Another answer would be no better: `timeout` is not waited for."""
+
+    async def main() -> None:
+        found, local = sender(tiny, tmp_path, compute, "reload")
+
+        async def generate(*_: object) -> Completion:
+            raise Malformed("http://one gave no completion: 'tokens'")
+
+        local.generate = generate  # type: ignore[method-assign]
+        found.timeout = 1e6
+        with pytest.raises(WeightsFailed, match="gives the canary no answer: http://one gave no completion") as caught:
+            await found.publish()
+        assert caught.value.cause == "mismatch"
+        await local.engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize("lie", SPOKEN)
 def test_the_canary_samples_too(tiny: Path, tmp_path: Path, compute, lie: str) -> None:
     """An engine that scores given tokens rightly, and reports something else of those that it draws."""
@@ -348,7 +367,7 @@ def test_an_engine_one_small_step_behind_is_stale(tiny: Path, compute, noise: fl
 
         async def generate(self, ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
             tokens = params.forced or (7,) * params.max_tokens
-            own = next((i for i, p in enumerate(prompts) if p[: len(ids)] == ids and len(ids) < len(p)), None)
+            own = next((i for i, p in enumerate(canary.prompts) if p[: len(ids)] == ids and len(ids) < len(p)), None)
             exact = (-2.0,) * len(tokens) if own is None else history[-1 - self.behind][own]
             said = tuple(p + draw.gauss(0, noise) for p in exact)
             return Completion(tokens=tokens, logprobs=said, versions=(0,) * len(tokens), stop=Stop.LENGTH)
