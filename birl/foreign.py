@@ -14,13 +14,16 @@ GRACE = 5.0  # seconds that code may take to end once it is cancelled
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Afterwards the current folder and the type of PyTorch's new tensors are what they were. For code that nothing
-    else runs beside, as an import; otherwise tensors name their types and paths are absolute."""
-    folder = os.getcwd()
+    """Afterwards the current folder and the type of PyTorch's new tensors are what they were, and what was taken away
+    of the environment's variables and of `sys.path` is there again. For code that nothing else runs beside, as an
+    import; otherwise tensors name their types and paths are absolute."""
+    folder, variables, path = os.getcwd(), dict(os.environ), list(sys.path)
     try:
         yield
     finally:
         os.chdir(folder)
+        os.environ |= variables | os.environ
+        sys.path += [place for place in path if place not in sys.path]
         torch: Any = sys.modules.get("torch")
         if torch is not None:
             torch.set_default_dtype(torch.float32)

@@ -1,10 +1,15 @@
 """Every way in is trained through `birl rl` with a tiny model: the examples, and what can go wrong around them."""
 
 import json
+import os
+import socket
+import sys
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,7 +129,7 @@ def test_an_episode_fits_into_a_micro_batch(
 
 
 HARM = """
-import os, random
+import asyncio, decimal, os, random, socket, sys, warnings
 import numpy, torch
 from birl.types import Feedback
 
@@ -149,6 +154,9 @@ CHANGES = """
     torch.manual_seed(number); numpy.random.seed(number); random.seed(number)
     torch.set_default_dtype((torch.float64, torch.bfloat16, torch.float16)[number % 3])
     torch.set_grad_enabled(False); torch.set_num_threads(2); os.chdir("/")
+    os.environ.clear(); sys.path.clear(); torch.set_default_device("meta"); torch.use_deterministic_algorithms(True)
+    warnings.simplefilter("error"); sys.setrecursionlimit(400); socket.setdefaulttimeout(1e-6)
+    asyncio.set_event_loop(None); numpy.seterr(all="raise"); decimal.getcontext().prec = 2
 """
 
 
@@ -164,12 +172,24 @@ def test_what_an_environment_changes_of_the_process_changes_no_bit(
         Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
         words = ("env=harm.py:Harmful", "data.train=rows.jsonl", "validation.every=1", "data.validation=rows.jsonl",
                  f"algorithm={algorithm}", "lora.rank=2", "track.report=true")  # fmt: skip
-        threads = torch.get_num_threads()
+        threads, variables, limit, errors = (
+            torch.get_num_threads(),
+            {**os.environ},
+            sys.getrecursionlimit(),
+            np.geterr(),
+        )
         try:
-            episodes = run(tiny, Path(), *words)
+            with warnings.catch_warnings():
+                episodes = run(tiny, Path(), *words)
         finally:
             torch.set_grad_enabled(True)
             torch.set_num_threads(threads)
+            torch.set_default_device(None)
+            torch.use_deterministic_algorithms(False)
+            socket.setdefaulttimeout(None)
+            sys.setrecursionlimit(limit)
+            np.seterr(**errors)
+        assert {**os.environ} == variables
         assert Path.cwd() == tmp_path / name and torch.get_default_dtype() == torch.float32
         tensors = sorted(Path("run/checkpoints/step-000002/tensors").iterdir())
         seen[name] = episodes, [file.read_bytes() for file in tensors]
