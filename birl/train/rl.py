@@ -115,6 +115,7 @@ class _Run(Run):
     greedy: dict[int, float] = field(default_factory=dict)  # reward of the greedy answer, by group, until it is used
     kl: FixedKL | AdaptiveKL = field(init=False)
     past: Past = field(init=False)
+    sampling: bool = True  # engines have the weights that the step begins with
     ages: Ages = field(default_factory=Ages)
     ledger: Ledger = field(init=False)
     last_metrics: dict[str, float] = field(default_factory=dict)
@@ -273,9 +274,7 @@ class _Run(Run):
     ) -> tuple[Credited, Stats]:
         """(every rank) Rewards to advantages, advantages to optimizer steps; `step` are finished. `sampling`: engines
         have the weights of now."""
-        self.step, self.seen = step, {}
-        if sampling:
-            self.past.keep()
+        self.step, self.seen, self.sampling = step, {}, sampling
         self.ages.begin(self.parts.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
         checks.staleness(max((self.ages.of(g.start_version) for g in groups), default=0), self.config.rollout)
@@ -342,6 +341,8 @@ class _Run(Run):
         stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
         for version, (mean, _) in gaps.items():
             checks.gap(mean, version, config)
+        if self.sampling:
+            self.past.keep()
 
     def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
         """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same

@@ -9,8 +9,8 @@ from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Lora
 from birl.learner.past import Past
-from birl.loops.comparison import compare, few
 from birl.models.load import load_model
+from birl.train.comparison import compare, few
 from birl.types import Sample
 from tests.learner.test_learner import reinforce
 
