@@ -3,7 +3,8 @@
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ABANDONED = 24 * 3600.0  # seconds after which what is half made belongs to nobody
@@ -22,3 +23,17 @@ def sweep(root: Path, pattern: str) -> None:
             written = max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
             if path.is_dir() and time.time() - written > ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Other processes that want to make the same `path` wait until this one has made it. Where no file can be locked,
+    each makes it."""
+    with ExitStack() as stack:
+        with suppress(OSError, ImportError):
+            import fcntl  # Windows has none
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path.with_suffix(".lock"), "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from birl.cache import cache_folder, sweep
+from birl.cache import alone, cache_folder, sweep
 from birl.errors import BirlError
 
 HERE = Path(__file__).parent
@@ -564,24 +565,43 @@ def build(dtype: torch.dtype, head_dim: int) -> Path:
     rounded = dtype == torch.bfloat16  # products in float32 are PyTorch's; attention is another in each type
     sources = [f for f in sorted(HERE.glob("*.c")) if (f.name != "attention.c" if rounded else f.name[:4] != "gemm")]
     command = [compiler() or "cc", *FLAGS, f"-DHEAD_DIM={head_dim}", *(["-DBF16"] if rounded else [])]
-    identity = hashlib.sha256(repr((command, _processor())).encode())
+    identity = hashlib.sha256(repr((command, _version(command[0]), _processor())).encode())
     for file in (*sources, *sorted(HERE.glob("*.h"))):
         identity.update(file.read_bytes())
     root = cache_folder("kernels")
     target = root / f"{identity.hexdigest()[:20]}.so"
-    if not target.exists():
-        root.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    with alone(target):
+        if target.exists():  # another process has compiled them meanwhile
+            return target
         sweep(root, "tmp*")
-        print("Compiling kernels for this processor, once ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=root) as folder:
-            made = Path(folder, "kernels.so")
-            done = subprocess.run(
-                [*command, "-o", str(made), *map(str, sources), "-lm"], capture_output=True, text=True, timeout=120
-            )
-            if done.returncode:
-                raise OSError(done.stderr.strip().splitlines()[0] if done.stderr.strip() else "the compiler failed")
-            made.replace(target)  # another process may have been faster: its file is the same
+        began = time.monotonic()
+        print("birl: compiling kernels for this processor, once,", file=sys.stderr, end=" ", flush=True)
+        try:
+            with tempfile.TemporaryDirectory(dir=root) as folder:
+                made = Path(folder, "kernels.so")
+                _compile([*command, "-o", str(made), *map(str, sources), "-lm"])
+                made.replace(target)
+        finally:
+            print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return target
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise OSError(done.stderr.strip().splitlines()[0] if done.stderr.strip() else "the compiler failed")
+
+
+def _version(program: str) -> tuple[int, int] | None:
+    """Size and time of the compiler's file: another version of it may round otherwise."""
+    try:
+        file = Path(shutil.which(program) or program).stat()
+    except OSError:
+        return None
+    return file.st_size, file.st_mtime_ns
 
 
 def _processor() -> str:

@@ -2,18 +2,16 @@
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from birl.cache import cache_folder
+from birl.cache import alone, cache_folder
 from birl.sandbox import hostile
 from birl.sandbox.cgroup import MemoryGroup
 from birl.sandbox.command import HERE, SYSTEM_PATH
@@ -27,7 +25,7 @@ async def reached(kind: str, python: str, *, anew: bool = False) -> dict[str, st
     """For every hostile program, what it reached: empty, it was stopped. `anew`: whatever is kept."""
     path = cache_folder("sandbox") / f"{kind}-{_digest(_circumstances(kind, python))}.json"
     with contextlib.ExitStack() as stack:
-        await asyncio.to_thread(stack.enter_context, _alone(path))
+        await asyncio.to_thread(stack.enter_context, alone(path))
         kept = None if anew else _read(path)
         if kept is None:
             kept = await hostile.all_of(kind, python)
@@ -57,17 +55,6 @@ def _circumstances(kind: str, python: str) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Others that want the same answer wait for it. Where no file can be locked, each finds it out."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path.with_suffix(".lock"), "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _read(path: Path) -> dict[str, str] | None:

@@ -46,6 +46,6 @@ def test_what_happens_to_a_run_changes_none_of_its_invariants(tmp_path: Path) ->
     # whichever writer finds the disk full first: that of the weights, or that of the logs
     assert "of the weights could not be written" in run.told[0] or "cannot write" in run.told[0]
     metrics = run.folder / "metrics.jsonl"
-    lines = metrics.read_text().splitlines()
-    metrics.write_text("\n".join([*lines[:-2], lines[-1]]) + "\n")
+    lines = metrics.read_bytes().splitlines()
+    metrics.write_bytes(b"\n".join([*lines[:-2], lines[-1]]) + b"\n")
     assert any("metrics.jsonl has the steps" in problem for problem in broken(run.folder, 2, 3))

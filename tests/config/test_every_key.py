@@ -164,7 +164,7 @@ class Seen:
         return sorted((g for seed, g in self.everything if wanted(seed)), key=lambda g: (g.start_version, g.index))
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
+        return [json.loads(line) for line in (self.run / name).read_bytes().splitlines()]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class Seen:
     staged: int
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
+        return [json.loads(line) for line in (self.run / name).read_bytes().splitlines()]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -364,7 +364,7 @@ def test_shipped_files_are_what_the_generator_writes(maker: ModuleType, tmp_path
 def test_suffix_and_seed_of_the_generator(maker: ModuleType, tmp_path: Path) -> None:
     maker.main(["--out", str(tmp_path), "--suffix", " Be short.", "--seed", "1", "--train", "50", "--validation", "9"])
     for name, n in zip(FILES, (50, 9) * 2, strict=True):
-        lines = (tmp_path / name).read_text().splitlines()
+        lines = (tmp_path / name).read_bytes().splitlines()
         assert len(lines) == n and all(json.loads(line)["prompt"].endswith(" Be short.") for line in lines)
 
 
@@ -374,7 +374,7 @@ def test_shipped_sets_do_not_overlap(maker: ModuleType, folder: str) -> None:
     problems: dict[str, set[tuple]] = {}
     prompts: dict[str, list[str]] = {}
     for name, count in (("train", 1000), ("validation", 200)):
-        rows = [json.loads(line) for line in (RECIPES / folder / f"{name}.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (RECIPES / folder / f"{name}.jsonl").read_bytes().splitlines()]
         assert len(rows) == count and all(set(row) == {"prompt", "answer"} for row in rows)
         prompts[name] = [row["prompt"] for row in rows]
         problems[name] = {problem_of(maker, folder, row) for row in rows}
@@ -404,7 +404,7 @@ def problem_of(maker: ModuleType, folder: str, row: dict[str, str]) -> tuple:
 
 def test_shipped_sets_are_varied(maker: ModuleType) -> None:
     counts: defaultdict[str, int] = defaultdict(int)
-    for line in (RECIPES / "arithmetic" / "train.jsonl").read_text().splitlines():
+    for line in (RECIPES / "arithmetic" / "train.jsonl").read_bytes().splitlines():
         counts[problem_of(maker, "arithmetic", json.loads(line))[0]] += 1
     assert counts == {"sum": 500, "product": 500}
 

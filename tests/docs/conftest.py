@@ -32,7 +32,7 @@ def figures(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Figures:
         run = folder / str(len(found))
         words += [f"data.train={folder}/my.jsonl", f"data.validation={folder}/my.jsonl", f"run={run}"]
         assert main([command, *words, *small(command, words, tiny)]) == 0, line
-        logs = [json.loads((run / f"{log}.jsonl").read_text().splitlines()[-1]) for log in ("metrics", "validation")]
+        logs = [json.loads((run / f"{log}.jsonl").read_bytes().splitlines()[-1]) for log in ("metrics", "validation")]
         metrics, validation = ({k for k in log if k not in (*ABOUT, "samples")} for log in logs)
         found[line] = metrics, validation
     return found

@@ -51,4 +51,4 @@ def test_blocks_are_what_they_say(page: Path) -> None:
         if language == "python":
             compile(text, str(page), "exec")
         elif language == "jsonl":
-            assert all(isinstance(json.loads(line), dict) for line in text.splitlines())
+            assert all(isinstance(json.loads(line), dict) for line in text.encode().splitlines())

@@ -19,7 +19,7 @@ def test_the_table_of_metrics_is_what_a_run_writes(demo: Path) -> None:
     named = {s for line in page.splitlines() if line.startswith("|") for s in CODE.findall(line.split("|")[1])}
     written: set[str] = set()
     for log in ("metrics.jsonl", "validation.jsonl"):
-        record = json.loads((demo / log).read_text().splitlines()[-1])
+        record = json.loads((demo / log).read_bytes().splitlines()[-1])
         written |= {k for k in record if k not in (*ABOUT, "samples")}
     pattern = {name: re.sub(r"<\w+>", r"[^/]+", name) for name in named}
     assert not {w for w in written if not any(re.fullmatch(p, w) for p in pattern.values())}
@@ -39,14 +39,14 @@ def test_the_tables_of_figures_are_what_the_stages_write(figures: Figures) -> No
 
 def test_the_table_of_figures_is_what_algorithms_add(figures: Figures, demo: Path) -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").partition("## Figures")[2]
-    plain = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
+    plain = set(json.loads((demo / "metrics.jsonl").read_bytes().splitlines()[-1]))
     (metrics,) = (metrics for line, (metrics, _) in figures.items() if line.startswith("rl algorithm=ppo"))
     assert names(tables(page)["name"]) == metrics - plain
 
 
 def test_the_table_of_figures_is_what_asynchronous_runs_add(figures: Figures, demo: Path) -> None:
     page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8").partition("## The bound")[2]
-    plain = set(json.loads((demo / "metrics.jsonl").read_text().splitlines()[-1]))
+    plain = set(json.loads((demo / "metrics.jsonl").read_bytes().splitlines()[-1]))
     told = names(tables(page)["metric"])
     assert figures[AHEAD][0] - plain - {"factor"} <= told <= figures[AHEAD][0] | plain
 
@@ -56,7 +56,7 @@ def test_metrics_that_are_mentioned_exist(page: Path, demo: Path, figures: Figur
     written = set().union(*(names for pair in figures.values() for names in pair))
     written |= {"reward/endpoint", "reward/model"}  # tests/rewards
     for log in ("metrics", "validation"):
-        written |= set(json.loads((demo / f"{log}.jsonl").read_text().splitlines()[-1]))
+        written |= set(json.loads((demo / f"{log}.jsonl").read_bytes().splitlines()[-1]))
     families = {name.split("/")[0] for name in written if "/" in name}
     for span in spans(page):
         if span.split("/")[0] in families and re.fullmatch(r"[a-z_]+(/[\w@<>]+)+", span):
@@ -89,7 +89,7 @@ def test_the_rows_of_the_page_are_read(tiny: Path) -> None:
 
     chat = Chat(load_tokenizer(tiny))
     texts, pairs, single = (text for language, text in blocks(ROOT / "docs" / "training.md") if language == "jsonl")
-    rows = [[json.loads(line) for line in text.splitlines()] for text in (texts, pairs, single)]
+    rows = [[json.loads(line) for line in text.encode().splitlines()] for text in (texts, pairs, single)]
     for row in rows[0]:
         assert len(load_texts(schema.Texts(train=["given"]), "train", chat, 512, given=[row])[0][0].sequences) == 1
     for row in rows[1]:

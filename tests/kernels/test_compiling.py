@@ -1,6 +1,9 @@
-"""What is said while kernels compile: on a busy machine it takes a minute."""
+"""Kernels are compiled once for each source, compiler and processor, and whoever starts that is told."""
 
+import os
+import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,15 +12,53 @@ import torch
 from birl import kernels
 
 
-def test_compiling_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def compiled(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that were given to the compiler, which is a file that does nothing."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
         Path(command[command.index("-o") + 1]).write_bytes(b"")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setenv("BIRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernels.subprocess, "run", compiled)
+    (tmp_path / "cc").write_text("")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels.subprocess, "run", run)
+    return commands
+
+
+def test_compiling_is_told_once(compiled: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert kernels.build(torch.float32, 64).exists()
-    assert capsys.readouterr().err == "Compiling kernels for this processor, once ...\n"
+    assert len(compiled) == 1
+    assert re.fullmatch(r"birl: compiling kernels for this processor, once, \d+ s\n", capsys.readouterr().err)
+
+
+def test_processes_that_start_together_compile_once(compiled: list[list[str]]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        files = list(pool.map(lambda _: kernels.build(torch.bfloat16, 64), range(8)))
+    assert len(set(files)) == len(compiled) == 1
+
+
+def test_another_compiler_or_processor_compiles_anew(
+    compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [kernels.build(torch.float32, 64)]
+    os.utime(tmp_path / "cc", (1, 1))  # an upgrade
+    files.append(kernels.build(torch.float32, 64))
+    monkeypatch.setattr(kernels, "_processor", lambda: "flags : another")
+    files.append(kernels.build(torch.float32, 64))
+    assert len(set(files)) == len(compiled) == 3
+
+
+def test_a_compiler_that_fails_says_why(
+    compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "cc: no space left\nmore\n")
+    monkeypatch.setattr(kernels.subprocess, "run", lambda *a, **k: failed)
+    with pytest.raises(OSError, match=r"^cc: no space left$"):
+        kernels.build(torch.float32, 64)
+    assert capsys.readouterr().err.endswith("s\n")

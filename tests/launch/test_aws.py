@@ -128,7 +128,7 @@ def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     log = places.stand_ins(here, ("ray", "aws"), answers)
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
     assert main(["launch", *places.words("aws", "launch.nodes=2")]) == 0
-    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    asked = [json.loads(line) for line in log.read_bytes().splitlines()]
     ray = [words[1] for words in asked if words[0] == "ray"]
     assert ray == ["get-auth-token", "up", "rsync-up", "exec"]
     assert "SecurityGroupIds:\n      - x-1\n" in (here / "runs/demo/launch/cluster.yaml").read_text()
@@ -139,7 +139,7 @@ def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert main(["logs", "runs/demo", "learner"]) == 0
     assert capfd.readouterr().out == "step 1\nstep 2\n"
     assert main(["stop", "runs/demo"]) == 0
-    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    asked = [json.loads(line) for line in log.read_bytes().splitlines()]
     assert [words[1] for words in asked[-3:]] == ["exec", "s3", "down"] and "birl stop runs/demo" in asked[-3][3]
 
 
@@ -151,7 +151,7 @@ def test_machines_of_a_start_that_failed_can_be_given_back(
     assert main(["launch", *places.words("aws")]) == 2
     assert "`birl stop runs/demo` gives them back" in capfd.readouterr().err
     assert main(["stop", "runs/demo"]) == 0
-    assert json.loads(log.read_text().splitlines()[-1])[:2] == ["ray", "down"]
+    assert json.loads(log.read_bytes().splitlines()[-1])[:2] == ["ray", "down"]
 
 
 def test_machines_are_given_back_although_the_job_does_not_answer(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_machines_are_given_back_although_the_job_does_not_answer(here: Path, mo
     more = {"cluster": "c.yaml", "place": "/x", "bucket": "s3://b/birl/demo", "keep": False, "region": "us-west-2"}
     with pytest.raises(BirlError, match="ray-cluster-name=demo"):
         aws.stop(Handle(where="aws", id="demo", run="runs/demo", name="demo", more=more))
-    assert json.loads(log.read_text().splitlines()[-1]) == ["ray", "down", "-y", "c.yaml"]
+    assert json.loads(log.read_bytes().splitlines()[-1]) == ["ray", "down", "-y", "c.yaml"]
 
 
 @needs_cloud

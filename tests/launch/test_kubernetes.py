@@ -104,7 +104,7 @@ def test_the_head_waits_starts_follows_and_fails_with_the_job(here: Path) -> Non
         log.unlink(missing_ok=True)
         env = {**os.environ, "PATH": f"{here}/bin:{os.environ['PATH']}"}
         done = subprocess.run(["sh"], input=text.replace(WORK, str(here)), text=True, env=env, timeout=20, cwd=here)
-        asked = [json.loads(line)[:3] for line in log.read_text().splitlines()]
+        asked = [json.loads(line)[:3] for line in log.read_bytes().splitlines()]
         assert done.returncode == code
         follow = [["birl", "logs", "runs/demo"], ["birl", "status", "runs/demo"]]
         assert asked == [["python", "-m", "birl.launch.nodes"], ["birl", "launch", "ray"], *follow]
@@ -177,16 +177,16 @@ def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     log = places.stand_ins(here, ("kubectl",), answers)
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
     assert main(["launch", *places.words("kubernetes")]) == 0
-    asked = [json.loads(line)[1:] for line in log.read_text().splitlines()]
+    asked = [json.loads(line)[1:] for line in log.read_bytes().splitlines()]
     assert asked == [["apply", "-n", "default", "-f", "runs/demo/launch/rayjob.yaml"]]
     capfd.readouterr()
     assert main(["status", "runs/demo"]) == 0
     said = capfd.readouterr().out
     assert "job 0          running     demo-x" in said and "learner 0      running" in said
     assert main(["logs", "runs/demo", "--follow"]) == 0
-    assert json.loads(log.read_text().splitlines()[-1])[1:] == ["logs", "job/demo", "-n", "default", "-f"]
+    assert json.loads(log.read_bytes().splitlines()[-1])[1:] == ["logs", "job/demo", "-n", "default", "-f"]
     assert main(["stop", "runs/demo"]) == 0
-    last = [json.loads(line)[1:] for line in log.read_text().splitlines()[-2:]]
+    last = [json.loads(line)[1:] for line in log.read_bytes().splitlines()[-2:]]
     assert "birl stop runs/demo" in last[0][-1] and last[1][:3] == ["delete", "rayjob", "demo"]
 
 
@@ -196,7 +196,7 @@ def test_machines_are_given_back_although_the_job_does_not_answer(here: Path, mo
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
     with pytest.raises(BirlError, match="birl stop"):
         kubernetes.stop(Handle(where="kubernetes", id="demo", run="runs/demo", name="demo", more={"namespace": "a"}))
-    assert json.loads(log.read_text().splitlines()[-1])[1:4] == ["delete", "rayjob", "demo"]
+    assert json.loads(log.read_bytes().splitlines()[-1])[1:4] == ["delete", "rayjob", "demo"]
 
 
 def test_secrets_go_through_a_pipe(here: Path) -> None:

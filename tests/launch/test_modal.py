@@ -253,7 +253,7 @@ def test_a_learner_that_was_lost_goes_on_from_its_checkpoint(here: Path, tiny: P
         assert call.starts == 2
         used.birl("stop", "runs/demo")
         assert used.note("learner")["state"] == "stopped" and call.starts == 2
-        steps = [json.loads(x)["step"] for x in (saved.parent / "metrics.jsonl").read_text().splitlines()]
+        steps = [json.loads(x)["step"] for x in (saved.parent / "metrics.jsonl").read_bytes().splitlines()]
         assert steps == list(range(1, len(steps) + 1))
         newest = max(int(folder.name.removeprefix("step-")) for folder in saved.glob("step-*[0-9]"))
         assert newest == steps[-1] < 500  # it was stopped, and saved before
@@ -306,7 +306,7 @@ print("here", len(seen), summary["finished"], summary["step"])
         )
         assert done.returncode == 0, done.stdout + done.stderr + "".join(used.cloud.logs[-30:])
         assert "[learner 0] " in done.stdout and "here 4 True 1" in done.stdout
-        rows = (used.cloud.volume / "runs" / "demo" / "rollouts.jsonl").read_text().splitlines()
+        rows = (used.cloud.volume / "runs" / "demo" / "rollouts.jsonl").read_bytes().splitlines()
         assert len(rows) == 4 and all(set(json.loads(row)["parts"]) == {"short", "lambda"} for row in rows)
 
 

@@ -85,7 +85,7 @@ def test_a_job_of_python_objects_runs_in_another_process(
     ((job, keys),) = place.jobs
     assert (keys.gpus, keys.cpus, job.learner.gpus, job.engine) == (2.0, 3, 2.0, None)
     assert "reward.functions=['scores_of_mine.py:score','length']" in job.words
-    assert [json.loads(line) for line in Path("runs/demo-rows/train.jsonl").read_text().splitlines()] == ROWS
+    assert [json.loads(line) for line in Path("runs/demo-rows/train.jsonl").read_bytes().splitlines()] == ROWS
     assert "demo: done" in capsys.readouterr().out and Path("runs/demo/launch.json").is_file()
 
 

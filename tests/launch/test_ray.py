@@ -60,7 +60,7 @@ def drill(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
         assert child.returncode == 0, wrong[-3000:]
-        lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "results.jsonl").read_bytes().splitlines()]
         return {line["scenario"]: line for line in lines}
 
     def one(name: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_what_each_machine_does(here: Path, rank: int) -> None:
     env = {**os.environ, "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "HOME": str(here)}
     done = subprocess.run(["bash"], input=text, text=True, env=env, timeout=20, cwd=here, capture_output=True)
     assert done.returncode == 0, done.stderr
-    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    asked = [json.loads(line) for line in log.read_bytes().splitlines()]
     if rank:
         assert asked[-1][:3] == ["ray", "start", "--address=10.0.0.1:6399"] and len(asked) == 2
         return
@@ -142,14 +142,14 @@ def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", "canary-5")
     assert main(["launch", *places.words("skypilot", "launch.env=HF_TOKEN")]) == 0
-    (asked,) = [json.loads(line) for line in log.read_text().splitlines()]
+    (asked,) = [json.loads(line) for line in log.read_bytes().splitlines()]
     secrets = ["--secret", "RAY_AUTH_TOKEN", "--secret", "HF_TOKEN"]
     assert asked == ["sky", "launch", "-y", "-d", "-c", "demo", *secrets, "runs/demo/launch/task.yaml"]
     capfd.readouterr()
     assert main(["status", "runs/demo"]) == 0 and "running" in capfd.readouterr().out
     assert main(["logs", "runs/demo"]) == 0 and capfd.readouterr().out == "step 1\n"
     assert main(["stop", "runs/demo"]) == 0
-    assert [json.loads(line)[:2] for line in log.read_text().splitlines()[-2:]] == [["ssh", "demo"], ["sky", "down"]]
+    assert [json.loads(line)[:2] for line in log.read_bytes().splitlines()[-2:]] == [["ssh", "demo"], ["sky", "down"]]
 
 
 def test_machines_of_a_start_that_failed_can_be_given_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_machines_of_a_start_that_failed_can_be_given_back(here: Path, monkeypat
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
     assert main(["launch", *places.words("skypilot")]) == 2
     assert main(["stop", "runs/demo"]) == 0
-    assert json.loads(log.read_text().splitlines()[-1])[:2] == ["sky", "down"]
+    assert json.loads(log.read_bytes().splitlines()[-1])[:2] == ["sky", "down"]
 
 
 @pytest.mark.parametrize("word", ["launch.bucket=My_Runs", "launch.env=A=b", "run=../x", "launch.nodes=0"])

@@ -37,7 +37,7 @@ def test_solutions_are_what_the_script_writes_and_right(
     module.main(name, number)
     text = capsys.readouterr().out
     assert text == (DATA / name / "solutions.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [json.loads(line) for line in text.encode().splitlines()]
     task, config, _ = module.TASKS[name]
     for row, asked in zip(rows, task.tasks(dataclasses.replace(config, rows=number), "train"), strict=True):
         own = Task(id="", prompt=row["prompt"], answer=asked["answer"], columns=asked)
@@ -89,7 +89,9 @@ def test_a_page_without_the_element_is_told() -> None:
 
 
 def test_the_episodes_act_on_what_they_see() -> None:
-    episodes = [json.loads(line)["messages"] for line in (DATA / "miniwob" / "episodes.jsonl").read_text().splitlines()]
+    episodes = [
+        json.loads(line)["messages"] for line in (DATA / "miniwob" / "episodes.jsonl").read_bytes().splitlines()
+    ]
     assert len(episodes) == 6 * len(script("make_miniwob").SCRIPTS)
     for messages in episodes:
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)

@@ -39,7 +39,7 @@ def trained(model: Path, run: Path, name: str) -> dict[str, Any]:
         *("track.report=false", "engine.kv_cache_gb=0.2", "env.max_turns=30", "env.cut_turn=continue"),
     ]
     code = main(words)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     ended = [step["outcome/ok"] + step["outcome/truncated"] for step in steps]  # the others failed
     return {"code": code, "ended": ended, "tokens": [step["tokens/trained"] for step in steps]}
 

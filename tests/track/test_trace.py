@@ -19,7 +19,7 @@ from tests.track.traces import ZERO, span
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def slice_of_work(start: float, seconds: float, version: int = 0) -> Span:
@@ -160,7 +160,7 @@ def test_without_the_key_there_is_none(tmp_path: Path) -> None:
 def test_other_ranks_go_on_behind_what_rank_0_has_kept(tmp_path: Path) -> None:
     path = traces.write(tmp_path, [span("learner rank 1", "calls", "train", t, 1) for t in range(4)]) / FILE
     until = last_moment(path) - 1.5  # within the third
-    assert size_before(path, until) == sum(len(line) + 1 for line in path.read_text().splitlines()[:3])
+    assert size_before(path, until) == sum(len(line) + 1 for line in path.read_bytes().splitlines()[:3])
     trace = Trace(path, process="learner rank 1")
     trace.go_on(until)
     trace.close()
@@ -201,8 +201,8 @@ def test_it_is_read_on(tmp_path: Path) -> None:
 def test_a_line_that_is_no_span_is_passed_over_and_named(tmp_path: Path, line: str) -> None:
     assert parsed(line.encode()) is None
     good = traces.write(tmp_path, traces.ahead()).joinpath(FILE)
-    lines = good.read_text().splitlines()
-    good.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    lines = good.read_bytes().splitlines()
+    good.write_bytes(b"\n".join([*lines[:2], line.encode(), *lines[2:]]) + b"\n")
     timeline = Timeline(tmp_path)
     timeline.read()
     assert timeline.broken == ["trace.jsonl, line 3"] and len(timeline) == len(lines)

@@ -64,7 +64,7 @@ def test_a_step_is_trained(name: str, long: Path, tmp_path: Path, monkeypatch: p
     assert len(processes) == (name == "openenv") and all(process.poll() is not None for process in processes)
     assert len(episodes) == 8 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
     assert all(math.isfinite(e["reward"]) for e in episodes)
-    (metrics,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (metrics,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines())
     assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0 and metrics["mismatch/mean"] < 1e-5
     if name == "textarena_self_play":
         assert {"reward/agent/player_0", "reward/agent/player_1"} <= metrics.keys()

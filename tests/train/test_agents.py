@@ -69,7 +69,7 @@ class Run:
             ],
         )
         rl.train(config)
-        (found,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (found,) = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
         return found
 
     def check(self, metrics: dict[str, float]) -> list[str]:

@@ -145,7 +145,7 @@ def test_a_ledger_survives_a_torn_line(tiny: Path, tmp_path: Path) -> None:
 def test_a_ledger_that_does_not_close_says_where(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, *UNEVEN, "steps=2")
     path = tmp_path / "run" / FILE
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     settled = next(r for r in rows if r["event"] == "settled")
     path.write_text("\n".join(json.dumps(r) for r in [*rows, settled]) + "\n")
     assert any("group 0" in p for p in audit(tmp_path / "run").problems)

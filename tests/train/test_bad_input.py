@@ -88,7 +88,7 @@ class Bench:
         return said
 
     def metrics(self, run: str = "run") -> list[dict]:
-        return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in Path(run, "metrics.jsonl").read_bytes().splitlines()]
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_where_failures_are_allowed_they_are_typed_and_train_nothing(
     (metrics,) = bench.metrics()
     assert metrics[f"outcome/{outcome}"] == metrics["outcome/asked"] == 4
     assert metrics["updates/done"] == 0 and metrics["reward/mean"] is None and metrics["score/mean"] is None
-    records = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in Path("run/rollouts.jsonl").read_bytes().splitlines()]
     assert len(records) == 4
     assert all(r["outcome"] == outcome and r["reward"] is None and r["advantage"] is None for r in records)
     assert any(reason in r["detail"] for r in records)
@@ -334,7 +334,7 @@ def test_equal_rewards_are_counted_and_move_nothing(bench: Bench) -> None:
 def test_the_last_prompts_of_an_epoch_are_a_smaller_step(bench: Bench) -> None:
     bench.done("steps=0")
     assert [m["groups/kept"] for m in bench.metrics()] == [2, 2, 1]
-    records = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in Path("run/rollouts.jsonl").read_bytes().splitlines()]
     assert {r["task"] for r in records} == {f"data.jsonl:{i}" for i in range(5)}
 
 

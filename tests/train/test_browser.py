@@ -25,9 +25,9 @@ def test_a_run_plays_real_pages(tiny: Path, tmp_path: Path) -> None:
     quiet = ("track.console=off", "track.tensorboard=false", "track.report=false")
     with nothing_left():
         assert main(["rl", *SMALL, *words, *quiet, f"model.path={tiny}", f"run={tmp_path}/run"]) == 0
-    episodes = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    episodes = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_bytes().splitlines()]
     assert len(episodes) == 4 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
-    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()[-1])
     assert metrics["reward/invalid_actions"] > 0
 
 
@@ -38,7 +38,7 @@ def test_pictures_are_in_the_run_folder_and_named_in_the_rollouts(tiny: Path, tm
     run = tmp_path / "run"
     assert main(["rl", *SMALL, *words, *quiet, f"model.path={tiny}", f"run={run}"]) == 0
     assert main(["rl", *SMALL, *words, *quiet, f"model.path={tiny}", f"run={run}", "steps=2"]) == 0
-    episodes = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    episodes = [json.loads(line) for line in (run / "rollouts.jsonl").read_bytes().splitlines()]
     folders = [{str(Path(name).parent) for name in episode["pictures"]} for episode in episodes]
     assert [len(f) for f in folders] == [1, 1, 1, 1] and len(
         set.union(*folders)

@@ -105,7 +105,7 @@ def test_a_write_that_fails_stops_the_run_at_the_next_step(
         trained(tiny, tmp_path, "steps=6")
     monkeypatch.undo()
     assert [s.step for s in checkpoint.saved(tmp_path / "run" / "checkpoints")] == [1]
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 3
+    assert len((tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()) <= 3
     assert trained(tiny, tmp_path, "steps=6")["step"] == 6
 
 
@@ -116,7 +116,7 @@ def test_a_run_goes_on_with_other_ranks(tiny: Path, tmp_path: Path) -> None:
     for steps, layout in ((2, "parallel.fsdp=2"), (4, "parallel.fsdp=1"), (6, "parallel.ddp=2")):
         assert trained(tiny, tmp_path, f"steps={steps}", layout)["step"] == steps
     losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line)["loss"] for line in (tmp_path / run / "metrics.jsonl").read_bytes().splitlines()]
         for run in ("whole", "run")
     ]
     assert len(losses[1]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -45,7 +45,7 @@ def run(tiny: Path, folder: Path, *words: str) -> list[dict[str, Any]]:
         ],
     )
     rl.train(config)
-    return [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_bytes().splitlines()]
 
 
 WAYS = {
@@ -68,7 +68,7 @@ WAYS = {
 def test_every_way_in_trains(tiny: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     episodes = run(tiny, tmp_path, *words, "algorithm.entropy_coef=0.01")  # trains episodes of equal reward as well
     assert len(episodes) == 16 and {e["outcome"] for e in episodes} <= {"ok", "truncated"}
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()]
     gaps = [m["mismatch/mean"] for m in metrics if m["mismatch/mean"] is not None]
     assert gaps and max(gaps) < 1e-5
 

@@ -57,7 +57,7 @@ def run(
 
 
 def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_bytes().splitlines()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

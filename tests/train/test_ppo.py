@@ -29,7 +29,7 @@ def run(tiny: Path, folder: Path, *words: str) -> list[dict[str, Any]]:
     given = ("data.train=[given]", "reward.functions=[given:reward]", f"model.path={tiny}", f"run={folder}/run")
     config = load(schema.RL, ["algorithm=ppo", *given, *SMALL, *QUIET, *words])
     rl.train(config, given=build.Given(rewards=[many_a], train=data))
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_bytes().splitlines()]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -87,7 +87,7 @@ def test_gradients_that_are_not_finite_stop_the_run(
     monkeypatch.setattr(Learner, "optim_step", broken)
     with pytest.raises(BirlError, match="not finite 3 optimizer steps in a row"):
         run(tiny, tmp_path, "critic.lr=1e-3", "steps=4")
-    metrics = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    metrics = (tmp_path / "run/metrics.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["updates/nonfinite"] for line in metrics] == [1, 1]
 
 

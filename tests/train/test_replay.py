@@ -40,11 +40,11 @@ def test_a_figure_that_differs_is_named(tiny: Path, tmp_path: Path, recorded: Pa
 def test_a_token_that_differs_is_named(tiny: Path, tmp_path: Path, recorded: Path) -> None:
     changed = tmp_path / "changed"
     changed.mkdir()
-    lines = (recorded / "record.jsonl").read_text().splitlines()
+    lines = (recorded / "record.jsonl").read_bytes().splitlines()
     row = json.loads(lines[-1])
     turn = row["groups"][-1]["trajectories"][-1]["turns"][0]
     turn["tokens"][1] = (turn["tokens"][1] + 1) % 300 + 3
-    (changed / "record.jsonl").write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
+    (changed / "record.jsonl").write_bytes(b"\n".join([*lines[:-1], json.dumps(row).encode()]) + b"\n")
     (changed / "metrics.jsonl").write_text((recorded / "metrics.jsonl").read_text())
     with pytest.raises(BirlError, match=r"Group \d+, episode \d+, turn 0: token \d"):
         run(tiny, tmp_path, *RECORDED, f"debug.replay={changed}", "debug.resample=true")

@@ -93,7 +93,7 @@ def command(tiny: Path, folder: Path, run: str, *more: str) -> list[str]:
 def lines(path: Path) -> list[dict]:
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith(CLOCKS)}
-        for line in path.read_text().splitlines()
+        for line in path.read_bytes().splitlines()
     ]
 
 

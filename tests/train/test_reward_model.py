@@ -51,7 +51,7 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_tells_them_apart(trained: Path) -> None:
-    last = json.loads((trained / "run/validation.jsonl").read_text().splitlines()[-1])
+    last = json.loads((trained / "run/validation.jsonl").read_bytes().splitlines()[-1])
     assert last["validation/accuracy"] >= 0.95
 
 
@@ -76,7 +76,7 @@ def test_rl_against_it_raises_the_true_score(tiny: Path, trained: Path, tmp_path
     words += ["rollout.prompts=4", "rollout.group_size=8", "rollout.max_tokens=8", "optimizer.lr=3e-3", "steps=30"]
     rows = [{"prompt": f"What is {i} + 2?", "x": i} for i in range(12)]
     rl.train(load(schema.RL, [*words, f"run={tmp_path}/run", *QUIET]), given=build.Given(train=rows))
-    records = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_bytes().splitlines()]
 
     def true_score(first: int, last: int) -> float:
         texts = [r["text"] for r in records if first <= r["step"] <= last]
@@ -120,7 +120,7 @@ def test_a_served_reward_model(tiny: Path, tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
-    records = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_bytes().splitlines()]
     assert len(records) == 8
     assert all(r["reward"] == r["text"].replace("<|im_end|>", "").count("a") for r in records)
     with pytest.raises(BirlError, match="cannot be reached"):

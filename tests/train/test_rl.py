@@ -56,7 +56,7 @@ def run(tiny: Path, folder: Path, *words: str, reward: Any = many_a, rows: int =
 
 
 def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_bytes().splitlines()]
 
 
 def any_a(completions: list[str], **_: Any) -> list[float]:

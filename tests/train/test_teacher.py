@@ -62,7 +62,7 @@ def run(tiny: Path, folder: Path, teacher: str, *words: str) -> list[dict[str, A
     words = ("algorithm=distill", f"algorithm.teacher={teacher}", *given, *small, *QUIET, *words)
     zero = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
     rl.train(load(schema.RL, list(words)), given=build.Given(rewards=[zero], train=data))
-    return [json.loads(line) for line in (folder / "run/rollouts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run/rollouts.jsonl").read_bytes().splitlines()]
 
 
 def test_here_and_served_are_the_same_teacher(tiny: Path, other: Path, served: str, tmp_path: Path) -> None:

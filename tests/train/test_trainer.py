@@ -56,11 +56,11 @@ def make(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def rollouts(run: str = "run") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_bytes().splitlines()]
 
 
 def metrics(run: str = "run") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_bytes().splitlines()]
 
 
 def write(name: str) -> str:

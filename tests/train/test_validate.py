@@ -131,7 +131,7 @@ SHOWN = ("arithmetic", "letter_counting", "countdown", "guess_number", "search",
 
 def test_the_rows_of_the_page_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in page.partition("```jsonl\n")[2].partition("```")[0].splitlines()]
+    rows = [json.loads(line) for line in page.partition("```jsonl\n")[2].partition("```")[0].encode().splitlines()]
     assert len(rows) == len(SHOWN)
     for kind, row in zip(SHOWN, rows, strict=True):
         code, printed = validated(capsys, written("my.jsonl", [row]), f"env={kind}")

@@ -32,7 +32,7 @@ def test_curves_are_drawn_and_say_exact_values(chromium: Any, url: str, runs: Pa
     with opened(chromium, url) as page:
         at(page, "curves", "fast")
         wait_drawn(page, "reward/mean")
-        rows = [json.loads(row) for row in (runs / "fast" / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(row) for row in (runs / "fast" / "metrics.jsonl").read_bytes().splitlines()]
         assert float(values(page, "reward/mean")) == pytest.approx(rows[-1]["reward/mean"], abs=6e-4)
         box = slider(page, "reward/mean").bounding_box()
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
@@ -227,7 +227,7 @@ def test_a_hundred_thousand_steps(chromium: Any, tmp_path: Path) -> None:  # noq
         page.keyboard.press("Home")
         page.keyboard.press("Shift+ArrowRight")
         until(page, "document.querySelector('[data-metric=\"reward/mean\"] .where')?.textContent === 'step 10,000'")
-        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[9_999])
+        row = json.loads((run / "metrics.jsonl").read_bytes().splitlines()[9_999])
         shown = float(values(page, "reward/mean").split("\n")[1])
         assert row["step"] == 10_000 and shown == pytest.approx(row["reward/mean"], rel=1e-5)
 

@@ -85,7 +85,7 @@ def test_new_rows_and_broken_lines_are_told(page: Asked) -> None:
 
 def test_exports_are_files(page: Asked) -> None:
     answer = page.get("/export", q="step:1 reward>=3", format="jsonl")
-    assert [json.loads(line)["reward"] for line in answer.text.splitlines()] == [3.0, 3.0]
+    assert [json.loads(line)["reward"] for line in answer.content.splitlines()] == [3.0, 3.0]
     assert answer.headers["content-disposition"] == 'attachment; filename="demo.jsonl"'
     answer = page.get("/export", q="step:1", format="csv")
     assert len(list(csv.DictReader(io.StringIO(answer.text)))) == 8

@@ -33,7 +33,7 @@ def test_exports(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for name in ("a.jsonl", "a.csv"):
         assert main(["rollouts", str(run), "reward>=1", "--export", str(tmp_path / name)]) == 0
         assert capsys.readouterr().out == f"20 episodes in {tmp_path / name}\n"
-    assert len([json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]) == 20
+    assert len([json.loads(line) for line in (tmp_path / "a.jsonl").read_bytes().splitlines()]) == 20
     with (tmp_path / "a.csv").open(newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == [str(s) for s in range(1, 41, 2)]
     assert not list(tmp_path.glob("*.part"))
