@@ -174,7 +174,7 @@ def _answer(stray: list[str], names: Names, schema: type) -> None:
             "\n".join([*told, 'Keys go into overrides, as in overrides={"optimizer.lr": 1e-6}.']), stacklevel=4
         )
     elif told:
-        raise BirlError("\n".join([*told, f"Keys go into overrides; `birl {command(schema)} --help` lists them."]))
+        raise BirlError("\n".join([*told, f"Keys go into overrides; `birl {command(schema)} --help all` lists them."]))
 
 
 def _steps(names: Names, schema: type) -> dict[str, Any]:

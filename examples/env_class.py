@@ -36,12 +36,12 @@ class Hints:
         return (Message(role="user", content=text),)
 
     def step(self, reply: Message) -> Feedback:
-        said = reply.content.strip().lower().rstrip(".")
-        if said == "hint" and self.left:
+        guess = reply.content.strip().lower().rstrip(".")
+        if guess == "hint" and self.left:
             self.hints += 1
             hint = Message(role="user", content=f"It is not {self.left.pop()}.")
             return Feedback(messages=(hint,), reward=-self.config.cost, score=0.0, done=False)
-        right = float(said == self.secret)
+        right = float(guess == self.secret)
         return Feedback(reward=right, score=right, info={"hints": self.hints}, done=True)
 
     def close(self):

@@ -29,16 +29,16 @@ class Nim:
         self.sticks = config.sticks
 
     async def run(self, model) -> dict[str, float]:
-        said = dict.fromkeys(PLAYERS, ())
+        history = dict.fromkeys(PLAYERS, ())
         for turn in range(2 * self.sticks):
             me, other = PLAYERS[turn % 2], PLAYERS[1 - turn % 2]
             text = f"{self.sticks} sticks are left. Take 1, 2 or 3. Who takes the last one wins. Say the number."
-            said[me] += (Message(role="user", content=text),)
-            reply = await model.ask(said[me], agent=me)
-            said[me] += (reply,)
+            history[me] += (Message(role="user", content=text),)
+            reply = await model.ask(history[me], agent=me)
+            history[me] += (reply,)
             move = re.fullmatch(r"\s*([123])\.?\s*", reply.content)
             if move is None or int(move[1]) > self.sticks:
-                return {me: -1.0, other: 0.0}  # nobody won by playing well
+                return {me: -1.0, other: 0.0}  # no winner
             self.sticks -= int(move[1])
             if self.sticks == 0:
                 return {me: 1.0, other: -1.0}

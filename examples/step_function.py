@@ -1,8 +1,8 @@
-"""RL2's environments: one function on text. The model is told whether its guess is too low or too high.
+"""RL2's environments: one function on text. The model learns whether its guess is too low or too high.
 
     birl rl env=examples/step_function.py:step env.most=4 data.train=examples/data/numbers.jsonl model.max_length=512
 
-`next_state` begins with what the model saw and said, so the whole episode is one sequence, token by token.
+`next_state` begins with the prompt and the reply, so the whole episode is one sequence, token by token.
 """
 
 import re

@@ -45,9 +45,9 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_help_names_the_flags_that_a_command_has(capsys: pytest.CaptureFixture[str]):
     for command, flags in (
-        ("rl", "[--print-config] [--multirun] [--dry-run] [--help [WORD ...]]"),
-        ("eval", "[--print-config] [--multirun] [--validate] [--help [WORD ...]]"),
-        ("serve", "[key=value ...] [--print-config] [--help [WORD ...]]"),
+        ("rl", "[--print-config] [--multirun] [--dry-run] [--help [WORD]]"),
+        ("eval", "[--print-config] [--multirun] [--validate] [--help [WORD]]"),
+        ("serve", "[key=value ...] [--print-config] [--help [WORD]]"),
     ):
         assert main([command, "--help"]) == 0
         assert flags in " ".join(capsys.readouterr().out.split())

@@ -138,8 +138,8 @@ FOOT = """\
 Start here
   birl doctor
   birl rl data.train=my.jsonl            # rows such as {"prompt": "What is 3 + 4?", "answer": "7"}
-  birl rl --help                         # every key, its default and its meaning
-  birl rl --help lr                      # only the keys that contain "lr"
+  birl rl --help                         # the keys that people set; --help all shows every key
+  birl rl --help lr                      # the keys that a word finds, also another library's word
 """
 
 

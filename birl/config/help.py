@@ -1,4 +1,5 @@
-"""What each key means: the strings under the schema's fields, and the page that `birl rl --help` prints."""
+"""What each key means: the strings under the schema's fields, and the pages that `birl rl --help` prints: the keys that
+people set on one screen, all keys (`--help all`), or those that a word finds."""
 
 import ast
 import inspect
@@ -13,11 +14,12 @@ from typing import Any, get_type_hints
 from birl.config import peers
 
 PRESETS = Path(__file__).parent / "presets"
+DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 WIDE = 120  # columns from which a key and its text share a line
 
 EXAMPLES = {
     "rl": """\
-birl rl data.train=my.jsonl                                  # SmolLM2-135M, Dr. GRPO, math reward, on any machine
+birl rl data.train=my.jsonl                                  # SmolLM2, Dr. GRPO, math reward
 birl rl data.train=my.jsonl reward=my_file.py:score          # your own reward function
 birl rl data.train=my.jsonl algorithm=grpo optimizer.lr=1e-5
 birl rl data.train=[a.jsonl,b.parquet] data.weights=[2,1] model=/path/to/model
@@ -26,10 +28,10 @@ birl rl recipes/smollm2_arithmetic_grpo_cpu2.yaml seed=1     # a YAML file, then
 birl rl data.train=my.jsonl --dry-run                        # load one batch, predict the memory, exit
 birl rl data.train=my.jsonl optimizer.lr=1e-6,1e-5 seed='range(0,3)' --multirun""",
     "sft": """\
-birl sft data.train=my.jsonl                                 # rows such as {"prompt": ..., "response": ...}
-birl sft data.train=chats.jsonl model=/path/to/model         # rows such as {"messages": [...]}, several turns too
+birl sft data.train=my.jsonl                          # rows: {"prompt": ..., "response": ...}
+birl sft data.train=chats.jsonl model=/path/to/model  # rows: {"messages": [...]}
 birl sft data.train=my.jsonl data.validation_split=0.1 optimizer.lr=1e-5 epochs=3
-birl sft data.train=books.jsonl data.train_on=[all]          # rows such as {"text": ...}""",
+birl sft data.train=books.jsonl data.train_on=[all]   # rows: {"text": ...}""",
     "rm": """\
 birl rm data.train=pairs.jsonl                               # rows: {"prompt": ..., "chosen": ..., "rejected": ...}
 birl rm data.train=pairs.jsonl data.margin_column=margin ranking.centering=0.01
@@ -43,13 +45,38 @@ birl dpo data.train=votes.jsonl preference.loss=kto data.chosen_column=answer da
 birl eval data.validation=test.jsonl                         # SmolLM2-135M, greedy
 birl eval data.validation=test.jsonl model=/path/to/model
 birl eval data.validation=test.jsonl validation.samples=8 validation.k=[1,8] validation.temperature=1
-birl eval env=countdown                                      # a task that comes with birl (docs/tasks.md)
-birl eval --validate data.validation=test.jsonl              # no model: is every row's right answer worth 1?""",
+birl eval env=countdown                                      # a built-in task (docs/tasks.md)
+birl eval --validate data.validation=test.jsonl              # no model: does each reference answer get reward 1?""",
     "serve": """\
 birl serve                                                   # SmolLM2-135M at a free port of this machine
 birl serve model=/path/to/model port=8000
 birl serve port=8000 host=0.0.0.0                            # for other machines: BIRL_TOKEN must be set
 birl serve name=arithmetic/0                                 # to be found by that name""",
+}
+
+_TRAINING = {  # the keys on the first screen; a command shows those that it has
+    "run": "run steps epochs seed validation.every checkpoint.every track.wandb",
+    "model and data": "model.path data.train data.validation data.train_on data.chosen_column data.rejected_column",
+    "task": "env.kind reward.functions",
+    "sampling": "rollout.prompts rollout.group_size rollout.max_tokens rollout.temperature rollout.max_staleness",
+    "training": "algorithm algorithm.kl_coef preference.loss preference.beta ranking.centering batch_size optimizer.lr "
+    "optimizer.schedule optimizer.warmup_steps lora.rank learner.tokens_per_microbatch",
+    "processes": "engine.kind parallel.fsdp",
+}
+EVERYDAY = dict.fromkeys(("rl", "sft", "rm", "dpo"), _TRAINING) | {
+    "eval": {
+        "model and data": "model.path model.max_length data.validation data.max_validation_samples data.system_prompt",
+        "task": "env.kind env.max_turns reward.functions reward.judge",
+        "sampling": "validation.samples validation.k validation.temperature validation.max_tokens seed",
+        "engine": "engine.kind engine.attach engine.max_batch threads",
+        "result": "output",
+    },
+    "serve": {
+        "model": "model.path served_name model.dtype model.device model.max_length model.chat_template",
+        "server": "host port name volume",
+        "engine": "engine.max_batch engine.kv_cache_gb threads seed",
+        "limits": "max_waiting max_request_mb request_timeout drain_timeout",
+    },
 }
 
 
@@ -145,44 +172,82 @@ def render(
     own: Own | None = None,
     flags: tuple[str, ...] = (),
 ) -> str:
-    """The help page, at most `width` columns wide. `only` keeps the keys that contain one of these words, and behind
-    them those whose text has one or that another system calls so. `own` comes behind them. `flags`: those of the
-    command beside --help."""
+    """A page at most `width` columns wide: one screen of keys; with `only=("all",)` every key and preset; else the
+    keys that these words find. `own` comes last. `flags`: those of the command beside --help."""
     strong = (lambda text: f"\033[1m{text}\033[0m") if bold else str
-    every = list(documentation(schema).values())
-    docs = [doc for doc in every if not only or any(word in doc.key for word in only)]
-    keys = _keys(docs, width, strong)
-    if only:
-        also = _keys(
-            [doc for doc in every if doc not in docs and any(_about(doc, word) for word in only)], width, strong
-        )
-        if not keys:
-            from birl.config.nearest import suggest  # which reads this module
+    usage = f"birl {command} [FILE.yaml] [key=value ...] {' '.join(f'[{flag}]' for flag in flags)} [--help [WORD]]"
+    title = _wrap(" ".join((inspect.getdoc(schema) or "").split()), width, "")
+    head = f"{title}\n\n{_wrap(usage, width, strong('Usage: '), '       ')}\n"
+    examples = EXAMPLES.get(command, "")
+    if only == ("all",):
+        parts = [head, f"{strong('Examples')}\n{_examples(examples, width)}\n"]
+        parts += [
+            f"{strong('Presets')}\n{_presets(schema, width)}\n",
+            f"{strong('Keys')}\n{_wrap(LISTS, width, '  ', '  ')}\n",
+        ]
+        parts += [_keys(list(documentation(schema).values()), width, strong)]
+    elif only:
+        parts = [_search(command, schema, width, only, strong)]
+    else:
+        first = "\n".join(examples.splitlines()[:3])
+        parts = [head, f"{_examples(first, width)}\n", _everyday(command, schema, width, strong)]
+        parts += [f"\n{_wrap(MORE.format(command=command, count=len(documentation(schema))), width, '')}"]
+    return "\n".join([*parts, *([f"\n{_own_keys(own, width, strong)}"] if own else [])])
 
-            hint = "" if also else "".join(dict.fromkeys(suggest(word, schema) for word in only))
-            keys = f"No key contains {' or '.join(only)}.{hint} `birl {command} --help` lists them all."
-        keys += f"\n\n{strong('Also about it, by text or by name in another system')}\n{also}" if also else ""
-        return keys if own is None else f"{keys}\n\n{_own_keys(own, width, strong)}"
-    title = " ".join((inspect.getdoc(schema) or "").split())
-    usage = f"birl {command} [FILE.yaml] [key=value ...] {' '.join(f'[{flag}]' for flag in flags)} [--help [WORD ...]]"
-    parts = [
-        _wrap(title, width, ""),
-        _wrap(usage, width, strong("Usage: "), "       "),
-        strong("Examples"),
-        _examples(EXAMPLES.get(command, ""), width),
-        strong("Presets"),
-        _presets(schema, width),
-        strong("Keys"),
-        _wrap("A list is [a,b]; text needs no quotes; ${other.key} copies another key's value.", width, "  ", "  "),
-        "",
-        keys,
-    ]
-    return "\n".join([parts[0], "", parts[1], "", *parts[2:4], "", *parts[4:6], "", *parts[6:]])
+
+LISTS = "A list is [a,b]; text needs no quotes; ${other.key} copies another key's value."
+MORE = (
+    "`birl {command} --help all` shows all {count} keys with their full texts, `--help WORD` those that a word finds: "
+    "part of a name, a word of the text, or what another library calls the key (batch_size, num_generations)."
+)
+
+
+def _everyday(command: str, schema: type, width: int, strong: Any) -> str:
+    """The keys that people set, one a line: name, default, unit, and the first sentences of the text that fit."""
+    docs = documentation(schema)
+    rows: list[tuple[str, str]] = []  # a title has no text
+    for title, names in EVERYDAY[command].items():
+        keys = [key for key in names.split() if key in docs or key in presets(schema)]
+        rows += [(strong(title), ""), *(_row(docs.get(key), key, schema) for key in keys)] if keys else []
+    side = 2 + max(len(left) for left, _ in rows)
+    return "\n".join(f"{left:<{side}}{_brief(text, width - side)}".rstrip() for left, text in rows)
+
+
+def _row(doc: Doc | None, key: str, schema: type) -> tuple[str, str]:
+    if doc is None:  # a group of presets
+        return f"  {key}={DEFAULT_PRESETS[key]}", f"One of {len(presets(schema)[key])} presets; --help all lists them."
+    return f"  {key}={written(doc.default)}{_in_brackets(doc.unit)}", doc.text
+
+
+def _brief(text: str, width: int) -> str:
+    """The first sentences of `text` that fit into `width` columns, or the beginning of the first."""
+    width = max(width, 16)
+    sentences = re.split(r"(?<=[.;]) ", text)
+    whole = [" ".join(sentences[:n]) for n in range(len(sentences), 0, -1)]
+    fits = next((part for part in whole if len(part) <= width), "") or textwrap.shorten(text, width, placeholder=" ...")
+    return re.sub(";$", ".", fits)
+
+
+def _search(command: str, schema: type, width: int, words: tuple[str, ...], strong: Any) -> str:
+    """The keys whose name has one of the words, then those that another library calls so, or whose text has it."""
+    every = list(documentation(schema).values())
+    named = [doc for doc in every if any(word in doc.key for word in words)]
+    also = [doc for doc in every if doc not in named and any(_about(doc, word) for word in words)]
+    if named:
+        title = f"\n\n{strong('By another name, or in the text')}\n"
+        return _keys(named, width, strong) + (title + _keys(also, width, strong) if also else "")
+    none = f"No key of `birl {command}` is called {' or '.join(words)}"
+    if also:
+        return f"{none}; by another name, or in the text:\n\n{_keys(also, width, strong)}"
+    from birl.config.nearest import suggest  # which reads this module
+
+    hint = "".join(dict.fromkeys(suggest(word, schema) for word in words))
+    return f"{none}.{hint} `birl {command} --help all` lists them all."
 
 
 def _about(doc: Doc, word: str) -> bool:
-    """Whether a key's text has the word, or another system calls the key so."""
-    theirs = any(doc.key in ((one,) if one else row.keys) for row, one in peers.named(word))
+    """Whether a key's text has the word, or another library calls the key so."""
+    theirs = any(doc.key in ((one,) if one else row.keys) for row, one in peers.mentioned(word))
     return theirs or re.search(rf"\b{re.escape(word)}", doc.text, re.IGNORECASE) is not None
 
 
@@ -257,10 +322,13 @@ def _own_keys(own: Own, width: int, strong: Any) -> str:
 
 
 def _left(doc: Doc) -> str:
-    unit = f" [{doc.unit}]" if doc.unit else ""
     default = written(doc.default)
     default = default if len(default) <= 24 else f"{default[:21]}..."
-    return f"{doc.key}={default}  {doc.type}{unit}"
+    return f"{doc.key}={default}  {doc.type}{_in_brackets(doc.unit)}"
+
+
+def _in_brackets(unit: str) -> str:
+    return f" [{unit}]" if unit else ""
 
 
 def written(value: Any) -> str:

@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from birl.config.help import PRESETS, Doc, documentation, presets, written
+from birl.config.help import DEFAULT_PRESETS, PRESETS, Doc, documentation, presets, written
 from birl.config.nearest import meant, suggest
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
 from birl.config.schema import Config as AnyConfig
@@ -33,7 +33,6 @@ from birl.regular import read_text
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 
-DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
 DEPTH, ENTRIES = 32, 100_000  # of a YAML file: mappings and lists in one another, and all that is in it
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -328,7 +327,7 @@ def _unknown_key(setting: Setting, schema: type) -> str:
     inside = [name for name in documentation(schema) if name.startswith(f"{key}.")]
     if inside:
         return f"{setting.source}: {key} is a section; set one of its keys: {', '.join(inside)}"
-    where = f"`birl {command(schema)} --help` lists all keys."
+    where = f"`birl {command(schema)} --help all` lists all keys."
     return f"{setting.source}: there is no key {key}.{suggest(key, schema)} {where}"
 
 

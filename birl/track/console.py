@@ -155,7 +155,7 @@ def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
 
 
 def step_line(progress: Progress) -> str:
-    """`step 12/30  reward 0.781 (val 0.74)  len 14.2  ok 64/64  ...`; what a run does not measure is left out."""
+    """`step 12/30  reward 0.781 (val 0.74)  len 14.2  finished 64/64  ...`; what a run does not measure is left out."""
     m, total = progress.metrics, progress.total
     digits = max(4, len(str(total or 0)))
     parts = [f"step {progress.step:>{digits}}" + (f"/{total}" if total else "")]
@@ -169,7 +169,7 @@ def step_line(progress: Progress) -> str:
         parts.append(f"eta {duration(progress.eta)}")
     # At the end, where they do not shift the columns: a cut answer has a reward, a failed episode has none.
     if m.get("outcome/truncated"):
-        parts.append(f"cut off {count(m['outcome/truncated'])}")
+        parts.append(f"truncated {count(m['outcome/truncated'])}")
     if progress.warning:
         parts.append(progress.warning)
     if failed := failures(m):
@@ -180,7 +180,7 @@ def step_line(progress: Progress) -> str:
 def _line_parts(m: dict[str, float]) -> Iterator[tuple[str, str]]:
     asked = count(m.get("outcome/asked", 0))
     yield "length/mean", f"len {m.get('length/mean', 0):5.1f}"
-    yield "outcome/asked", f"ok {count(m.get('outcome/ok', 0)):>{len(asked)}}/{asked}"
+    yield "outcome/asked", f"finished {count(m.get('outcome/ok', 0)):>{len(asked)}}/{asked}"
     yield "kl", f"kl {m.get('kl', 0):.3f}"
     yield "speed/generate", f"gen {count(m.get('speed/generate', 0)):>6} tok/s"
     if not nothing_trained(m):

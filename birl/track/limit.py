@@ -137,8 +137,8 @@ def _waiting(shares: Shares, config: Mapping[str, Any], waited: float) -> Limit:
     if shares.crowd < STRAGGLERS:
         return Limit(
             side="stragglers",
-            sentence=f"{says}groups, mostly for a few long answers: on average {shares.crowd:.0%} of the most requests "
-            "at once are left. A larger rollout.max_staleness or rollout.order_window lets others go ahead, "
+            sentence=f"{says}groups, mostly for a few long answers: average concurrency is {shares.crowd:.0%} of "
+            "its peak. A larger rollout.max_staleness or rollout.order_window lets others go ahead, "
             "rollout.oversample cuts the last ones, a smaller rollout.max_tokens bounds them.",
             keys=("rollout.max_staleness", "rollout.order_window", "rollout.oversample", "rollout.max_tokens"),
         )

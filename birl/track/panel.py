@@ -175,9 +175,9 @@ def _figures(m: dict[str, float]) -> Iterator[Cell]:
 def _episodes(m: dict[str, float]) -> Iterator[Cell]:
     """An answer that was cut has a reward; episodes that failed have none, and get a line of their own."""
     if "outcome/asked" in m:
-        yield "episodes", f"{count(m.get('outcome/ok', 0))} ok of {count(m['outcome/asked'])}", ""
+        yield "finished", f"{count(m.get('outcome/ok', 0))} of {count(m['outcome/asked'])}", ""
     if m.get("outcome/truncated"):
-        yield "cut off", count(m["outcome/truncated"]), "yellow"
+        yield "truncated", count(m["outcome/truncated"]), "yellow"
 
 
 def _cells(cells: list[Cell], width: int, most: int) -> RenderableType:

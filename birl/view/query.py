@@ -7,7 +7,7 @@ Terms are separated by spaces, and a row has to fit all of them; `-` before a te
     step>=10  tokens<5  reward=1  step:10..20  step:10..  group:7      numbers: FIELDS
     outcome:ok,truncated  source:gsm8k  flag:any  flag:repetition      one of the names
     task:train.jsonl:1                                                 text within the task's name
-    word  "two words"                                                  text within what the model said, in any case
+    word  "two words"                                                  text within the model's output, in any case
     /regular expression/  /in any case/i                               of the module `regex`
     sort:reward  sort:-tokens                                          the order; without it that of the file
 
@@ -99,7 +99,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """Text within what the model said, in any case; or a regular expression, with its mode (i, m, s)."""
+    """Text within the model's output, in any case; or a regular expression, with its mode (i, m, s)."""
 
     text: str
     is_pattern: bool = False

@@ -1,12 +1,13 @@
 """Every key is documented, and the help page shows every key at any width."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
 
-from birl.config.help import EXAMPLES, Own, documentation, presets, render, written
+from birl.config.help import EVERYDAY, EXAMPLES, Own, documentation, presets, render, written
 from birl.config.load import SHORTHANDS, flatten
-from birl.config.schema import RL, Eval
+from birl.config.schema import COMMANDS, RL, Eval
 
 
 @dataclass
@@ -48,7 +49,7 @@ def test_documentation_of_real_keys():
 @pytest.mark.parametrize("width", [60, 80, 119, 120, 200])
 @pytest.mark.parametrize(("command", "schema"), [("rl", RL), ("eval", Eval)])
 def test_the_page_shows_everything_and_fits(command: str, schema: type, width: int):
-    page = render(command, schema, width)
+    page = render(command, schema, width, ("all",))
     assert max(map(len, page.splitlines())) <= width
     assert "\033" not in page
     words = " ".join(page.split())
@@ -58,6 +59,38 @@ def test_the_page_shows_everything_and_fits(command: str, schema: type, width: i
     for group, files in presets(schema).items():
         assert all(f"{group}={name}" in page for name in files)
     assert f"birl {command} data." in page
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_page_fits_one_screen(command: str):
+    schema, page = COMMANDS[command], render(command, COMMANDS[command], 100)
+    shown = re.findall(r"^  ([a-z_.]+)=\S*(?: \[[^\]]+\])?  +\S", page, re.MULTILINE)
+    keys = [key for key in documentation(schema) if key in shown]
+    assert len(page.splitlines()) <= 45 and 14 <= len(keys) <= 25
+    assert set(shown) <= documentation(schema).keys() | presets(schema).keys()
+    assert not any(line.endswith("...") for line in page.splitlines() if re.match(r"  [a-z_.]+=", line))
+    assert f"birl {command} --help all" in page
+
+
+def test_every_key_of_the_first_page_exists():
+    named = {key for groups in EVERYDAY.values() for keys in groups.values() for key in keys.split()}
+    assert named <= {key for schema in COMMANDS.values() for key in documentation(schema)} | {"algorithm"}
+
+
+@pytest.mark.parametrize(
+    ("word", "keys"),
+    [
+        ("batch_size", ["rollout.prompts", "learner.tokens_per_microbatch"]),
+        ("lr_scheduler_type", ["optimizer.schedule"]),
+        ("num_generations", ["rollout.group_size"]),
+        ("--gpu", ["model.device", "engine.count", "parallel.fsdp"]),
+        ("max_completion_length", ["rollout.max_tokens"]),
+        ("warm-up", ["optimizer.warmup_steps"]),
+    ],
+)
+def test_a_word_of_another_library_finds_keys(word: str, keys: list[str]):
+    page = render("rl", RL, 100, (word.lstrip("-"),))
+    assert all(f"  {key}=" in page for key in keys) and len(page.splitlines()) < 45
 
 
 def test_words_after_help_filter():
@@ -77,7 +110,7 @@ def test_an_environments_own_keys_stand_behind_the_others():
 
 
 def test_headings_are_bold_only_on_request():
-    assert "\033[1moptimizer\033[0m" in render("rl", RL, 80, bold=True)
+    assert "\033[1moptimizer\033[0m" in render("rl", RL, 80, ("all",), bold=True)
 
 
 def test_examples_name_valid_keys():

@@ -66,17 +66,17 @@ def _with_failures() -> Progress:
 @pytest.mark.parametrize("width", [80, 200])
 def test_failed_episodes_look_unlike_answers_that_were_cut(width: int) -> None:
     shown = _render(_with_failures(), width, color_system=None)
-    assert "57 ok of 64" in shown and "cut off    2" in shown
+    assert "finished   57 of 64" in shown and "truncated  2" in shown
     assert "FAILED     5 of 64 episodes: 4 env error, 1 timeout" in shown and "0.220 first" in shown
     colored = _render(_with_failures(), width, color_system="standard")
-    assert "\x1b[33mcut off" in colored and "\x1b[1;31mFAILED" in colored
+    assert "\x1b[33mtruncated" in colored and "\x1b[1;31mFAILED" in colored
     assert "FAILED" not in _render(_progress(12), width)
 
 
 def test_failed_episodes_stand_at_the_end_of_a_plain_line() -> None:
     line, before = step_line(_with_failures()), step_line(_progress(12))
-    assert line.endswith("cut off 2  FAILED 4 env error, 1 timeout")
-    assert line.index("gen") == before.index("gen") and before.endswith("cut off 2")
+    assert line.endswith("truncated 2  FAILED 4 env error, 1 timeout")
+    assert line.index("gen") == before.index("gen") and before.endswith("truncated 2")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
@@ -130,7 +130,7 @@ def test_panel_obeys_no_model_output() -> None:
 def test_plain_line() -> None:
     progress = _progress(12)
     line = step_line(progress)
-    assert line.startswith("step   12/30  reward  0.440 (val 0.40)  len  14.2  ok 62/64  kl 0.00")
+    assert line.startswith("step   12/30  reward  0.440 (val 0.40)  len  14.2  finished 62/64  kl 0.00")
     assert "gen    812 tok/s  train  1,930 tok/s" in line and "eta 2m2" in line
 
 

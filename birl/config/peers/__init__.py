@@ -121,6 +121,14 @@ def named(word: str) -> list[tuple[Row, str]]:
     return found if found or actors == word else named(actors)
 
 
+def mentioned(word: str) -> list[tuple[Row, str]]:
+    """The rows with a name that has `word` as whole words between dots and underscores: batch_size in
+    per_device_train_batch_size, gpu in n_gpus_per_node."""
+    word = re.escape(plain(word))
+    pattern = re.compile(rf"(?<![a-z]){word}s?(?![a-z])")
+    return [hit for name, hits in _index()[0].items() if pattern.search(name) for hit in hits]
+
+
 def _section(word: str, whole: bool = False) -> list[tuple[Row, str]]:
     """The rows of the innermost section (`profiler.*`) that the word is in, or begins with if `whole`."""
     names = [name for name in _index()[0] if name.endswith(".*") and f".{name[:-1]}" in f".{word}"]

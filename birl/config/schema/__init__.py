@@ -64,7 +64,7 @@ class Training(Splits):
     epochs: int = 1
     """Passes over the training data when steps is 0."""
     seed: int = 0
-    """Seed of everything random: data order, sampling, initialisation."""
+    """Seed of data order, sampling and initialisation."""
     threads: int = 0
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
@@ -92,7 +92,7 @@ class RL(Training):
     track: Track = field(default_factory=Track)
     debug: Debug = field(default_factory=Debug)
     watchdog: float = 1800.0
-    """End the run when nothing has happened for so long, and print who waits for whom [s]. 0: never."""
+    """End the run after this long without progress, and print what each process waits for [s]. 0: never."""
 
 
 @dataclass(kw_only=True)
@@ -170,8 +170,8 @@ class Serve:
     port: int = 0
     """Port to listen at. 0: a free one, which is printed."""
     name: str = ""
-    """Register the server as experiment/trial in the cache folder, where other processes of this user find its address.
-    Empty: nowhere."""
+    """Name to register, as experiment/trial. Other processes of this user find its address in the cache folder. Empty:
+    not registered."""
     served_name: str = ""
     """What clients call the model. Empty: the last part of model.path."""
     max_request_mb: float = 32.0
@@ -181,12 +181,12 @@ class Serve:
     request_timeout: float = 600.0
     """Longest a request may take, waiting included [s]; after that it is aborted, with 504."""
     volume: str = ""
-    """Folder in which a run with weights.method=volume puts new weights: look there and take them. Empty: they are only
-    taken where somebody sends them."""
+    """Folder to load new weights from. A run with weights.method=volume writes them there. Empty: weights are loaded
+    only when a client sends them."""
     drain_timeout: float = 30.0
-    """Longest to wait for running requests once the server was told to stop [s]."""
+    """Longest wait for running requests at shutdown [s]."""
     seed: int = 0
-    """Seed of requests that bring none, together with their number since the start. 0: from the system."""
+    """Seed of requests that set none. It is combined with their number since the start. 0: from the system."""
     threads: int = 0
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 

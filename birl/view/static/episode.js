@@ -18,7 +18,7 @@ export async function showEpisode(root, params, api) {
   const choice = el("select", { id: "colour", on: { change: () => colour(choice.value) } },
     COLOURS.map(([key, label]) => el("option", { value: key }, label)));
   let aim = Number(params.get("at") || row), turn = 0; // place in the list that the keys have come to
-  const talk = el("div", { class: "talk", tabindex: "0", role: "group", "aria-label": "What was said, token by token",
+  const talk = el("div", { class: "talk", tabindex: "0", role: "group", "aria-label": "Conversation, token by token",
     on: { mouseover: hover, mouseleave: back, click: hover, keydown: move } }, conversation(episode, tokens));
   const beside = el("section", { "aria-label": "The group" }, el("h2", {}, "The group"), el("p", { class: "muted" }, "…"));
   const list = el("a", { href: listAddress() }, "← list");
@@ -135,13 +135,13 @@ function facts(episode) {
   for (const [part, value] of Object.entries(episode.parts)) found.push([part, short(value, 6)]);
   for (const [agent, value] of Object.entries(episode.rewards)) found.push([`reward of ${agent}`, short(value, 6)]);
   found.push(["advantage", short(episode.advantage, 6)], ["right answer", episode.answer === null ? "–" : el("bdi", {}, episode.answer)],
-    ["tokens", `${whole(episode.tokens)} after ${whole(episode.prompt)}`], ["group", whole(episode.group)]);
+    ["tokens", `${whole(episode.tokens)} generated, ${whole(episode.prompt)} prompt`], ["group", whole(episode.group)]);
   if (episode.source) found.push(["source", el("bdi", {}, episode.source)]);
   return el("dl", { class: "facts" }, found.map(([what, value]) => el("div", {}, el("dt", {}, what), el("dd", {}, value))));
 }
 
 function conversation(episode, tokens) {
-  if (!episode.samples.length) return el("pre", { class: "said" }, el("bdi", {}, episode.text || "Nothing was said."));
+  if (!episode.samples.length) return el("pre", { class: "said" }, el("bdi", {}, episode.text || "No output."));
   const spoken = episode.samples.flatMap((sample) => sample.blocks.filter((block) => block.model)).length;
   const told = spoken === episode.turns.length ? episode.turns : [];
   let first = 0, turn = 0;

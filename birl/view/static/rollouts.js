@@ -48,7 +48,7 @@ function list(root, params, api) {
     sort ? el("button", { type: "button", tabindex: "-1", on: { click: () => sortBy(it, sort) } }, label) : label));
   it.rows = grid("Episodes", it.heads, { page: (first, count) => page(it, first, count), cells, chosen: () => remember(it),
     open: (row, at) => open(it, row, at), failed: (error) => wrong(it, error),
-    none: () => (it.wrong ? "" : it.done ? "Nothing fits. Fewer words find more." : "…") });
+    none: () => (it.wrong ? "" : it.done ? "No matches. Try fewer terms." : "…") });
   it.place = { title: el("h1", {}, "Rollouts"), problem: el("div", {}), bars: el("div", {}), exports: el("p", { class: "small" }),
     status: el("p", { class: "muted small counts" }), ready: el("div", { class: "bar ready", role: "group", "aria-label": "Ready searches" },
       [...READY, ["all", ""]].map(([label, query]) => el("button", { type: "button", class: "chip", data: { query }, on: { click: () => seek(it, query) } }, label))) };
@@ -200,7 +200,7 @@ function helpText() {
     ["reward>=1 tokens<50 step:10..20 step:300..", "numbers: step, group, episode, turns, tokens, prompt, reward, score, advantage"],
     ["outcome:ok,truncated source:gsm8k flag:any", "one of the names; flag: repetition, length, format, duplicate, unbacked, script, any, none"],
     ["task:train.jsonl:17", "part of the task's name"],
-    ['word "two words"', "text in what the model said, in any case"],
+    ['word "two words"', "text in the model's output, in any case"],
     ["/\\d+ apples?/ /yes|no/i", "a regular expression; i: in any case"],
     ["-outcome:ok -/\\d/", "a minus turns a term round"],
     ["sort:-tokens", "the order, largest first"],
