@@ -46,8 +46,8 @@ class Compute:
     """What every learner has."""
 
     tokens_per_microbatch: int = 4096
-    """Most tokens of one forward and backward pass [tokens]. Bounds the memory, never changes the result; with parallel.cp or
-    parallel.tp it is per process."""
+    """Most tokens of one forward and backward pass [tokens]. Bounds the memory, never changes the result; with
+    parallel.cp or parallel.tp it is per process."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     router_aux_coef: float = 0.0
