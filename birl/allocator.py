@@ -23,7 +23,7 @@ def keep_memory() -> None:
 
 def system_memory() -> tuple[int, int]:
     """Total and free [bytes], no more than the control group allows; zeros where the system does not say. Memory that
-    only caches files is free: the kernel gives it up when somebody asks."""
+    only caches files is free: the kernel gives it up on demand."""
     try:
         total, free = (_sizes(Path("/proc/meminfo")).get(name, 0) * 1024 for name in ("MemTotal:", "MemAvailable:"))
     except (OSError, ValueError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-ABANDONED = 24 * 3600.0  # seconds after which what is half made belongs to nobody
+ABANDONED = 24 * 3600.0  # seconds after which what is half made is abandoned
 
 
 def cache_folder(kind: str) -> Path:

@@ -1,4 +1,4 @@
-"""The exceptions that cross layers, and how they are told."""
+"""The exceptions that cross layers, and their messages."""
 
 import difflib
 import sys
@@ -42,7 +42,7 @@ class EngineFailed(Exception):
 
 
 class Aborted(Exception):
-    """Ends an episode: the engine was told to end the answer."""
+    """Ends an episode: the engine ended the answer on request."""
 
 
 class HistoryRewritten(BirlError):

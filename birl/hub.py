@@ -1,7 +1,7 @@
-"""What names of models and data sets stand for, and whether there is such a thing; told before anything heavy is
+"""What names of models and data sets stand for, and whether it exists; checked before anything heavy is
 imported.
 
-What is in the hub's cache counts as there, so that nobody is asked without a network.
+What is in the hub's cache counts as there, so that no server is asked without a network.
 """
 
 import os
@@ -133,6 +133,6 @@ def missing(name: str, kind: str) -> str:
     except RepositoryNotFoundError:
         return f"the Hugging Face hub has no {kind} of that name, or it is private (HF_TOKEN)"
     except Exception as error:
-        if getattr(error, "response", None) is None:  # nobody answered; a refusal is left to the loader to explain
+        if getattr(error, "response", None) is None:  # no answer; a refusal is left to the loader to explain
             return "the Hugging Face hub cannot be reached, nor has it been downloaded before"
     return ""

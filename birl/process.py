@@ -1,5 +1,5 @@
 """An engine as a child process: started, waited for, drained, started again. It ends when this process ends, however
-that ends, and the terminal's Ctrl-C does not reach it: whoever started it decides."""
+that ends, and the terminal's Ctrl-C does not reach it: its parent decides."""
 
 import asyncio
 import contextlib
@@ -112,7 +112,7 @@ class Process:
         self._spawn()
         try:
             await self._until_ready()
-        except BaseException:  # Ctrl-C too: nobody would know of it
+        except BaseException:  # Ctrl-C too: it would be left behind
             self._kill()
             raise
 
@@ -130,7 +130,7 @@ class Process:
                 raise BirlError(f"{self._name} {self._child.how()} before it was ready. {self._last()}")
             with contextlib.suppress(EngineDown, TimeoutError):
                 async with asyncio.timeout(left):
-                    if await self.ready() and self.alive:  # else somebody else has its port
+                    if await self.ready() and self.alive:  # else another process has its port
                         return
             await asyncio.sleep(POLL)
         raise BirlError(f"{self._name} was not ready within {self.start_timeout:g} s. {self._last()}")
@@ -180,7 +180,7 @@ def flags(values: Mapping[str, object]) -> list[str]:
 
 
 def free_port() -> int:
-    """One that nobody listens at on this machine's loopback now. Somebody else may take it before the child does; then
+    """A free one on this machine's loopback. Another process may take it before the child does; then
     the child ends, and says so in its log."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -86,7 +86,7 @@ class Group:
 
     def kill(self) -> None:
         """The whole group, once, and no zombie stays. A group whose leader is gone may still have members; later its
-        number may be somebody else's."""
+        number may belong to another process."""
         if self._swept:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -97,5 +97,5 @@ class Group:
 
 def _write(stdin: IO[bytes] | None, text: str) -> None:
     assert stdin is not None
-    with contextlib.suppress(BrokenPipeError), stdin:  # one that ended at once is told about by its exit code
+    with contextlib.suppress(BrokenPipeError), stdin:  # one that ended at once is reported by its exit code
         stdin.write(text.encode())

@@ -1,5 +1,5 @@
-"""What this process did, from when to when, for whoever listens (`track/trace.py` writes it down). Every layer may say
-what it has done, and pays next to nothing where nobody listens.
+"""What this process did, from when to when, for listeners (`track/trace.py` writes it). Every layer may record
+what it has done, at almost no cost without a listener.
 
     began = time.perf_counter()
     ...
@@ -83,7 +83,7 @@ def done(
 
 
 def answered(found: Completion, began: float, session: str, process: str = "engine") -> None:
-    """Tell of a request as whoever asked sees it: from sent to answered, and by which weights at the end. The session
+    """Record a request as its caller sees it: from sent to answered, and by which weights at the end. The session
     of a group is its number."""
     if LISTENERS:
         group = int(session) if session.isdecimal() else None

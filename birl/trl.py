@@ -164,11 +164,11 @@ def _rows(name: str, prefix: str) -> list[tuple[peers.Row, str]]:
 
 
 def _answer(stray: list[str], names: Names, schema: type) -> None:
-    """What is said of names that were given and have no translation."""
+    """The message about given names without a translation."""
     told = []
     for name in stray:
         hint = suggest(name, schema)
-        told.append(f"{name}={reprlib.repr(names.get(name))} is not taken.{hint or ' It is no word that birl knows.'}")
+        told.append(f"{name}={reprlib.repr(names.get(name))} is not taken.{hint or ' birl does not know it.'}")
     if told and names.whole:
         warnings.warn(
             "\n".join([*told, 'Keys go into overrides, as in overrides={"optimizer.lr": 1e-6}.']), stacklevel=4

@@ -77,7 +77,7 @@ class Stop(StrEnum):
 
     STOP = "stop"  # the model's end token, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the context limit
-    ABORT = "abort"  # somebody asked for it
+    ABORT = "abort"  # it was cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ class Sample:
     `advantage` is one number for all trained tokens, or a list beside the others, as are `returns` and `values`, what a
     critic aims at and what it said (empty without one), and `proximal`, the learner's own log-probs before the batch's
     first update (empty where they are not asked for). `routes`: which experts computed each token, equally many bytes
-    for each; empty where nobody asked. `group` and `episode` say where the sample comes from.
+    for each; empty where not asked for. `group` and `episode` say where the sample comes from.
 
     Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
                     versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
@@ -269,7 +269,7 @@ class Env(Protocol):
     episode with the outcome `env_error`, never with a reward of 0. An attribute `tools`, if there is one, holds the
     JSON schemas of the tools that the model may call; its calls are then in `reply.tool_calls`. A coroutine `admit`, if
     there is one, is awaited before the episode's clock starts: for environments of which only some can run at once.
-    Methods may be plain functions: those run in a thread, where they hold up nobody else."""
+    Methods may be plain functions: those run in a thread, where they delay no other."""
 
     async def start(self) -> Conversation: ...
     async def step(self, reply: Message) -> Feedback: ...

@@ -22,7 +22,7 @@ from pathlib import Path
 from birl.blocked import standing
 from birl.spans import done
 
-GRACE = 30.0  # seconds that a wait may outlast its own deadline: whoever set it needs a moment to notice
+GRACE = 30.0  # seconds that a wait may outlast its own deadline: its owner needs a moment to notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Table:
 
 TABLE = Table()
 
-# Whose time a wait is: (process, lane) of its span. Everybody else who waits is an episode or a group.
+# Whose time a wait is: (process, lane) of its span. Every other waiter is an episode or a group.
 PLACES = {"training": ("learner", "loop"), "learner": ("learner", "loop"), "rollout": ("rollout", "admission")}
 LANES = {"reward workers": "rewards", "environment": "environments"}  # of episodes and groups, by owner
 SHORT = 1e-3  # s; a wait of the rollout that is over sooner is no span: most environments answer at once
@@ -69,7 +69,7 @@ SHORT = 1e-3  # s; a wait of the rollout that is over sooner is no span: most en
 
 @contextmanager
 def waiting(who: str, what: str, owner: str, deadline: float = inf) -> Iterator[None]:
-    """When it is over it counts in `spent`, and is told as a span; but not what an episode waits for its engine, as
+    """When it is over it counts in `spent`, and is recorded as a span; but not what an episode waits for its engine, as
     engines tell of each request."""
     table = TABLE
     table.count += 1

@@ -3,7 +3,7 @@
 A surrogate is `f(logp, old_logp, advantages, sample, *, options) -> Surrogate`, an advantage is `f(rewards, group, *,
 options) -> advantages`. An option is found by its name: among the tensors of the step (`ref_logp`, `entropy`, `group`,
 `lengths`, ...), among the keys of `algorithm` (`clip_low`, ...), or in the list of `name=value` beside the function's
-key. Whatever is missing, unknown or of another type is told before the run begins.
+key. Missing, unknown and mistyped options are reported before the run begins.
 """
 
 import inspect

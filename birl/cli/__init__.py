@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 def _nobody_reads() -> bool:
     """Is our output closed at its other end, as in `birl rl --help | head`?"""
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # errors are told of unasked
+    output.register(sys.stdout.fileno(), 0)  # which reports errors without a request
     return bool(output.poll(0))
 
 

@@ -43,7 +43,7 @@ ALL = (
     ),
     Command(
         name="rollouts",
-        brief="search what the model said in a run, and export it",
+        brief="search a run's rollouts, and export them",
         run="birl.view.rollouts_command:run",
     ),
     Command(

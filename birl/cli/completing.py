@@ -1,4 +1,4 @@
-"""`birl completion SHELL`: what the shells are told of every command."""
+"""`birl completion SHELL`: what the shells know of every command."""
 
 from collections.abc import Sequence
 

@@ -1,2 +1,2 @@
 """`birl completion bash | zsh | fish`: a script that completes birl's command line. It holds every word itself, so that
-nothing of birl runs when somebody presses Tab."""
+nothing of birl runs when Tab is pressed."""

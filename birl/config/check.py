@@ -208,7 +208,7 @@ def _environment(config: RL | Eval) -> list[str]:
 
 
 def _place(key: str, name: str, example: str = "NAME") -> list[str]:
-    """What is wrong with my_file.py:NAME or package.module:NAME, as far as that can be told without an import."""
+    """What is wrong with my_file.py:NAME or package.module:NAME, as far as is known without an import."""
     place, colon, attribute = name.rpartition(":")
     if name.endswith(".py"):
         return [f"{key}={name}: say what of it, as in {key}={name}:{example}."]

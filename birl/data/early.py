@@ -1,4 +1,4 @@
-"""What is wrong with rows, told before torch is imported: small local files are read in plain Python."""
+"""Errors in rows, reported before torch is imported: small local files are read in plain Python."""
 
 from pathlib import Path
 from typing import Any

@@ -7,7 +7,7 @@
 
 These are also the forms of TRL's page on dataset formats: prompts and answers are text, or lists of messages.
 
-All rows are made into tokens once, before the first step, so that a broken one is told with its file and row now.
+All rows are made into tokens once, before the first step, so that a broken one is reported with its file and row now.
 """
 
 from collections.abc import Callable, Iterable, Sequence

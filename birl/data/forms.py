@@ -1,6 +1,6 @@
 """Rows of SFT, reward models and preference losses -> what they say, before anything becomes a token.
 
-Which columns there are decides the form of all rows of a source; what is wrong with a row is told with its place.
+Which columns there are decides the form of all rows of a source; an error in a row is reported with its place.
 """
 
 from collections.abc import Sequence

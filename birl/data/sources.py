@@ -145,7 +145,7 @@ def _offline_unless_reachable(name: str) -> Iterator[None]:
     try:
         HfApi().dataset_info(name, timeout=10)
     except Exception as error:
-        if getattr(error, "response", None) is None:  # nobody answered; a refusal is left to `datasets` to explain
+        if getattr(error, "response", None) is None:  # no answer; a refusal is left to `datasets` to explain
             config.HF_HUB_OFFLINE = True
     try:
         yield

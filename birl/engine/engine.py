@@ -8,7 +8,7 @@ A token depends on its request's weights, context and random number alone. Whate
 prompts, guessed tokens, preemption) is not allowed to change it.
 
 Everything that computes runs on one thread, the learner's: the two never run at once, and CPU threads are not shared
-out twice. When the weights change while somebody is in the middle of an answer, the answer goes on with the new ones:
+out twice. When the weights change in the middle of an answer, the answer goes on with the new ones:
 its next token comes from them and says so (`versions`). With `recompute_kv` its keys and values are computed anew, so
 that the log-prob of a token of version v is exactly what version v gives it; without, those of the older tokens stay.
 """
@@ -44,7 +44,7 @@ from birl.waits import alive
 class Counters:
     tokens: int = 0  # sampled
     scored: int = 0  # given ones that only got their log-prob
-    dropped: int = 0  # sampled for nobody: whoever asked was cancelled
+    dropped: int = 0  # sampled in vain: the caller was cancelled
     prefilled: int = 0  # prompt tokens that were computed: those of a group once
     drafted: int = 0  # tokens that were guessed (`engine/drafts.py`),
     accepted: int = 0  # and those of them that were right
@@ -90,7 +90,7 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(max_batch=max_batch, pages=Pages(pages), drafts=Drafts(draft_rows if on_cpu else 0))
         self.counters = Counters()
         self._arrivals: list[Request] = []
-        self._open: set[Request] = set()  # everybody who waits for a completion
+        self._open: set[Request] = set()  # requests that wait for a completion
         self._pump: asyncio.Task[None] | None = None
         self._closed: EngineDown | None = None
 
@@ -110,7 +110,7 @@ class EmbeddedEngine:
     ) -> Completion:
         """Sample one answer. A prompt that fills the context gives an empty completion that ended for its length.
 
-        `watch` is told of the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
+        `watch` is called with the request whenever it has new tokens. Cancelling the caller aborts the request; `abort`
         ends it with what it has. With a `guide` only tokens that it allows are drawn, and log-probs are those of the
         distribution over these. `best` is filled: for each given token, the likeliest one in its place and its
         log-prob at temperature 1. While the engine is paused it waits. Raises `BirlError` when the KV cache could not
@@ -232,7 +232,7 @@ class EmbeddedEngine:
         return self.weights
 
     async def close(self) -> None:
-        """For good: whoever waits gets `EngineDown`, and whoever asks from now on."""
+        """For good: waiting and later callers get `EngineDown`."""
         self._closed = EngineDown("the engine was closed")
         for request in self._open:
             request.aborted = True
@@ -244,7 +244,7 @@ class EmbeddedEngine:
         self.runner.release(cache=True)
 
     async def _run(self) -> None:
-        """Compute until nobody waits, or the engine is paused. One task at a time owns the scheduler."""
+        """Compute until no request waits, or the engine is paused. One task at a time owns the scheduler."""
         loop = asyncio.get_running_loop()
         try:
             while not self.paused:
@@ -280,9 +280,9 @@ class EmbeddedEngine:
             request.told = len(request.tokens)
 
     async def _settle(self) -> None:
-        """Let everybody who is about to ask do so. A batch then holds the same requests in every run of the same
-        program, however fast the machine is: floating-point sums depend on the batch, and a resumed run must give the
-        same bits."""
+        """Let all callers that are about to ask do so. A batch then holds the same requests in every run of the same
+        program, however fast the machine is: floating-point sums depend on the batch, and a resumed run must be
+        bit-identical."""
         quiet, known = 0, -1
         while quiet < 8:
             quiet = quiet + 1 if len(self._arrivals) == known else 0
@@ -293,7 +293,7 @@ class EmbeddedEngine:
         try:
             self.scheduler.add(request)
         except BirlError as error:
-            if not request.future.done():  # whoever asked may have gone
+            if not request.future.done():  # the caller may have gone
                 request.future.set_exception(error)
 
     def _fail(self, error: Exception) -> None:

@@ -66,7 +66,7 @@ class Graph:
 
 @dataclass(slots=True)
 class Graphs:
-    """All graphs over one model and cache. `scratch`: the page that nobody owns."""
+    """All graphs over one model and cache. `scratch`: the page that no request owns."""
 
     step: Step
     where: torch.device

@@ -29,7 +29,7 @@ class Request:
     session: str = ""
     guide: Guide | None = None  # what the answer may be
     best: list[tuple[int, float]] | None = None  # of each given token: the likeliest one in its place, its log-prob
-    watch: "Callable[[Request], None] | None" = None  # told after every step that gave it tokens
+    watch: "Callable[[Request], None] | None" = None  # called after every step that gave it tokens
     told: int = 0  # tokens that `watch` has heard of
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -26,7 +26,7 @@ class Runner:
     """Prompts and single tokens go through the model together, as rows over a paged cache."""
 
     def __init__(self, model: nn.Module, routes: bool = False) -> None:
-        """`routes`: write down in each request which experts computed its tokens."""
+        """`routes`: record in each request which experts computed its tokens."""
         self.model = model
         self.routing = routing_for(model) if routes else None
         self.packed = PackedLinears(model)
@@ -35,7 +35,7 @@ class Runner:
 
     def run(self, plan: Sequence[Work]) -> Tensor:
         """Hidden states [samplers + guesses, H] for the next token of each sampler of each complete work, and for one
-        more behind each guess, in order. Where somebody follows, nobody guesses."""
+        more behind each guess, in order. Where another row follows, no guesses are made."""
         assert self.cache is not None, "only within steady()"
         device = self.cache.keys[0].device
         counts = [len(w.tokens) + len(w.drafts) for w in plan]
@@ -141,7 +141,7 @@ class Runner:
 
     @property
     def same_bits(self) -> bool:
-        """Does a row give the same bits in every batch?"""
+        """Is a row bit-identical in every batch?"""
         decoder = decoder_for(self.model)
         return decoder is not None and decoder.kernels.dtype == torch.bfloat16
 

@@ -41,7 +41,7 @@ def checked(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 
 def given(logits: Tensor, tokens: Sequence[int], params: SamplingParams, kernels: Kernels | None = None) -> Tensor:
     """logits [B, V] float32, tokens [B] -> log-probs [B] float32 of these tokens under what `sample` draws from, with
-    the same bits where there are kernels."""
+    bit-identical where there are kernels."""
     targets = torch.tensor(tokens, device=logits.device, dtype=torch.int64)
     temperature = params.temperature or 1.0
     if not plain(params):

@@ -2,7 +2,7 @@
 
 A running request owns the pages of its positions; full pages of a common prompt belong to all its answers. Requests are
 admitted in order of arrival, those that are only scored first, while there are pages for what they have. When
-somebody's next token finds no free page, the youngest is preempted: it goes back to the head of the queue with what it
+a next token finds no free page, the youngest is preempted: it goes back to the head of the queue with what it
 has sampled, and is computed again later, with the same result.
 """
 
@@ -63,7 +63,7 @@ class Scheduler:
                 "lower rollout.max_tokens."
             )
         if request.only_scored:  # soon over, and after an update the learner waits for it (the canary): not behind
-            self.waiting.appendleft(request)  # everybody whose keys and values are computed anew
+            self.waiting.appendleft(request)  # requests whose keys and values are computed anew
         else:
             self.waiting.append(request)
         self.drafts.add(request)
@@ -113,7 +113,7 @@ class Scheduler:
             del work.drafts[len(request.pages) * PAGE - len(request) :]
 
     def guess(self, plan: list[Work]) -> None:
-        """Of the last few sequences, rows that cost no time are used for guesses, as evenly as possible; nobody is
+        """Of the last few sequences, rows that cost no time are used for guesses, as evenly as possible; none is
         preempted for them. With more sequences a right guess rarely ends the batch earlier."""
         spare = self.drafts.rows - len(plan) if 4 * len(plan) <= self.drafts.rows else 0
         for place, work in enumerate(plan):
@@ -129,8 +129,8 @@ class Scheduler:
             spare -= len(work.drafts)
 
     def look_ahead(self, plan: list[Work], most: int) -> int:
-        """How many tokens in a row everybody in `plan`, all of it next tokens, can be given without a decision of ours,
-        at most `most`: pages for them are taken here. 1 where pages are too few."""
+        """How many tokens in a row each request in `plan`, all of it next tokens, can be given without a decision of
+        ours, at most `most`: pages for them are taken here. 1 where pages are too few."""
         most = min(most, max((w.request.left for w in plan), default=1))
         while most > 1:
             wanted = [(w.request, pages_for(len(w.request) + min(most, w.request.left) - 1)) for w in plan]
@@ -142,7 +142,7 @@ class Scheduler:
         return most
 
     def make_room(self) -> None:
-        """A page for the next token of everybody who needs one; the youngest make way."""
+        """A page for each next token that needs one; the youngest are preempted."""
         place = 0
         while place < len(self.running):
             request = self.running[place]
@@ -193,19 +193,19 @@ class Scheduler:
         return waiting + running
 
     def restart(self) -> None:
-        """Everybody's keys and values are computed anew, with the weights as they are then; what was sampled stays."""
+        """All keys and values are computed anew, with the weights as they are then; what was sampled stays."""
         for request in reversed(self.running):
             self.give_back(request)
             self.waiting.appendleft(request)
         self.running.clear()
 
     def outdate(self) -> None:
-        """The weights have changed, and everybody keeps the keys and values there are: nobody new may share them."""
+        """The weights have changed, and requests keep their keys and values: no new request may share them."""
         for request in self.running:
             request.older = True
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Forget all requests."""
         for request in self.running:
             self.give_back(request)
         self.waiting.clear()

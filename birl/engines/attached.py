@@ -25,7 +25,7 @@ WAIT = 0.2  # the same before the first has it
 
 
 async def found(engine: schema.Engine, wanted: Wanted, token: str) -> list[Remote]:
-    """Those behind the words of `engine.attach`. Raises `BirlError` where nobody has a name in time."""
+    """Those behind the words of `engine.attach`. Raises `BirlError` where no server has a name in time."""
     remotes: dict[str, Remote] = {}
     for word in engine.attach:
         more = await awaited(word, engine, wanted, token) if NAME.fullmatch(word) else [None]
@@ -93,7 +93,7 @@ async def other_kind(engine: schema.Engine, remotes: Sequence[Remote], token: st
 @dataclass(slots=True, kw_only=True)
 class Following:
     """Keeps a fleet to the servers that have the names. `remotes` by address, as they are without what `wrap` puts
-    around them; `heard` is told of who comes and goes."""
+    around them; `heard` is called with each that joins or leaves."""
 
     engine: schema.Engine
     wanted: Wanted

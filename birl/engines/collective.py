@@ -1,8 +1,8 @@
 """Tensors from one process to several at once: rank 0 has them, the others get them (weights.method=nccl).
 
 torch.distributed without its global state: a process group of our own on a store that rank 0's process hosts. NCCL
-where the weights are on CUDA, else Gloo. Only bytes cross it. A store and a group know no password: whoever reaches
-their ports can disturb them, and what arrives is compared with digests that came by another way.
+where the weights are on CUDA, else Gloo. Only bytes cross it. A store and a group have no password: every process that
+reaches their ports can disturb them, and what arrives is compared with digests that came by another way.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class Group:
     """One rank of a group. `device`: where its buckets are.
 
-    Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a thread of its own. Whoever
-    waits for it waits no longer when it is closed, or after the invitation's timeout; the thread itself may need that
-    long once more. Gloo broadcasts along a tree: where one rank hangs, those below it hang too.
+    Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a thread of its own. A
+    caller that waits for it waits no longer when it is closed, or after the invitation's timeout; the thread itself may
+    need that long once more. Gloo broadcasts along a tree: where one rank hangs, those below it hang too.
     Every failure is `WeightsFailed` "unreachable", and the group is of no use after it: close it.
     """
 

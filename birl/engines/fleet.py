@@ -200,7 +200,7 @@ class Fleet:
         self.notify()
 
     async def _give(self, member: Member, update: Update) -> Held:
-        """Load and prove. Raises `WeightsFailed`; then nobody knows what the engine has until somebody has looked."""
+        """Load and prove. Raises `WeightsFailed`; then the engine's weights are unknown until they are checked."""
         try:
             async with asyncio.timeout(self.load_timeout), member.lock:
                 member.loads += 1
@@ -242,7 +242,7 @@ class Fleet:
         return held
 
     async def _watch(self, member: Member) -> None:
-        """Look, again and again. What goes wrong in here is told as the engine's error, and the watch goes on."""
+        """Look, again and again. An exception in here is reported as the engine's error, and the watch goes on."""
         while True:
             member.poke.clear()
             try:
@@ -310,7 +310,7 @@ class Fleet:
         due = asyncio.get_running_loop().time() >= member.load_after
         update = None if member.leaving or self._loading.locked() else self.update
         if member.state is State.STALE and update is not None and due:
-            with contextlib.suppress(WeightsFailed):  # told by its state, and tried again later
+            with contextlib.suppress(WeightsFailed):  # shown by its state, and tried again later
                 await self._give(member, replace(update, anew=True))  # whatever it has
                 return True
         return False

@@ -71,7 +71,7 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str, numbe
 
 
 def serve_words(engine: schema.Engine, wanted: Wanted) -> list[str]:
-    """What `birl serve` is told, but where it listens."""
+    """The arguments of `birl serve`, except its address."""
     words = [f"model.path={wanted.folder}", f"model.dtype={wanted.dtype}", f"model.device={wanted.device}"]
     words += [f"model.max_length={wanted.context}", f"engine.max_batch={engine.max_batch}"]
     words += [f"engine.kv_cache_gb={wanted.kv_cache_gb:.4f}", f"engine.draft_rows={engine.draft_rows}"]

@@ -27,7 +27,7 @@ class Loads:
             heapq.heapify(self._heap)
 
     def least(self, now: float, avoid: Collection[Member] = ()) -> Member | None:
-        """One that is free, rather none of `avoid`; None where nobody is."""
+        """One that is free, rather none of `avoid`; None where none is."""
         aside: list[tuple[int, int, int, Member]] = []
         found: Member | None = None
         while self._heap and (found is None or found in avoid):

@@ -14,7 +14,7 @@ from birl.types import Completion, Held, Update
 
 class State(StrEnum):
     READY = "ready"  # holds the router's weights, and that is proven
-    STALE = "stale"  # answers, but holds other weights, or nobody knows which: gets no request
+    STALE = "stale"  # answers, but holds other weights, or unknown ones: gets no request
     DOWN = "down"  # does not answer
     DRAINING = "draining"  # answers, and takes no new request: it was paused, or sleeps
 
@@ -57,7 +57,7 @@ class Member:
     failures: int = 0
     strikes: int = 0  # looks in a row that failed
     row: int = 0  # requests in a row that failed
-    suspect: bool = False  # a request failed or was cut short, and nobody has looked since
+    suspect: bool = False  # a request failed or was cut short, and it has not been checked since
     rest_until: float = 0.0  # no request before (the event loop's clock),
     load_after: float = 0.0  # nor another attempt to bring it up to date
     loads_failed: int = 0  # in a row
@@ -85,7 +85,7 @@ class Member:
         return self.state is State.READY and not self.suspect and now >= self.rest_until
 
     def become(self, state: State, error: str = "") -> bool:
-        """Says whether that is a change. Whoever waits for an engine that gets down or stale waits no longer: an answer
+        """Says whether that is a change. Callers of an engine that gets down or stale stop waiting: an answer
         from weights that are in doubt is none."""
         counts = state in (State.READY, State.DRAINING)
         if counts and (self.gone is None or self.gone.done()):
@@ -101,7 +101,7 @@ class Member:
         return True
 
     def failed(self, error: EngineDown, counts: bool = True) -> None:
-        """A request failed: no other one before somebody has looked, and later each time. Not `counts`: its state tells
+        """A request failed: no other one before a check, and later each time. Not `counts`: its state tells
         already why."""
         now = asyncio.get_running_loop().time()
         if error.retry_after:

@@ -50,7 +50,7 @@ def folder(name: str) -> Path:
 
 
 def register(name: str, address: str, pid: int, model: str) -> Entry:
-    """Write down that a server is there; `beat` keeps it from being swept. Other servers may have the same name."""
+    """Register a server; `beat` keeps it from being swept. Other servers may have the same name."""
     place = folder(name)
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def _now(place: Path) -> float:
 
 
 def touch(entry: Entry) -> None:
-    """Say that it lives. A file that somebody took away is written anew."""
+    """Renew the registration. A file that was removed is written anew."""
     try:
         os.utime(entry.file)
     except FileNotFoundError:

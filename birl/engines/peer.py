@@ -1,5 +1,5 @@
-"""A server of somebody else's (vLLM, SGLang): JSON over HTTP with deadlines, a list of what is open there, and the
-proof of a folder of weights before such a server is told to read it."""
+"""A server of another project (vLLM, SGLang): JSON over HTTP with deadlines, a list of what is open there, and the
+proof of a folder of weights before such a server reads it."""
 
 import asyncio
 import json

@@ -5,7 +5,7 @@
     a watch per engine: look every `interval`, bring it up to date, start it again
 
 Load is counted in requests. A step of an engine costs about the same for each of its running requests, so that is what
-they compete for; how long one still takes nobody knows, as `max_tokens` is a bound that most answers do not reach.
+they compete for; how long one still takes is unknown, as `max_tokens` is a bound that most answers do not reach.
 """
 
 import asyncio
@@ -185,7 +185,7 @@ class Router:
         return len(chosen)
 
     async def close(self) -> None:
-        """Whoever waits gets `EngineDown`. The engines go on; their connections are closed."""
+        """Waiting callers get `EngineDown`. The engines go on; their connections are closed."""
         await self.fleet.close()
 
     def _counting(self) -> list[Member]:
@@ -209,10 +209,10 @@ class Router:
                 continue
             if asked.part.stop is not Stop.ABORT or asked.aborted:
                 return asked.part
-            member.suspect = True  # somebody else has paused it, or aborted this: look before it is asked again
+            member.suspect = True  # another client has paused it, or aborted this: check before it is asked again
             member.poke.set()
             if len(asked.part.tokens) == before:
-                error = EngineDown("it aborted the request, which nobody had asked for")
+                error = EngineDown("it aborted the request without being asked to")
                 member.failed(error)
                 self._failed(member, asked, error)
 
@@ -261,7 +261,7 @@ class Router:
         self._loads.put(member)
         began = time.perf_counter()
         task = asyncio.ensure_future(member.remote.generate(prompt, params, asked.session))
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # looked at, even where nobody waits any more
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # retrieved, even without a caller
         try:
             ends = {task, gone, asked.cut}
             await asyncio.wait(ends, timeout=self.attempt_timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -223,8 +223,8 @@ def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[in
 
 
 def owner(config: schema.RL, run: Path) -> str:
-    """What servers that run already are told of who uses them. A launcher may start the run on another machine again,
-    and its engines are nobody else's."""
+    """What attached servers are told about their user. A launcher may start the run on another machine again,
+    and its engines have no other user."""
     launched = [word for word in config.engine.attach if word.startswith(LAUNCHED)]
     return next(iter(launched), f"{socket.gethostname()}:{run.resolve()}" if config.engine.attach else "")
 

@@ -8,7 +8,7 @@ REMEMBERED = 65_536
 
 
 class Sessions(Generic[T]):
-    """Places of sessions by name. The empty name is nobody's."""
+    """Places of sessions by name. The empty name belongs to no session."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[str, T] = OrderedDict()

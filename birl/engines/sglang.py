@@ -206,7 +206,7 @@ class SGLang:
                 raise
             cause = error.cause if isinstance(error, WeightsFailed) else "unreachable"
             what = f"Version {label} of the weights: {error}"
-            raise WeightsFailed(cause, f"{what} The engine is broken: nobody knows which weights it has.") from error
+            raise WeightsFailed(cause, f"{what} The engine is broken: its weights are unknown.") from error
 
     async def release(self) -> None:
         """Let go who waits for a broken engine."""
@@ -215,7 +215,7 @@ class SGLang:
             await self.peer.call("POST", "/pause_generation", json={"mode": "abort"}, timeout=QUICK)
             await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)
         except (EngineDown, BirlError):
-            return  # it is down as well: whoever waits has heard so
+            return  # it is down as well: waiting callers know
 
     async def go_on(self) -> None:
         await self.peer.call("POST", "/continue_generation", json={}, timeout=QUICK)

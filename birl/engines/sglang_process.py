@@ -29,7 +29,7 @@ def command(
     """How birl starts SGLang, with `environment`. `python` is an interpreter that has SGLang, `context` and `kv_tokens`
     (room in the cache) are in tokens. With another host than the loopback a token is required."""
     if not is_loopback(host) and not token:
-        raise BirlError(f"SGLang would listen on {host} for everybody: give it a token, or use 127.0.0.1.")
+        raise BirlError(f"SGLang would listen on {host} without access control: give it a token, or use 127.0.0.1.")
     found = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
     found += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
     options = {

@@ -266,7 +266,7 @@ class VLLM:
         try:
             await self.peer.call("POST", "/pause?mode=abort", timeout=QUICK)
         except (EngineDown, BirlError):
-            return  # it is down as well: whoever waits has heard so
+            return  # it is down as well: waiting callers know
 
     async def pause(self, abort: bool = False) -> None:
         """Stop between two tokens. What runs is kept; with `abort` it ends with what it has. New requests wait."""

@@ -98,7 +98,7 @@ class Weights:
             staged, problem = None, None
             try:
                 staged = read(Path(folder), digests, hash)
-            except Exception as error:  # whatever it is, who asks is told
+            except Exception as error:  # any exception is reported to the caller
                 problem = refusal(error)
             if number == self._birl_number:
                 self._birl_staged, self._birl_problem = staged, problem
@@ -119,7 +119,7 @@ class Weights:
         began = time.perf_counter()
         try:
             take(self, staged)
-        except Exception as error:  # whatever it is, who asks is told
+        except Exception as error:  # any exception is reported to the caller
             return refusal(error)
         return {"seconds": time.perf_counter() - began, "bytes": sum(t.nbytes for t in staged.values())}
 

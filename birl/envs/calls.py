@@ -16,7 +16,7 @@ IDLE = 10.0  # seconds that a thread waits for more work
 
 class Threads:
     """At most `most` daemon threads at work, started as they are needed. Unlike `ThreadPoolExecutor`'s, one that hangs
-    does not keep the program from ending, nor, once nobody waits for it any more, others from working."""
+    does not keep the program from ending, nor, once its caller has gone, others from working."""
 
     def __init__(self, most: int, name: str) -> None:
         self.most, self.name = most, name
@@ -24,7 +24,7 @@ class Threads:
         self.changed = threading.Condition()
         self.idle = self.started = 0
         self.working: set[Future] = set()
-        self.left: set[Future] = set()  # at work, and nobody waits for it
+        self.left: set[Future] = set()  # at work, without a caller
 
     def run(self, work: Callable[[], Any]) -> Future:
         future: Future = Future()
@@ -34,7 +34,7 @@ class Threads:
         return future
 
     def leave(self, future: Future) -> None:
-        """Nobody waits for it any more: if it is at work, another thread may take its place."""
+        """Its caller stopped waiting: if it is at work, another thread may take its place."""
         with self.changed:
             if future in self.working:
                 self.left.add(future)

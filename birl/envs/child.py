@@ -16,6 +16,6 @@ def tied(words: Sequence[str]) -> list[str]:
 
 
 def kill(group: int) -> None:
-    """All processes of a group. Its number may belong to nobody any more."""
+    """All processes of a group. Its number may be unused by now."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)

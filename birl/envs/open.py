@@ -1,4 +1,4 @@
-"""`env.kind` -> how an episode begins. What a name stands for is told by what it is:
+"""`env.kind` -> how an episode begins. The kind of object decides how it is used:
 
     class with `start` and `step`                 an environment (`birl.types.Env`)
     class with `run`                              an agent (`birl.types.Agent`)
@@ -8,7 +8,7 @@
 A class gets what its constructor names of `task`, `config`, `shared` and `text` (renders a prompt). Its own keys are
 the dataclass `Config` inside it, a function's are its keyword-only parameters. A class may have `tasks(config, split)`,
 or `tasks(config, split, shared)`, which gives rows as a data file would, and `shared(config)`, for what all episodes
-use; that is closed with the run. `shared(config, folder)` is told the run folder (None without a run).
+use; that is closed with the run. `shared(config, folder)` receives the run folder (None without a run).
 """
 
 import inspect
@@ -28,7 +28,7 @@ from birl.errors import BirlError
 from birl.named import load
 from birl.types import Agent, Conversation, Env, Task
 
-#: name -> where it is; the tasks that come along, each with rows of its own
+#: name -> where it is; built-in tasks, each with its own rows
 TASKS: dict[str, str] = {
     "arithmetic": "birl.envs.tasks.arithmetic:Arithmetic",
     "calculator": "birl.envs.tasks.calculator:Calculator",

@@ -260,7 +260,7 @@ def strays(mark: str) -> list[int]:
         try:
             if mark.encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
-        except OSError:  # ended, or somebody else's
+        except OSError:  # ended, or another user's
             continue
     return found
 

@@ -1,8 +1,9 @@
 """Kernels for the CPU, in C: compiled when first needed, kept in the cache.
 
 PyTorch's operators for a decoder layer cost more than its matrix products once there are only a few dozen rows, and
-none promises the same bits for a row in another batch. These do (see `common.h`), and the engine and the learner both
-use them. Where there is no C compiler, or the model's shape does not fit, everything runs on PyTorch's operators.
+none promises bit-identical results for a row in another batch. These do (see `common.h`), and the engine and the
+learner both use them. Where there is no C compiler, or the model's shape does not fit, everything runs on PyTorch's
+operators.
 
     kernels = birl.kernels.load(torch.bfloat16, head_dim=64)     # None where they cannot be had; why: `problem()`
 
@@ -318,7 +319,7 @@ class Kernels:
     def head_logprobs(
         self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Same bits."""
+        """The same of the logits hidden W' + bias, hidden [N, K], which are never all in memory. Bit-identical."""
         rows, words = len(hidden), head.rows
         expect(hidden, self.dtype, rows, head.columns, apart=True)
         self._product(head, bias)
@@ -437,7 +438,7 @@ class Kernels:
     def head_sample(
         self, hidden: Tensor, head: PackedWeight, bias: Tensor | None, temperatures: Tensor, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Same bits."""
+        """The same of the logits hidden W' + bias, hidden [B, K], which are never all in memory. Bit-identical."""
         rows, words = len(hidden), head.rows
         expect(hidden, self.dtype, rows, head.columns, apart=True)
         self._product(head, bias)

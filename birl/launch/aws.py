@@ -50,7 +50,7 @@ class Keys(elsewhere.Keys):
 
 
 def access(job: Job, keys: Keys) -> Access:
-    """Raises `BirlError` for keys that AWS would refuse, or that would let everybody in."""
+    """Raises `BirlError` for keys that AWS would refuse, or that would give access to everyone."""
     elsewhere.check(job, keys)
     if not re.fullmatch(elsewhere.BUCKET, keys.bucket):
         raise BirlError(

@@ -109,7 +109,7 @@ export AWS_DEFAULT_REGION={region} AWS_PAGER=
 """
 
 BUCKET = """
-# the bucket: nobody else's, never public
+# the bucket: one owner, never public
 aws s3api head-bucket --bucket {bucket} >/dev/null 2>&1 || aws s3api create-bucket --bucket {bucket}{where} >/dev/null
 aws s3api put-public-access-block --bucket {bucket} --public-access-block-configuration \\
   BlockPublicAcls=true,IgnorePublicAcls=true,BlockPublicPolicy=true,RestrictPublicBuckets=true
@@ -126,7 +126,7 @@ aws iam get-instance-profile --instance-profile-name {role} >/dev/null 2>&1 || {
 }}
 """
 
-# Ray's own group would let everybody try ssh, so the group is made here, and Ray leaves a given one alone.
+# Ray's own group would open ssh to all addresses, so the group is made here, and Ray leaves a given one alone.
 NETWORK = """
 # who may connect: the machines among themselves, and ssh from {ssh_from}
 vpc=$(aws ec2 describe-vpcs --filters Name=is-default,Values=true --query 'Vpcs[0].VpcId' --output text)
@@ -165,7 +165,7 @@ def prepare(access: Access) -> str:
     bucket, region = shlex.quote(access.bucket), access.region
     where = "" if region == "us-east-1" else f" --create-bucket-configuration LocationConstraint={region}"
     parts = [
-        HEAD.format(what="Makes what the machines need, once, by somebody who may make roles.", region=region),
+        HEAD.format(what="Creates what the machines need, once, by a user who may create roles.", region=region),
         BUCKET.format(bucket=bucket, where=where),
         *(ROLE.format(kind=kind, role=access.role(kind)) for kind in ("head", "worker")),
         SPOT,

@@ -1,4 +1,4 @@
-"""One process of a supervised job: started, told to end, and started again later."""
+"""One process of a supervised job: started, stopped, and started again later."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class Child:
         self.state, self.detail, self.since, self.restarts, self.backoff = "waiting", "", time.time(), -1, 1.0
         self.began = 0.0  # its last start
         self._process: Group | None = None
-        self._told = True  # somebody has heard how it ended
+        self._told = True  # its end was reported
         self._again = 0.0  # when to start it; 0: never
         self._until = 0.0  # when it must have ended
 

@@ -1,4 +1,4 @@
-"""Programs of others that a launcher needs (ray, aws, kubectl, sky): found, run, or told to the user."""
+"""Programs of others that a launcher needs (ray, aws, kubectl, sky): found, run, or printed for the user."""
 
 import os
 import shlex
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from birl.errors import BirlError
 
-SHOWN = 2000  # characters of what a program said that an error shows
+SHOWN = 2000  # characters of a program's output that an error shows
 REST = 2.0  # s in which the last lines may come
 LONG = 3600.0  # s: machines come, then PyTorch is installed; or a run saves and ends
 
@@ -74,7 +74,7 @@ def run_all(steps: Iterable[Sequence[str]], hint: str, env: Mapping[str, str] | 
 
 
 def lines(words: Sequence[str], over: Callable[[], bool] | None = None) -> Generator[str, None, None]:
-    """What it prints, line by line, until it ends; it ends when nobody reads any more, or when `over` says so, which is
+    """What it prints, line by line, until it ends; it ends without a reader, or when `over` says so, which is
     asked again and again in a thread."""
     try:
         process = subprocess.Popen(

@@ -2,7 +2,7 @@
 
     birl launch kubernetes rl recipe.yaml launch.image=registry/birl:0.1 launch.nodes=2 --dry-run | less
 
-`--dry-run` is for `kubectl apply -f`, or for whoever keeps manifests in git; without it kubectl is run here.
+`--dry-run` is for `kubectl apply -f`, or for a repository of manifests; without it kubectl is run here.
 """
 
 import json

@@ -126,7 +126,7 @@ def begin(where: str, plan: Plan) -> Handle:
         if process.poll() is not None or time.monotonic() > until:
             process.kill()
             said = (plan.folder / LOG).read_bytes()[start:].decode(errors="replace").strip()
-            raise BirlError(f"The supervisor did not start: {said or 'it said nothing'}")
+            raise BirlError(f"The supervisor did not start: {said or 'it printed nothing'}")
         time.sleep(POLL)
     return Handle(where=where, id=str(process.pid), run=str(plan.home), name=plan.name)
 

@@ -27,7 +27,7 @@ from birl.launch.modal_settings import VARIABLE
 
 MODULE = "birl.launch.modal_app"
 REWARDS = "birl.launch.modal_rewards"  # where a reward function that stays on this machine is found in the cloud
-SILENT = 60.0  # s without a note after which nobody knows how a container is
+SILENT = 60.0  # s without a note after which a container's state is unknown
 POLL = 2.0  # s
 
 
@@ -60,7 +60,7 @@ class Keys(jobs.Keys):
     hours: float = 23.0
     """Longest life of a container [h], at most 23; then the run saves and goes on in the next (launch.restarts)."""
     idle: float = 30.0
-    """An engine that nobody asked anything for so long ends [min]."""
+    """An engine without requests for so long ends [min]."""
     stop_timeout: float = 900.0
     """`birl stop` waits for so long until the run has saved, before it ends the containers [s]."""
     environment: str = ""
@@ -152,7 +152,7 @@ def learner_status(note: dict[str, Any], ended: "int | str | None") -> Status:
 
 
 def heard(note: dict[str, Any]) -> tuple[str, str]:
-    """State and detail of what a container said last."""
+    """State and detail of a container's last note."""
     if not note:
         return "waiting", "for a machine"
     age = time.time() - float(note.get("time", 0.0))

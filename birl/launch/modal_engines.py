@@ -1,6 +1,6 @@
 """Engines in Modal's containers, and how the learner's container knows them: each notes its address every few seconds;
 the learner's registers it under the engines' name on its own machine, where `engine.attach` looks. An engine that
-nobody asks anything ends by itself, so that no GPU is paid for after a learner that is gone."""
+gets no requests ends by itself, so that no GPU is paid for after a learner that is gone."""
 
 import os
 import re
@@ -90,7 +90,7 @@ def serve(
     start: float = START,
 ) -> int:
     """An engine's container: the command, its port open to those who have the token, its address noted, until the job
-    is over or nobody asks any more. Raises `Ended` where it ended by itself, and `BirlError`."""
+    is over or gets no more requests. Raises `Ended` where it ended by itself, and `BirlError`."""
     if not os.environ.get("BIRL_TOKEN"):
         raise BirlError("an engine is reached over the network, so it needs the environment variable BIRL_TOKEN")
     began = time.time()
@@ -108,7 +108,7 @@ def serve(
 
 
 def end(child: Streamed) -> int:
-    """Its exit code, once it has ended; 0 where it ended because it was told to."""
+    """Its exit code, once it has ended; 0 where it ended on request."""
     code = child.end(30.0)
     return 0 if code in STOPPED else code
 
@@ -142,7 +142,7 @@ def beats(child: Streamed, number: int, notes: Notes, url: str, local: str, work
         if (now := requests_of(local)) != asked:
             asked, used = now, time.monotonic()
         if time.monotonic() - used > work.idle:
-            print(f"birl: nobody has asked for {work.idle:g} s; the engine ends", flush=True)
+            print(f"birl: no requests for {work.idle:g} s; the engine ends", flush=True)
             return end(child)
         try:
             child.process.wait(beat)

@@ -1,4 +1,4 @@
-"""Reward functions on the machine of whoever started the job, while everything else is in Modal's cloud.
+"""Reward functions on the machine that started the job, while everything else is in Modal's cloud.
 
 There, `birl.launch.modal_rewards:NAME` is a reward function like any other: it puts the answers into a queue and waits
 for their rewards. Here, `answer` takes them out, asks the Python function of that name, and puts the rewards back. Both
@@ -20,7 +20,7 @@ from birl.types import UNSCORED
 
 ASKED = "asked"  # the partition with questions; each answer has one of its own
 WAIT = 3600.0  # s; the learner's own reward.timeout is what ends a question
-KEEP = 3600  # s that an answer nobody takes is kept
+KEEP = 3600  # s that an answer is kept until it is fetched
 LOOK = 2.0  # s between two looks at whether the job is over
 
 

@@ -18,7 +18,7 @@ START = 1800.0  # s that engines may take to come: a GPU has to be found, the im
 
 
 class Notes(Protocol):
-    """What the containers of a job and whoever started it tell one another: `modal.Dict`."""
+    """What the containers of a job and its client tell one another: `modal.Dict`."""
 
     def get(self, key: str, default: Any = None) -> Any: ...
     def put(self, key: str, value: Any) -> Any: ...

@@ -63,7 +63,7 @@ class Settings:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """As this process was told; the defaults where it was not."""
+    """As this process was configured; else the defaults."""
     found = json.loads(environ.get(VARIABLE) or "{}")
     for name in ("learner", "engine"):
         if name in found:

@@ -133,7 +133,7 @@ def read_state(folder: Path) -> State | None:
 
 
 def wanted(folder: Path, most: int) -> int | None:
-    """How many engines somebody has asked for; None where nobody has, or what is there is no such number."""
+    """How many engines `birl scale` asked for; None without one, or where what is there is no such number."""
     with contextlib.suppress(OSError, ValueError):
         text = (folder / WANTED).read_text(encoding="ascii").strip()
         if len(text) <= 4 and 1 <= int(text) <= most:
@@ -158,7 +158,7 @@ def supervised(folder: Path) -> int:
 
 @contextlib.contextmanager
 def lock(folder: Path, patience: int = 20) -> Iterator[None]:
-    """Be the only supervisor. Raises `BirlError`. Somebody may just look whether there is one: try again."""
+    """Be the only supervisor. Raises `BirlError`. Another process may just be checking for one: try again."""
     file = (folder / LOCK).open("a+")
     with file:
         for left in reversed(range(patience)):

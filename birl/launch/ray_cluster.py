@@ -1,7 +1,7 @@
 """The Ray cluster that a job runs on: found, started on this machine where there is none, and joined.
 
-Whoever may speak to a Ray cluster may run anything on it. Ray asks for a token where RAY_AUTH_MODE=token, which `ray
-start` sets only where it finds a token; a cluster that does not ask for one is refused, unless we are told otherwise.
+Every client of a Ray cluster may run anything on it. Ray asks for a token where RAY_AUTH_MODE=token, which `ray
+start` sets only where it finds a token; a cluster that does not ask for one is refused, unless a key allows it.
 
 Ray reads RAY_AUTH_MODE when it is imported, and never again, so it is set before.
 """
@@ -34,7 +34,7 @@ MODE = "RAY_AUTH_MODE"
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 OPEN = (
     "anybody who reaches that cluster could run programs on it. Start it with RAY_AUTH_MODE=token and a token (`ray "
-    "get-auth-token --generate`), or set launch.without_token=true where nobody else is in its network."
+    "get-auth-token --generate`), or set launch.without_token=true where its network has no other users."
 )
 _guard: "subprocess.Popen[str] | None" = None  # of the cluster that this process started and still holds
 
@@ -136,8 +136,8 @@ def _join(ray: Any, address: str) -> bool:
 
 
 def begin(*, private: bool = False) -> str:
-    """A cluster of this machine alone, which nobody else reaches; its address. It ends with this process, unless `keep`
-    is called. Other runs do not find a `private` one. Raises `BirlError`."""
+    """A cluster of this machine alone, which no other machine reaches; its address. It ends with this process, unless
+    `keep` is called. Other runs do not find a `private` one. Raises `BirlError`."""
     global _guard
     end()
     ray = program()

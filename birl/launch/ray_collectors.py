@@ -112,7 +112,7 @@ class Place:
 
 
 class Collectors:
-    """The actors of a run. Grows with the episodes that wait, shrinks when nobody needs them."""
+    """The actors of a run. Grows with the episodes that wait, shrinks when they are idle."""
 
     def __init__(self, ray: Any, config: Config, options: dict[str, str]) -> None:
         self.ray, self.config, self.options = ray, config, options
@@ -180,7 +180,7 @@ class Collectors:
         self._wake()
 
     def gone(self, place: Place) -> None:
-        """It was lost; its episodes are told by their own calls."""
+        """It was lost; its episodes notice in their own calls."""
         if place in self.places:
             self.places.remove(place)
             self.lost += 1
@@ -244,7 +244,7 @@ class Collectors:
                 self._wake()
 
     async def _watch(self) -> None:
-        """Ends actors that nobody needs."""
+        """Ends idle actors."""
         while True:
             await asyncio.sleep(min(self.config.idle, 5.0))
             now = time.monotonic()

@@ -51,7 +51,7 @@ class RayEnv:
         return shared.rows(split)
 
     async def admit(self) -> None:
-        """Room, and the environment made there. One that is lost before anything was said is replaced."""
+        """Room, and the environment made there. One that is lost before its first message is replaced."""
         while True:
             self.place, self.number = await self.all.room()
             try:

@@ -95,7 +95,7 @@ class Host:
         return found[-1] if found else ""
 
     def begin(self, order: Order) -> None:
-        """Start it. That it could not be is told by `look`."""
+        """Start it. A failure is reported by `look`."""
         self._sweep()
         self.order, self.child, self.problem = order, None, ""
         os.environ.update({k: v for k, v in order.env.items() if k == "BIRL_CACHE"})  # where names are looked up

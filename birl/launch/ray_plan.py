@@ -1,4 +1,4 @@
-"""What the supervisor of a job on a Ray cluster is told: the job, where it may run, and what its actors are called."""
+"""The input of a supervisor on a Ray cluster: the job, where it may run, and what its actors are called."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

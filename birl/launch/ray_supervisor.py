@@ -61,7 +61,7 @@ class Supervisor:
         return self.state, self.why, self.rows
 
     def guarded(self) -> bool:
-        """Whether the cluster asks for a token: Ray's processes have what its first one was told."""
+        """Whether the cluster asks for a token: Ray's processes inherit the setting of its first one."""
         return os.environ.get("RAY_AUTH_MODE") == "token"
 
     def told(self) -> list[str]:
@@ -180,7 +180,7 @@ class Supervisor:
         return [s for s in self.spots if s.role is not self.plan.job.learner]
 
     def _look(self) -> dict[Spot, str]:
-        """Ask everybody. The actors that are lost, and why."""
+        """Ask all actors. Those that are lost, and why."""
         for spot in self.spots:
             spot.ask(self.ray)
         self.ray.wait([s.question for s in self.spots], num_returns=len(self.spots), timeout=TICK)
@@ -251,11 +251,11 @@ class Supervisor:
         elif first.code == 0:
             self._over(spots)
         elif self.saving and now > self.saving:
-            self._tell(f"the learner did not end within {SAVE:g} s of being told to save, and was killed")
+            self._tell(f"the learner did not end within {SAVE:g} s of the signal to save, and was killed")
             for spot in spots:
                 spot.signal(signal.SIGKILL)
         elif self.stopping and not self.saving:
-            self._tell("the learner is told to save and end")
+            self._tell("the learner gets a signal to save and end")
             self.saving = now + SAVE
             first.signal(signal.SIGTERM)  # the other ranks end with it
         elif not self.saving:

@@ -40,7 +40,8 @@ class Keys(jobs.Keys):
     time: int = 0
     """Longest that the job runs before it is ended or requeued [minutes]. 0: what the partition allows."""
     signal: int = 120
-    """How long before the time limit the learner is told to save and end [s]. 0: never; the job is cut off there."""
+    """How long before the time limit the learner gets a signal to save and end [s]. 0: never; the job is cut off
+    there."""
     requeue: bool = True
     """Start again where a node is lost, the time limit comes or a process fails, and go on from the checkpoint."""
     gres: str = "gpu"

@@ -81,7 +81,7 @@ while kill -0 "${pids[learner]}" 2>/dev/null; do
     fi
     if [ -z "$told" ] && save; then
         told=yes
-        say "$asked: the learner is told to save and end"
+        say "$asked: the learner gets a signal to save and end"
     fi
     if [ $((SECONDS - since)) -gt "$patience" ]; then
         say "the learner has not ended within $patience s"

@@ -14,7 +14,7 @@ from birl.launch.launcher import Handle, Status
 
 STATE = "state"
 DEADLINE = 60.0  # seconds for one command; Slurm repeats by itself while its controller is away
-ASK = 2.0  # seconds between two questions to the controller, which serves everybody
+ASK = 2.0  # seconds between two questions to the controller, which serves all users
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 

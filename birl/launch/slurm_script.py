@@ -1,7 +1,7 @@
 """The batch script of a job on Slurm: what it asks for, where each process goes, and how it lives.
 
 The learner is one step with a task for each rank; each engine is a step of its own beside it. The script (the end of it
-is slurm.sh) waits for them. It is told what to do by signals, and by nothing else: USR1 comes before the time limit,
+is slurm.sh) waits for them. It is controlled by signals alone: USR1 comes before the time limit,
 USR2 from `birl stop`, and TERM from Slurm, which has told the steps already.
 """
 
@@ -103,7 +103,7 @@ def script(
     requeue: bool,
 ) -> str:
     """`jobs`: one, or those of an array, which differ in their words and run folders. `signal` [s]: how long before the
-    time limit the learner is told."""
+    time limit the learner gets a signal."""
     first = jobs[0]
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives), ""]
     lines += ['case "${SLURM_ARRAY_TASK_ID:-0}" in']

@@ -2,7 +2,7 @@
 
     engines, then the learner -> an engine that ends is started again, later each time
                               -> a learner that fails is started again, and goes on from its newest checkpoint
-                              -> the learner is done, or somebody has stopped it: everything ends
+                              -> the learner is done, or it was stopped: everything ends
 
 It starts nothing but what is in the file, and imports nothing heavy. Its processes end with it, however it ends.
 """
@@ -86,7 +86,7 @@ class Supervisor:
         self.asked += 1
 
     def look(self) -> None:
-        """One look at everybody, and what follows from it."""
+        """Check all processes once, and act on the result."""
         if not self.asked and (count := files.wanted(self.plan.folder, self.plan.most_engines())) is not None:
             self.scale(count)
         for engine in self.engines:

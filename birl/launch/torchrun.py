@@ -50,7 +50,7 @@ def command(job: Job, keys: Keys) -> list[str]:
     if nodes == 1:
         words += [f"--rdzv-endpoint={keys.rendezvous or f'127.0.0.1:{free_port()}'}", "--rdzv-backend=c10d"]
         words += [f"--rdzv-id={PLACE}", "--local-addr=127.0.0.1"]
-    else:  # the others make rank 0 of anybody, and it must be on the machine whose supervisor is told to stop
+    else:  # the others make rank 0 of anybody, and it must be on the machine whose supervisor gets the stop
         words += [f"--rdzv-endpoint={keys.rendezvous}", "--rdzv-backend=static", f"--node-rank={keys.node}"]
     return [python, "-m", "torch.distributed.run", *words, *rest]
 

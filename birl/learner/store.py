@@ -59,7 +59,7 @@ class Store:
         checkpoint.agreed(lambda: self._end(path, step) if ranks.rank == 0 else None, ranks, group)
 
     def about(self, run: Path) -> None:
-        """What the run is, for whoever goes on with it where there is no run folder."""
+        """What the run is, for resuming without its run folder."""
         for name in ABOUT:
             for file in (f for f in [run / name, *(run / name).rglob("*")] if f.is_file()):
                 inside(run, file.relative_to(run).as_posix())

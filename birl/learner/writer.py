@@ -65,7 +65,7 @@ class Writer:
             raise error
 
     def finish(self) -> None:
-        """`wait` where something else has ended the run already: a failure is told, not raised."""
+        """`wait` where something else has ended the run already: a failure is printed, not raised."""
         try:
             self.wait()
         except BirlError as error:

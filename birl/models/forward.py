@@ -56,7 +56,7 @@ def packed(trees: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -
 
 def verify(model: nn.Module) -> None:
     """Refuse an architecture for which birl's forward passes would be silently wrong: recurrent layers, logit scaling,
-    biases by absolute place, masks that are not what attention is told. Log-probs of short sequences, packed into one
+    biases by absolute place, masks that attention does not get. Log-probs of short sequences, packed into one
     row and one after another over pages of the cache, are compared with those of transformers' own forward, which has
     its own attention and masks; of this model, and once for each architecture of a small one with windows shorter than
     the sequences (`models/twin.py`). For float32 weights.
@@ -129,7 +129,7 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
                 f"{kind} gives other log-probs {name} than alone by transformers' own forward (difference {gap:.2g}, "
                 f"allowed {BOUND}): "
                 + (
-                    "its layers look across packed sequences, its masks are not what its attention is told, or its "
+                    "its layers look across packed sequences, its masks are not passed to its attention, or its "
                     "logits are post-processed. birl cannot train this architecture."
                     if not any(again)
                     else f"computed again, the same numbers come out otherwise ({name} by {again[0]:.2g}, alone by "

@@ -164,7 +164,7 @@ def logits_gradient(
 def launch_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, entropy: Tensor, norm: Tensor
 ) -> None:
-    """One pass over logits [N, V], in whatever type the product gave; float32 [N] results go where they are told."""
+    """One pass over logits [N, V], in whatever type the product gave; float32 [N] results go into the given tensors."""
     rows, words = logits.shape
     if rows:
         triton_kernels().logprob_kernel[(rows,)](

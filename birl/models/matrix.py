@@ -142,7 +142,7 @@ def outer(k: Kernels, parameter: Tensor, grad: Tensor, x: PackedWeight) -> Tenso
 
 
 def unless_placed(parameter: Tensor, into: Tensor) -> Tensor | None:
-    """What autograd is told of a gradient in `gradient_place`: nothing where that is a master's."""
+    """What autograd gets as a gradient in `gradient_place`: nothing where that is a master's."""
     return None if hasattr(parameter, "master") else into.to(parameter.dtype)
 
 

@@ -93,7 +93,7 @@ class Routing:
 
 
 def routed(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The weights [T, k] float32 that a router gives to experts that somebody else chose (R3, arXiv:2510.11370, its
+    """The weights [T, k] float32 that a router gives to experts that were chosen elsewhere (R3, arXiv:2510.11370, its
     replayed gating: the softmax over the chosen ones; over all of them where the model does not normalise)."""
     weights = logits.float().softmax(-1).gather(1, chosen)
     return weights / weights.sum(-1, keepdim=True) if NORMALISED[type(router).__name__](router) else weights

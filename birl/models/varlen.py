@@ -20,7 +20,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """What `varlen_attn` is told. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None for the row as it is."""
+    """The arguments of `varlen_attn`. starts_q, starts_k: int32 [S + 1]; index: int64 [N], or None for the row as it
+    is."""
 
     starts_q: Tensor
     starts_k: Tensor
@@ -103,7 +104,7 @@ def windows() -> bool:
 @functools.cache
 def varlen() -> tuple[Callable[..., Any], frozenset[str]]:
     """`varlen_attn` and the names of its parameters: it is young, and they changed from 2.10 to 2.13. Heads may always
-    be grouped; since 2.12 that has to be said."""
+    be grouped; since 2.12 that must be passed."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)

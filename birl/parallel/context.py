@@ -56,7 +56,7 @@ class Part:
 
 
 def whole(batch: Batch) -> Part:
-    """Everything, where there is nobody to share a row with."""
+    """Everything, where no other rank shares a row."""
     layout = packed(batch.trees, batch.tokens.device)
     return Part(batch.tokens, batch.positions, layout, batch.source, batch.targets)
 

@@ -148,7 +148,7 @@ class Crew:
         return words[0]
 
     def _check(self) -> None:
-        """Has everybody come to the end of the call? One that failed is not here, and nobody waits for it for ever."""
+        """Have all ranks finished the call? One that failed has not, and is not waited for without end."""
         dist.monitored_barrier(group=self._control, timeout=self.timeout)
 
 

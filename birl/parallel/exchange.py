@@ -15,7 +15,7 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Everybody's rows, one rank's behind another's: [T, ...] -> [n T, ...]. Backward each rank is sent the gradients
+    """All ranks' rows, one rank's behind another's: [T, ...] -> [n T, ...]. Backward each rank is sent the gradients
     of its own rows, and adds them."""
     return _Gather.apply(x, group)  # pyright: ignore
 

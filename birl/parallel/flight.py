@@ -21,7 +21,7 @@ def last(count: int = 4) -> str:
 
     Example: #812 gloo:all_reduce of [4096] float, not finished (default_pg)
     """
-    dump = getattr(c10d, "_dump_fr_trace_json", None)  # private, so it may go
+    dump = getattr(c10d, "_dump_fr_trace_json", None)  # private, so it may disappear
     entries = json.loads(dump()).get("entries", []) if dump else []
     return "\n".join(f"    {_line(entry)}" for entry in reversed(entries[-count:]))
 

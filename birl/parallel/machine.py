@@ -39,7 +39,7 @@ def release_pool() -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """What could still be allocated there [bytes]; 0 where nobody says."""
+    """What could still be allocated there [bytes]; 0 where unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system_memory()[1]
 
 

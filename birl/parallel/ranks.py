@@ -71,7 +71,7 @@ class Ranks:
             self.groups["tp"] = mesh.get_group("tp")
             for name, step, size in (("cp", grid.tp, grid.cp), ("share", grid.cp * grid.tp, self.shares)):
                 for ranks in _groups(grid.size, step, size):
-                    made = dist.new_group(ranks)  # everybody makes all of them
+                    made = dist.new_group(ranks)  # every rank makes all of them
                     if rank in ranks:
                         self.groups[name] = made  # pyright: ignore[reportArgumentType]
 
@@ -102,7 +102,7 @@ class Ranks:
         return self.experts["ddp", "rest"] if self.grid.ddp > 1 else self.experts["rest"]
 
     def mine(self, work: Sequence[T]) -> Sequence[T]:
-        """This rank's share. All ranks must have equally many: a collective waits for everybody (`pack`'s `parts`)."""
+        """This rank's share. All ranks must have equally many: a collective waits for all ranks (`pack`'s `parts`)."""
         if len(work) % self.shares:
             raise ValueError(f"{len(work)} micro-batches cannot be shared out evenly among {self.shares} ranks")
         return work[self.share :: self.shares]

@@ -51,7 +51,7 @@ def shard(
 
 def settle(root: nn.Module) -> None:
     """Parameters that were given values after `shard` take their final place now: FSDP pads uneven parts by moving
-    them, at the first use, and whoever had hold of a part would then have an old one."""
+    them, at the first use, and references to a part would then be outdated."""
     assert isinstance(root, FSDPModule)
     root.unshard()
     root.reshard()

@@ -174,7 +174,7 @@ def place(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
     """A parameter that every rank has whole becomes a DTensor, of which each has its part along `dim`."""
     old = module.get_parameter(name)
     if not isinstance(old, DTensor):
-        new = distribute_tensor(old.data, mesh, [Shard(dim)], src_data_rank=None)  # nobody needs to send anything
+        new = distribute_tensor(old.data, mesh, [Shard(dim)], src_data_rank=None)  # without communication
         module.register_parameter(name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 

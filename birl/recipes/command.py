@@ -49,7 +49,7 @@ def reproduce(attempt: Attempt, start: Callable[[Sequence[str]], int | None]) ->
     if code in STOPPED:
         print("birl reproduce: stopped; the same command goes on from here.", file=sys.stderr)
     elif code:
-        print(f"birl reproduce: a stage ended with exit code {code}; what it said stands above.", file=sys.stderr)
+        print(f"birl reproduce: a stage ended with exit code {code}; its output is above.", file=sys.stderr)
     if code:
         return code
     found = attempt.findings()

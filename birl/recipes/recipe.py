@@ -64,13 +64,13 @@ class Recipe:
     """What is learned, in one line."""
     hardware: str
     minutes: float | None
-    """Of all stages for one seed on that hardware; None where nobody knows."""
+    """Of all stages for one seed on that hardware; None where unknown."""
     stages: tuple[Stage, ...]
     expected: tuple[Expectation, ...]
     not_run: str
     """Why it never ran here; empty where it did."""
     published: str
-    """What its authors report, and where; empty where nobody did."""
+    """What its authors report, and where; empty where there is none."""
 
 
 TOP = ("about", "hardware", "minutes", "stages", "expect", "not_run", "published")
@@ -98,7 +98,7 @@ def _content(source: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Collects what is wrong, so that it is told at once."""
+    """Collects errors, to report them together."""
 
     def __init__(self, source: Path, content: dict[str, Any]) -> None:
         self.source, self.content, self.wrong = source, content, list[str]()

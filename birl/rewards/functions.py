@@ -163,7 +163,7 @@ class Parameters:
         return self.required + self.optional
 
     def select(self, name: str, offered: Mapping[str, Any]) -> dict[str, Any]:
-        """The offered arguments that the function takes. Raises `BirlError` when it needs one that nobody offers."""
+        """The offered arguments that the function takes. Raises `BirlError` when it needs one that is not offered."""
         missing = [parameter for parameter in self.required if parameter not in offered]
         if missing:
             near = difflib.get_close_matches(missing[0], offered, n=1)
@@ -240,7 +240,7 @@ class _Uncached(SourceFileLoader):
     """Without a .pyc file: a full disk would leave half of one, and a change within the same second is not noticed."""
 
     def path_stats(self, path: str) -> Any:
-        raise OSError("no bytecode")  # which is how the loader is told to leave the cache alone
+        raise OSError("no bytecode")  # which makes the loader leave the cache alone
 
 
 def _import_file(path: Path) -> Any:

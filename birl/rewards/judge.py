@@ -100,7 +100,7 @@ def said(found: Any) -> str:
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError(f"gave no chat completion: {json.dumps(found)[:200]}") from None
     if not isinstance(words, str):
-        raise ValueError(f"the judge said nothing: {json.dumps(found)[:200]}")
+        raise ValueError(f"the judge's reply is empty: {json.dumps(found)[:200]}")
     if cut:
         raise ValueError(f"the judge was cut after reward.judge_tokens, at {words[-80:]!r}")
     return words

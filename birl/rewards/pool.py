@@ -66,7 +66,7 @@ class Pool:
             for pair in zip(executors, self.started, strict=True)
         ]
         for future, thread in zip(self.started, self.threads, strict=True):
-            future.set_running_or_notify_cancel()  # from now on, nobody who waits for it can cancel it
+            future.set_running_or_notify_cancel()  # from now on, no caller can cancel it
             thread.start()
 
     async def start(self) -> list[Any]:
@@ -133,7 +133,7 @@ class Worker:
         self.specs = specs
         self.options = dict(options)
         self.folder = folder
-        self.hello: dict[str, Any] | None = None  # what the first start said: a later one must say the same
+        self.hello: dict[str, Any] | None = None  # the first start's message: later ones must equal it
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._stderr: deque[str] = deque(maxlen=5)

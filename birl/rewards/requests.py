@@ -15,7 +15,7 @@ import httpx
 TOKEN = "BIRL_REWARD_TOKEN"
 ATTEMPTS = 5
 FIRST_PAUSE = 0.25  # seconds before the second attempt; then twice as long each time
-SHARE = 0.9  # of the reward's deadline: what is late then is told in words, before the worker is killed
+SHARE = 0.9  # of the reward's deadline: what is late then is reported, before the worker is killed
 AGAIN = (408, 425, 429, 500, 502, 503, 504, 529)
 MOST = 4 * 2**20  # bytes of one answer
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -26,7 +26,7 @@ class NoAnswer(Exception):
 
 
 class Hiccup(Exception):
-    """What may go better next time. `pause`: what the server asks for [s]."""
+    """An error that a retry may solve. `pause`: what the server asks for [s]."""
 
     def __init__(self, why: str, pause: float = 0.0) -> None:
         super().__init__(why)

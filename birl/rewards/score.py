@@ -108,7 +108,7 @@ class Rewards:
         self._pools: list[Pool] = []
         self._ready: list[Function] = []
         self._closed = False
-        self._unjudged = False  # it was told that a completion has no value
+        self._unjudged = False  # it was reported that a completion has no value
 
     async def start(self) -> None:
         """Start the workers and import the functions. Raises `BirlError` when one cannot be used. `score` does it if

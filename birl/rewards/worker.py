@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from birl.errors import BirlError
 from birl.rewards.functions import CallFailed, Invocation, Parameters, digest, failed, load, make_importable
 
-GRACE = 5.0  # seconds after a call's deadline at which a worker that nobody killed ends itself
+GRACE = 5.0  # seconds after a call's deadline at which a worker that was not killed ends itself
 
 
 def claim_pipes() -> tuple[BinaryIO, BinaryIO]:

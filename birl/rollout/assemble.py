@@ -67,7 +67,7 @@ class Chain:
 
 def chains(trajectory: Trajectory) -> list[Chain]:
     """A turn continues the longest chain that it can, or begins one: after a branch, by another agent, or because the
-    template or the environment changed what was said."""
+    template or the environment changed earlier messages."""
     found: list[Chain] = []
     for number, turn in enumerate(trajectory.turns):
         fitting = [c for c in found if c.continues(turn)]

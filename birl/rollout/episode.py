@@ -20,7 +20,11 @@ from birl.types import LARGEST, Agent, Conversation, Env, Feedback, Message, Out
 from birl.waits import forget, waiting
 
 PATIENCE = 30.0  # seconds an environment may take to close
-OTHERS = (str(Path(birl.__file__).parent), os.path.dirname(os.__file__), "<frozen")  # whose lines nobody is looking for
+OTHERS = (
+    str(Path(birl.__file__).parent),
+    os.path.dirname(os.__file__),
+    "<frozen",
+)  # whose lines an error need not show
 
 
 class Played:
@@ -44,7 +48,7 @@ async def run_episode(env: Env | Agent, session: Session) -> Trajectory:
         await within(limits.timeout, way(env, session, played))
     except Late as late:
         forget(session.name)
-        played = Played()  # what is left behind may go on with its own
+        played = Played()  # leftovers may continue with their own
         played.outcome = Outcome.TIMEOUT
         played.detail = str(late) or f"the episode took longer than env.timeout={limits.timeout:g} s"
     except Exception as error:
@@ -84,7 +88,7 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         try:
             reply, turn = await session.answer(said, session.params, tools=tools, keep_end=True)
         except TooLong as error:
-            if not session.turns:  # nothing was said that could have a reward
+            if not session.turns:  # there is no reply that could have a reward
                 raise
             played.detail = str(error)
             return

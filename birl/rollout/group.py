@@ -30,7 +30,7 @@ class Scored(Protocol):
 
 
 class Reply(str):
-    """What the model said last, as text that knows its tokens."""
+    """The model's last reply, as text that knows its tokens."""
 
     ids: tuple[int, ...] = ()
 
@@ -48,8 +48,8 @@ Scorer = Callable[[Task, list[Reply]], Awaitable[Sequence[Scored]]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """How to roll out a task: everything that stays the same from group to group. `score` None: the environment's own
-    reward. `gateway`: where agents find the model under an address. `saw` is told of every episode when it has failed,
-    or has its reward; what it raises ends the group."""
+    reward. `gateway`: where agents find the model under an address. `saw` is called with every episode when it has
+    failed, or has its reward; what it raises ends the group."""
 
     engine: Engine
     chat: Translator
@@ -82,7 +82,7 @@ class Rollout:
             )
             try:
                 env = self.open_env(task)
-            except BaseException as error:  # of somebody else's code: none of its exceptions may end the run
+            except BaseException as error:  # from foreign code: none of its exceptions may end the run
                 ended = unopened(error)
             else:
                 ended = await run_episode(env, session)
@@ -99,7 +99,7 @@ class Rollout:
         return Group(index=index, task=task, trajectories=tuple(trajectories), start_version=version)
 
     async def _scored(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The reward functions judge what the model said last; an episode that failed before has nothing to judge."""
+        """The reward functions judge the model's last reply; an episode that failed before has nothing to judge."""
         assert self.score is not None
         judged = [i for i, t in enumerate(trajectories) if t.outcome.scored]
         replies = [
@@ -143,5 +143,5 @@ async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
 
 
 def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
-    """All that the model said last, its thinking included: reward functions may judge that too."""
+    """The model's whole last reply, its thinking included: reward functions may judge that too."""
     return Message(role="assistant", content=chat.said(trajectory.turns[-1].completion.tokens))

@@ -15,7 +15,7 @@ refused ones before it are among them: s B + R <= k + w. Together s B <= S + u B
 s - u <= e - n + 1, and s - v <= e. Capacity without an order (w unbounded) would bound nothing.
 
 With max_staleness = 0 a wave is complete before anything of it is judged, refilled or trained: what is in the engine at
-once does not depend on how long a reward took, and a resumed run computes the same bits.
+once does not depend on how long a reward took, and a resumed run is bit-identical.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What a run trained on, written down exactly (`track.record`), and trained on again (`debug.replay`).
 
 An asynchronous run depends on time: which weights sampled a token, which group was ready first. Its record holds all
-that time decided, so a replay computes the same bits on the same machine: a difference is a bug, and it stops at the
+that time decided, so a replay is bit-identical on the same machine: a difference is a bug, and it stops at the
 step that has it. With `debug.resample` each answer is also sampled again, piece by piece, under the version of the
 weights that it names, as soon as the replay has these weights.
 """

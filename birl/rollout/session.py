@@ -1,4 +1,4 @@
-"""One episode's talk with the model. Whoever asks says all that was said so far, in messages or in text; what the model
+"""One episode's talk with the model. The caller passes the whole conversation, as messages or text; what the model
 sees is tokens, and those that it saw or sampled before are never made again from text.
 
     known     each answer's conversation, and its ids
@@ -129,7 +129,7 @@ class Session:
     ) -> tuple[Message, Turn]:
         """As `ask`, with parameters of its own; also what was recorded. `keep_end`: a text that goes on behind an
         answer goes on behind its end token, so that both are one sequence. Of stop strings that are not the run's the
-        reply is told without them, as APIs do; the recorded tokens have them."""
+        reply is returned without them, as APIs do; the recorded tokens have them."""
         try:
             return await self._answer(said, params, tools, agent, keep_end)
         except (EngineFailed, Aborted) as error:
@@ -180,14 +180,14 @@ class Session:
         return reply, turn
 
     def reply(self, said: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools) -> Message:
-        """A text goes on with all that the model said, so nothing of that is set apart."""
+        """A text continues all model output, so nothing of that is set apart."""
         found = self.chat.parse(answer, tools, prompt)
         if isinstance(said, str):
             return Message(role="assistant", content=self.chat.said(answer), tool_calls=found.tool_calls)
         return found
 
     def longest(self, said: Conversation, owner: tuple[str, str]) -> Known | None:
-        """What is known of the beginning of what is said."""
+        """The longest known beginning of the conversation."""
         own = plain(said)
         fitting = [k for k in self.known if k.owner == owner and type(k.said) is type(own) and begins(own, k.said)]
         return max(fitting, key=lambda k: len(k.said), default=None)
@@ -209,7 +209,7 @@ class Session:
             return self.chat.render(said, tools), said
 
     def forget(self, turn: Turn) -> None:
-        """Whoever asked for this answer never had it."""
+        """The caller never received this answer."""
         self._turns = {number: t for number, t in self._turns.items() if t is not turn}
         self.known = [k for k in self.known if k.turn is not turn]
 

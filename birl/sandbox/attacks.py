@@ -1,7 +1,7 @@
 """What hostile programs do: each tries one thing and prints `BROKEN: ...` for whatever of it works.
 
 They get facts about the outside as JSON on standard input: `port` and `path` of servers, a `secret` file, `token` (in
-the environment of the launcher), a `victim` process, a `folder` that everybody may write to, seconds to `sleep` that
+the environment of the launcher), a `victim` process, a world-writable `folder`, seconds to `sleep` that
 make a process known. They are run by `birl/sandbox/hostile.py`, and never without a boundary.
 """
 

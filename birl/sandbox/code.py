@@ -1,4 +1,4 @@
-"""Unit tests of code that nobody has read: each test is a run of its own, and what decides is outside of its reach."""
+"""Unit tests of untrusted code: each test is a run of its own, and what decides is outside of its reach."""
 
 import asyncio
 import json

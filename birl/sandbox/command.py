@@ -24,7 +24,7 @@ FIRST_UID, UIDS = 61200, 4000  # within the range that systemd sets apart for us
 
 
 def transient_uid(slot: int) -> int:
-    """A user id that nobody has, for a run of root's: 0 where this process is an ordinary user already."""
+    """An unused user id, for a run of root's: 0 where this process is an ordinary user already."""
     return FIRST_UID + (os.getpid() * 16 + slot) % UIDS if os.geteuid() == 0 else 0
 
 
@@ -41,7 +41,7 @@ def program(name: str) -> str:
 
 def interpreters() -> list[str]:
     """Python interpreters to try, the best first. This process's own has the same version, but may lie in a home folder
-    that nobody else can enter."""
+    that no other user can enter."""
     own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     names = dict.fromkeys((own, "/usr/local/bin/python3", "/usr/bin/python3"))
     return [name for name in names if os.access(name, os.X_OK)]
@@ -67,7 +67,7 @@ def bubblewrap(
 
     An unprivileged user comes first, where this process is root: for the kernel, root without capabilities in a user
     namespace still is the owner of /proc/sys. bwrap is pid 1's parent, and its environment would be readable in /proc:
-    whoever runs this passes an empty one.
+    the caller passes an empty one.
     """
     words = []
     if uid:

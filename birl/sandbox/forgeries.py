@@ -1,5 +1,5 @@
-"""Solutions that are wrong and try to look right. The test is `add(1, 2) == 3`, asked for in every form: whoever passes
-one has read it, or has forged the verdict."""
+"""Solutions that are wrong and try to look right. The test is `add(1, 2) == 3`, asked for in every form: a solution
+that passes one has read it, or has forged the verdict."""
 
 FRAMES = """
 import base64, sys

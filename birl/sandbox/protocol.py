@@ -77,7 +77,7 @@ class Result:
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody has read. Safe for many runs at once on one event loop.
+    """Runs untrusted programs. Safe for many runs at once on one event loop.
 
     `files` are put into the working folder, which is new, empty and gone afterwards. The command `python` means a
     Python interpreter, `["python", "main.py"]`; everything else is looked up in PATH. `collect` names files of the

@@ -61,7 +61,7 @@ REFUSED = (
     *("inotify_init", "inotify_init1", "fanotify_init"),  # they tell what others do to files
     *("io_setup", "sync", "syncfs"),  # they take what the whole machine shares
 )
-# Where no namespace ends everything that was started: nobody may leave the group, and nothing may outlive it.
+# Where no namespace ends everything that was started: no process may leave the group or outlive it.
 REFUSED_WITHOUT_NAMESPACES = ("setsid", "setpgid")
 SHARED_MEMORY = ("shmget", "semget", "msgget", "mq_open")  # stays when its makers have ended
 # Landlock does not cover these; a program of the user's own id could do them to the user's files.

@@ -55,7 +55,7 @@ class Watch:
                 break
             for fd, _ in poll.poll(min(left, TICK) * 1000 + 1):
                 if fd == self.control:
-                    self.stop("killed", "nobody waits for it any more")
+                    self.stop("killed", "its caller stopped waiting")
                 elif fd in self.pipes and not self._read(fd):
                     poll.unregister(fd)  # it closed its output, which does not mean that it ends
             self._reap()
@@ -146,7 +146,7 @@ class Watch:
         self.stop("killed", "processes of the run cannot be killed")
 
     def drain(self) -> None:
-        """What is still in the pipes. Everybody who could write is dead, so that it ends."""
+        """What is still in the pipes. All writers are dead, so that it ends."""
         deadline = time.monotonic() + DRAIN
         for fd in self.pipes:
             while time.monotonic() < deadline and len(self.pipes[fd]) < self.limits["output_bytes"]:

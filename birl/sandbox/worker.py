@@ -256,7 +256,7 @@ def request_of(
 
 
 def result_of(reply: dict[str, Any], kind: str, seconds: float) -> Result:
-    """What a guest told. It comes from where hostile programs run, so that every part of it may be anything."""
+    """A guest's message. It comes from where hostile programs run, so that every part of it may be anything."""
     try:
         return Result(
             ending=Ending(reply["ending"]),

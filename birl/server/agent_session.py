@@ -77,7 +77,7 @@ class Visit:
         return task
 
     async def drop(self, asking: "asyncio.Task[Answers]") -> None:
-        """Nobody waits for these answers any more."""
+        """These answers have no caller any more."""
         asking.cancel()
         (found,) = await asyncio.gather(asking, return_exceptions=True)
         for _, turn in found if isinstance(found, list) else ():

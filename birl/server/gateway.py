@@ -5,8 +5,8 @@
         POST /messages           POST /messages/count_tokens            Anthropic
         POST /reward             {"reward": 1.0, "agent": "critic"}     what the episode was worth
 
-Each answer is a turn of the episode. Whoever has the address may ask; nobody can guess it. Answers that their client
-did not wait for are aborted, and are no turns.
+Each answer is a turn of the episode. Every client with the address may ask; it cannot be guessed. Answers that their
+client did not wait for are aborted, and are no turns.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ class Gateway:
             raise
         except Exception as failure:
             refused = refusal(failure)
-            # The clients of OpenAI and of Anthropic try again unless they are told not to: it would be in vain.
+            # The clients of OpenAI and of Anthropic retry unless a header forbids it: it would be in vain.
             return JSONResponse(error(refused), refused.status, {**refused.headers, "x-should-retry": "false"})
 
     async def _handled(self, visit: Visit, where: str, request: Request) -> Any:
@@ -149,7 +149,7 @@ async def asked(request: Request, visit: Visit) -> Body:
 
 
 async def answered(visit: Visit, reply: Reply, request: Request, timeout: float = math.inf) -> Any:
-    """The answer in one piece; as a stream once it is there. Raises `Gone` when nobody waits for it any more, and
+    """The answer in one piece; as a stream once it is there. Raises `Gone` when its client has disconnected, and
     `Refused` after `timeout` [s]."""
     asking = visit.ask(reply)
     gone = asyncio.ensure_future(disconnected(request.receive))

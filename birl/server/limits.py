@@ -48,7 +48,7 @@ class Refused(Exception):
 
 
 class Gone(Exception):
-    """Whoever asked has closed the connection: there is nobody to answer."""
+    """The client has closed the connection: no answer can be sent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,13 +137,13 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when whoever asked has closed the connection."""
+    """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def answered(request: Request, work: Awaitable[T], timeout: float) -> T:
-    """The result of `work`, which is cancelled when whoever asked goes away (`Gone`) or after `timeout` [s] (504)."""
+    """The result of `work`, which is cancelled when the client disconnects (`Gone`) or after `timeout` [s] (504)."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +166,7 @@ def ambiguous(headers: Mapping[str, str]) -> Refused | None:
 
 
 def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
-    """Why a request may not come in. Without a token everybody on this machine may, but no page of a browser, which
+    """Why a request may not come in. Without a token every user of this machine may, but no page of a browser, which
     could be anybody's: neither one that says so, nor one whose own name leads to this machine."""
     if not token:
         if "origin" in headers:
@@ -191,7 +191,7 @@ def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
 
 def problem(params: SamplingParams, vocabulary: int) -> tuple[str, str] | None:
     """The first parameter that cannot be, and what is wrong with it. An id outside of the vocabulary would end the
-    engine's step, and with it everybody's answers."""
+    engine's step, and with it all answers."""
     p = params
     ranges = (
         ("max_tokens", p.max_tokens >= 1, "must be at least 1"),

@@ -1,4 +1,4 @@
-"""An engine's part in the broadcasts of a learner: the group that it was told to join, one at a time."""
+"""An engine's part in the broadcasts of a learner: the group that it was asked to join, one at a time."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class Membership:
             raise
 
     def leave(self) -> None:
-        """Whoever waits for the group gets `WeightsFailed`."""
+        """Callers that wait for the group get `WeightsFailed`."""
         if self.group is not None:
             self.group.close()
             self.group = None

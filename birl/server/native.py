@@ -76,7 +76,7 @@ async def load(service: Service, request: Request) -> Response:
     if not isinstance(group := data.get("group", ""), str) or (group and folder):
         raise Refused(400, "group must be the name of the group that was joined, and goes without a folder.")
     update = Update(version=number, digests=digests, folder=folder, anew=anew)
-    if group:  # nobody else waits while they arrive
+    if group:  # no other request waits while they arrive
         update = await service.received(update, group)
     async with service.control():
         held = await service.load(update)

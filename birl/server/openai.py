@@ -60,7 +60,7 @@ async def completed(service: Service, request: Request, read: Callable[[Body, Se
 
 
 async def scores(service: Service, asked: Ask) -> list[Scored]:
-    """Of each prompt, where it is said again with log-probs."""
+    """Of each prompt, where it is returned with log-probs."""
     return await service.together(
         [service.score(ids) for ids in asked.prompts] if asked.echo and asked.logprobs else []
     )

@@ -1,7 +1,7 @@
 """What a request may say beside what is honoured. One table for `birl serve` and for the gateway of training, so that
 an agent that trains also runs on a server.
 
-    honoured    named by whoever calls `check`
+    honoured    named by the caller of `check`
     SILENT      has no effect on the answer
     NOTED       would have one, and has none: that is said once
     REFUSED     the answer would be another thing altogether: 400, unless the value says that it is not wanted

@@ -19,7 +19,7 @@ SAMPLING: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int,
 @dataclass(slots=True, kw_only=True)
 class Terms:
     """`sampling` "run": the run's values alone; "agent": a client's own temperature, top_p, top_k and min_p count;
-    "client", on a server: everything that can be done. What is not done as it was asked is said once."""
+    "client", on a server: everything that can be done. What is not done as requested is warned of once."""
 
     chat: Chat
     sampling: str = "run"

@@ -57,7 +57,7 @@ def run(config: schema.Serve) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Does not listen yet: whoever comes before the model is loaded is turned away by the system."""
+    """Does not listen yet: connections before the model is loaded are refused by the system."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # with proto 0 asyncio leaves Nagle on: 40 ms
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,7 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _listen(sock: socket.socket) -> None:
     try:
         sock.listen(2048)
-    except OSError as error:  # somebody else took the port while the model was loaded
+    except OSError as error:  # another process took the port while the model was loaded
         raise BirlError(f"port={sock.getsockname()[1]}: cannot be taken ({error.strerror or error}).") from error
 
 
@@ -91,7 +91,7 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
     looking = asyncio.create_task(look(service, Path(service.volume))) if config.volume else None
 
     def leave() -> None:
-        """Nobody is to find the server any more."""
+        """Remove the server's registration."""
         if entry is not None and beating is not None:
             beating.cancel()
             names.forget(entry)
@@ -120,7 +120,7 @@ async def _run(config: schema.Serve, token: str, sock: socket.socket, compute: E
 
 
 async def look(service: Service, root: Path) -> None:
-    """Take whatever is announced in `root` (weights.method=volume). What fails is told once, whatever it is, and tried
+    """Take whatever is announced in `root` (weights.method=volume). A failure is reported once and tried
     again when something else is announced. An engine that sleeps takes it when it is awake."""
     tried: Update | None = None
     said = ""
@@ -163,7 +163,7 @@ def load(config: schema.Serve, token: str, compute: Executor) -> Service:
 
 
 def service_of(policy: Policy, engine: EmbeddedEngine, token: str, dtype: str) -> Service:
-    """For whoever has the token, without limits."""
+    """For clients with the token, without limits."""
     weights = dict(engine.runner.model.named_parameters())
     return Service(
         engine=engine,

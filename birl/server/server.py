@@ -1,4 +1,4 @@
-"""The engine behind HTTP: which route is answered by what, who may come in, and what an error looks like."""
+"""The engine behind HTTP: routes, access control, and the form of errors."""
 
 import functools
 import time
@@ -20,8 +20,8 @@ from birl.server.service import Service
 from birl.server.stream import refusal
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
-OPEN = ("/health", "/ready")  # for everybody: whoever watches processes has no token
-CLOSED = 499  # in the figures: whoever asked went away
+OPEN = ("/health", "/ready")  # open: process monitors have no token
+CLOSED = 499  # in the metrics: the client disconnected
 
 ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/claim"): native.claim,
@@ -73,7 +73,7 @@ def _endpoint(service: Service, handler: Handler, path: str) -> Callable[[Reques
 async def answer(
     service: Service, handler: Handler, path: str, request: Request, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """One request from beginning to end; whatever happens is counted, and told unless the answer has begun."""
+    """One request from beginning to end; errors are counted, and sent unless the answer has begun."""
     began, status, error = time.perf_counter(), 0, None
 
     async def noted(message: Message) -> None:

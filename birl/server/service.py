@@ -85,7 +85,7 @@ class Service:
         return [replace(params, seed=derive_seed(seed, i) if i else seed) for i in range(n)]
 
     async def read(self, parse: Callable[[], T]) -> T:
-        """What a request asks for, parsed and rendered beside the event loop: long ones keep nobody else waiting."""
+        """What a request asks for, parsed and rendered beside the event loop: long ones delay no other request."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, parse)
 
     async def generate(

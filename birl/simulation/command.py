@@ -64,7 +64,7 @@ def advice(row: Row, faster: Callable[..., bool]) -> str:
     if row.shared:
         return "Generation and training take turns on the same GPUs; no split that was tried is faster."
     if max(row.learners_waiting, row.engines_waiting) < LITTLE:
-        return "Balanced: nobody waits for long."
+        return "Balanced: no part waits for long."
     if row.max_staleness == 0:
         said = f"They take turns: learners wait {learners}, engines {engines} of the time; "
         return said + ("raise max_staleness." if faster(max_staleness=1) else "a max_staleness of 1 is no faster.")
@@ -135,7 +135,7 @@ def _line(row: Row, best: bool) -> str:
 def _waits(row: Row) -> str:
     parts = [("learners", row.learners_waiting), ("engines", row.engines_waiting)]
     waiting = [f"{who} {share:.0%}" for who, share in sorted(parts, key=lambda p: -p[1]) if share >= LITTLE]
-    return ", ".join(waiting) or "nobody"
+    return ", ".join(waiting) or "none"
 
 
 def _verdict(found: Row, rows: list[Row]) -> str:

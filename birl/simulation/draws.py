@@ -56,7 +56,7 @@ class Draws:
         turns = random.integers(int(low), int(high) + 1, shape[:2])
         live = np.arange(shape[2]) < turns[:, :, None]
         tokens = self._lengths(random, shape) * live
-        # nobody waits for an environment after the last turn
+        # there is no wait for an environment after the last turn
         wait = random.uniform(*its.wait, shape) * (np.arange(shape[2]) < turns[:, :, None] - 1)
         reward = random.uniform(*its.reward, shape[:2])
         return Block(tokens=tokens.astype(np.int32), wait=wait.astype(np.float32), reward=reward.astype(np.float32))

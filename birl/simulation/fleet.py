@@ -6,7 +6,7 @@ not wait for the events of the others: in every round each engine goes to its ow
 
 An engine's decoding is continuous: all n running sequences move at one token per f(n) + c (context) seconds. `steps`
 counts how many tokens a sequence that was always there would have by now; an answer of k tokens that comes at steps = s
-begins with the next whole one and ends k later, whoever comes or goes. Prompts are computed one after another while
+begins with the next whole one and ends k later, whatever joins or leaves. Prompts are computed one after another while
 decoding stands still.
 """
 

@@ -1,6 +1,6 @@
-"""What `birl plan --simulate` is told: the times of the parts of a training, each with where its figure comes from.
+"""The input of `birl plan --simulate`: the times of the parts of a training, each with where its figure comes from.
 
-A scenario is read from YAML or JSON files and `section.key=value` words, later ones win. What nobody gives is
+A scenario is read from YAML or JSON files and `section.key=value` words, later ones win. What is not given is
 SmolLM2-135M on two CPU cores (benchmarks/README.md); there a "GPU" is such a machine.
 """
 
@@ -155,7 +155,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`sources`: key -> where its figure comes from; keys that nobody gave are not in it."""
+    """`sources`: key -> where its figure comes from; keys that were not given are not in it."""
 
     engine: Engine = field(default_factory=Engine)
     learner: Learner = field(default_factory=Learner)

@@ -43,8 +43,8 @@ class Row:
 
 def sweep(scenario: Scenario, gpus: int, draws: Draws, said: Callable[[str], None]) -> list[Row]:
     """All splits at the first staleness; at each further one the splits beside the best, as long as that gets faster.
-    First the synchronous way on shared GPUs, where generation and training take turns. `said` is told what comes next.
-    Raises `BirlError` where the GPUs cannot be split."""
+    First the synchronous way on shared GPUs, where generation and training take turns. `said` is called with what comes
+    next. Raises `BirlError` where the GPUs cannot be split."""
     prompts = scenario.run.prompts or max(round(scenario.run.prompts_per_gpu * gpus), 1)
     possible = splits(scenario, gpus)
     staleness = [e for e in scenario.run.max_staleness if e >= scenario.sync.every - 1]

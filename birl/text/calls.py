@@ -207,7 +207,7 @@ def named(data: Any, arguments: str = "arguments") -> ToolCall | None:
 
 
 def made(name: Any, arguments: Any, id: str = "") -> ToolCall | None:
-    """None where it cannot be a call, or could not be said again: half a surrogate pair is no text."""
+    """None where it cannot be a call, or could not be rendered again: half a surrogate pair is no text."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:

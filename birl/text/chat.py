@@ -38,7 +38,7 @@ TAIL = 16  # tokens of a prompt that are looked at to see whether it began to th
 
 class Chat:
     """A tokenizer and its chat template. `end_ids` holds the tokens that end an answer; a model may name more of them
-    than the tokenizer's. `tool_format` is one of `birl.text.formats.FORMATS`, or auto: told from the template."""
+    than the tokenizer's. `tool_format` is one of `birl.text.formats.FORMATS`, or auto: detected from the template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_format: str = "auto") -> None:
         self.tokenizer, self.tool_format = tokenizer, tool_format
@@ -105,7 +105,7 @@ class Chat:
     ) -> tuple[int, ...]:
         """Ids of the next prompt: `ids` (of `history`, a made-up question where it is not given), the reply, and
         `messages`. A reply that did not end itself (a stop string, say) is ended as the template would. Raises
-        `HistoryRewritten` where the template changes what was there before, or what the model has said."""
+        `HistoryRewritten` where the template changes what was there before, or the model's output."""
         if not self.has_template:
             return (*ids, *reply_tokens, *self.encode("".join(m.content for m in messages)))
         glue = self.encode(self._after_reply(ids, reply_tokens, messages, tools, history or PROBE[:1]))
@@ -169,7 +169,7 @@ class Chat:
         return tuple(ids), tuple(mask)
 
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
-        """What the model said, without the end token; calls are looked for where there are `tools`. `prompt`: what it
+        """The model's reply, without the end token; calls are looked for where there are `tools`. `prompt`: what it
         saw, which may have begun its thinking; without it, what the template always puts there."""
         return self.parts(self.said(tokens), tools, self.thinks(prompt)).message()
 

@@ -1,4 +1,4 @@
-"""The formats in which models call tools: how each is told from a chat template, read, and written again."""
+"""The formats in which models call tools: how each is detected from a chat template, parsed, and rendered."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from birl.text.calls import Read, Tools
 from birl.text.thinking import Parts, split
 
 Dict = dict[str, Any]
-MARK = "birl-probe-reply"  # stands for what a model said
+MARK = "birl-probe-reply"  # stands for the model's reply
 
 
 def unchanged(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:

@@ -76,7 +76,7 @@ def _object(call: ToolCall) -> Dict:
 def render(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> tuple[int, ...]:
     """Ids of a prompt, up to where the assistant's answer starts. `messages` are dicts as chat templates know them: an
     assistant's `tool_calls` have their arguments as a mapping. Raises `BirlError` where the template would leave out
-    the tools, a call, or what a user, a tool or the system said."""
+    the tools, a call, or a message of a user, a tool or the system."""
     made = text(chat, messages, tools)
     check(chat, messages, tools)
     return chat.encode(made)

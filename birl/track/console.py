@@ -28,7 +28,7 @@ class View(Protocol):
 
 
 class Terminal(Console):
-    """A rich console that a run survives: output that nobody can read any more is dropped, not an error."""
+    """A rich console that a run survives: output without a reader is dropped, not an error."""
 
     def __init__(self, **options: Any) -> None:
         # A character that the terminal's encoding lacks becomes a question mark, not an exception.
@@ -40,7 +40,7 @@ class Terminal(Console):
         self.quiet = True
 
     def show_cursor(self, show: bool = True) -> bool:
-        """The cursor stays: after a `kill -9` nobody could bring it back."""
+        """The cursor stays: after a `kill -9` it would stay hidden."""
         return False
 
     def say(self, text: Text | str) -> None:
@@ -70,7 +70,7 @@ def only_shown(what: str) -> Iterator[None]:
     """For what only shows a run: an error in it is a warning on stderr, and never decides how the run ends."""
     try:
         yield
-    except BrokenPipeError:  # nobody reads our output any more
+    except BrokenPipeError:  # our output has no reader any more
         pass
     except Exception as error:
         with suppress(OSError, ValueError):  # ValueError: a closed stream

@@ -1,4 +1,4 @@
-"""A file of lines that somebody else writes."""
+"""A file of lines that another process writes."""
 
 from collections.abc import Iterator
 from pathlib import Path

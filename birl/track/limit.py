@@ -34,7 +34,7 @@ def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:
     most, share = next(iter(shares.learner.items()))
     return Limit(
         side="unknown",
-        sentence=f"Cannot tell: nobody waits for long; most of the learner's time is {said(most)} ({share:.0%}).",
+        sentence=f"No clear limit: no part waits for long; most of the learner's time is {said(most)} ({share:.0%}).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Figures on their way to a tracker: a thread and a bounded queue, so that a run never waits for somebody's server."""
+"""Figures on their way to a tracker: a thread and a bounded queue, so that a run never waits for a tracker's server."""
 
 import threading
 from collections import deque

@@ -1,4 +1,4 @@
-"""Where a run's figures go beside its own files: one small interface, and what every tracker is told."""
+"""Where a run's figures go beside its own files: one small interface, and what every tracker gets."""
 
 import re
 from collections.abc import Mapping

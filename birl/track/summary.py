@@ -170,7 +170,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def trained_on(found: Mapping[str, Any]) -> str:
-    """Prompts are computed with each answer, and nothing is learned from them: both figures are told."""
+    """Prompts are computed with each answer, and nothing is learned from them: both figures are shown."""
     trained = f"{count(found.get('trained', 0))} trained on"
     return f"{trained}: {count(found['learned'])} of answers, the rest prompts" if "learned" in found else trained
 

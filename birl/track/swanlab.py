@@ -45,7 +45,7 @@ class SwanlabRun:
             if not online or "API key" not in str(error):
                 raise
             raise BirlError(
-                "track.swanlab=online: nobody is logged in. Run `swanlab login` first, or use track.swanlab=offline, "
+                "track.swanlab=online: not logged in. Run `swanlab login` first, or use track.swanlab=offline, "
                 "then `swanlab sync`."
             ) from error
 

@@ -3,9 +3,9 @@
     {"process":"learner","lane":"loop","name":"train","start":1760000000.123,"seconds":2.5,"step":3,"version":3}
 
 `start` is in seconds since 1970, `step` is the line of metrics.jsonl in which the time is counted. Each process of the
-run's life begins with a span `started`. Spans are told by `birl.spans` and written in the order of their ends, a few
-seconds at a time, in whole lines: after a `kill -9` the last two seconds are missing, and nothing else. At a resume the
-file is cut back to its checkpoint, as metrics.jsonl is.
+run's life begins with a span `started`. Spans are recorded by `birl.spans` and written in the order of their ends, a
+few seconds at a time, in whole lines: after a `kill -9` the last two seconds are missing, and nothing else. At a resume
+the file is cut back to its checkpoint, as metrics.jsonl is.
 """
 
 import atexit

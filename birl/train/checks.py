@@ -1,4 +1,4 @@
-"""What stops a step of reinforcement learning, and what is said of one that went on with less."""
+"""What stops a step of reinforcement learning, and the warning of one that continued with less."""
 
 import re
 from collections import Counter

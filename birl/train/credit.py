@@ -1,4 +1,4 @@
-"""Groups -> samples with advantages: who is to be thanked for the reward.
+"""Groups -> samples with advantages: how reward is credited.
 
     episodes   rewards + length penalties - KL in the reward -> one advantage each (algorithms/advantages.py)
     turns      the same with what each turn and those after it earned, among the turns of the same number
@@ -347,7 +347,7 @@ def _places(units: Sequence[Unit]) -> Tensor:
 
 
 def _lengths(units: Sequence[Unit]) -> Tensor:
-    """Tokens that the model said [U]."""
+    """Tokens that the model generated [U]."""
     found = []
     for g, i, turn in units:
         turns = g.trajectories[i].turns

@@ -154,5 +154,5 @@ def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None)
 
 
 def prompt_text(prompt: tuple[Message, ...] | str) -> str:
-    """What the user said, for people to read; the model sees the template's rendering."""
+    """The user's message, for people to read; the model sees the template's rendering."""
     return prompt if isinstance(prompt, str) else "\n".join(m.content for m in prompt if m.role != "system")

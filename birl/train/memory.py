@@ -279,7 +279,7 @@ def peak(phases: Phases) -> int:
 
 def largest(model: nn.Module, config: schema.RL, load: Load, memory: int) -> dict[str, int]:
     """The largest values of two keys, each alone, with which the peak stays within `memory` [bytes]; 0 where none
-    does. Every micro-batch and every batch is full, and a cache holds the whole batch: nobody is preempted."""
+    does. Every micro-batch and every batch is full, and a cache holds the whole batch: no request is preempted."""
 
     def microbatch_fits(tokens: int) -> bool:
         return peak(predict(model, config, replace(load, microbatch=tokens, several=True))) <= memory

@@ -1,4 +1,4 @@
-"""What is told of a training step: figures for metrics.jsonl, and every episode for rollouts.jsonl."""
+"""What is reported of a training step: figures for metrics.jsonl, and every episode for rollouts.jsonl."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -44,7 +44,7 @@ from birl.train.tasks import stream
 
 
 class Objective(Protocol):
-    """What is minimised, and what is told about it."""
+    """What is minimised, and its metrics."""
 
     capacity: int  # tokens of a micro-batch
 

@@ -78,7 +78,7 @@ def plan(model: nn.Module, config: schema.RL, *, prompt: int, available: float |
 
 
 def usable() -> int:
-    """What is free, and what this process has already: the prediction counts that [bytes]. 0 where nobody says."""
+    """What is free, and what this process has already: the prediction counts that [bytes]. 0 where unknown."""
     free = free_memory(torch.device("cpu"))
     return free + int(peak_memory() * GIB) if free else 0
 

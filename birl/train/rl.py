@@ -237,7 +237,7 @@ class _Run(Run):
             lambda: parts.learner.version,
             again if config.debug.resample else None,
         )
-        more = f", {tokens:,} tokens sampled again with the same bits" if config.debug.resample else ""
+        more = f", {tokens:,} tokens sampled again, bit-identical" if config.debug.resample else ""
         replayed = counted(steps, "step")
         parts.tracker.message(f"Replayed {replayed} of {config.debug.replay}: every figure is equal{more}.")
 

@@ -94,7 +94,7 @@ def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
 
 
 def context_of(config: schema.RL, world: World, limit: int) -> int:
-    """Longest sequence [tokens] of a run whose model has the context `limit`. Where nothing else is said, an episode
+    """Longest sequence [tokens] of a run whose model has the context `limit`. By default, an episode
     of several turns is at most as long as the learner takes: it would fill any context."""
     asked = config.model.max_length
     if world.turns and not asked and config.capacity < limit:
@@ -130,7 +130,7 @@ def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
     if config.steps:
         return config.steps
     if config.algorithm.dynamic_sampling:
-        return None  # nobody knows how many prompts a step will take
+        return None  # it is unknown how many prompts a step will take
     return -(-config.epochs * sum(map(len, train)) // config.rollout.prompts)
 
 

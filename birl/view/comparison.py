@@ -41,7 +41,7 @@ def figures(histories: list[History]) -> list[dict[str, Any]]:
 
 
 def better(name: str) -> str:
-    """ "high", "low", or "" where it cannot be said."""
+    """ "high", "low", or "" where it is unknown."""
     if name.startswith("validation/"):
         if "/pass@" in name or name.endswith(("/score", "accuracy")):
             return "high"

@@ -30,7 +30,7 @@ ROW = np.dtype(
         ("group", "<i4"),
         ("episode", "<i4"),
         ("turns", "<i4"),
-        ("tokens", "<i4"),  # that the model said
+        ("tokens", "<i4"),  # generated
         ("prompt", "<i4"),  # tokens before the first of them
         ("reward", "<f8"),
         ("score", "<f8"),
@@ -55,7 +55,7 @@ SAID_ALONE = ("repetition", "format", "unbacked", "script")  # flags that an ans
 class Episodes:
     """Everything that is known of a run's episodes without reading the file again. `rows` [N] of type ROW.
 
-    `begun` counts how often rows were taken back: whoever remembers row numbers begins anew when it changes. `settled`:
+    `begun` counts how often rows were taken back: users of row numbers begin anew when it changes. `settled`:
     rows whose flags are known; those of a group that was read in part so far are not.
     `broken`: what was wrong with the first broken lines, by line number; `skipped`: how many there are.
 
@@ -323,7 +323,8 @@ def _place(name: str, names: list[str], places: dict[str, int]) -> int:
 
 
 def _lengths(record: Mapping[str, Any], line: bytes, cut: int) -> tuple[int, int]:
-    """Tokens that the model said, and tokens before the first of them; counted in the bytes where that is possible."""
+    """Tokens that the model generated, and tokens before the first of them; counted in the bytes where that is
+    possible."""
     total, prompt, place = 0, -1, cut
     while cut >= 0 and (place := line.find(b'"mask":[', place)) >= 0:
         start, place = place + 8, line.find(b"]", place)

@@ -35,7 +35,7 @@ READERS = (
     *(("<start_function_call>", calls.function_gemma), ("<function=", calls.qwen_coder), ("<tool_call>", calls.hermes)),
 )
 PER_TOKEN = ("logprobs", "versions")  # of every token
-PER_TRAINED = ("advantages", "gaps", "entropies")  # of those that the model said
+PER_TRAINED = ("advantages", "gaps", "entropies")  # of generated tokens
 ALIKE = 0.5  # below, two texts have words in common and nothing else
 WORDS = 800  # longest answer whose differences are looked for
 

@@ -137,7 +137,7 @@ class Broadcast:
     async def _together(
         self, round: Round, own: Coroutine[Any, Any, None], calls: Mapping[Joined, Coroutine[Any, Any, Held | None]]
     ) -> WeightsFailed | None:
-        """Our part and that of each engine at once. As soon as one fails, nobody waits for the others' any more."""
+        """Our part and that of each engine at once. As soon as one fails, the others are not waited for."""
         tasks = {remote: asyncio.create_task(call) for remote, call in calls.items()}
         mine = asyncio.create_task(own)
         for remote, task in tasks.items():  # the fleet found that it is gone: it does not wait, so we do not either

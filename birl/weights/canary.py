@@ -29,7 +29,7 @@ TIMES = 5.0  # the first proof's gap is what an engine may show later
 LEAST = 5e-3  # nats a token that are always allowed,
 SPARSE = 0.04  # or this by the root of the number of tokens: the mean of a few says little
 REMEMBERED = 4  # versions before the current one
-NOTHING = 1e-5  # nats that weights must have moved log-probs by to be told apart
+NOTHING = 1e-5  # nats that weights must have moved log-probs by to be distinguished
 SURE = 5.0  # standard errors at which a version counts as recognised
 
 

@@ -54,7 +54,7 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
 
 
 def announce(root: Path, update: Update) -> None:
-    """Whoever looks into `root` finds this version from now on."""
+    """Readers of `root` find this version from now on."""
     new = root / f".{LATEST}.{os.getpid()}"
     row = {"version": update.version, "folder": Path(update.folder).name, "anew": update.anew}
     new.write_text(json.dumps({**row, "digests": dict(update.digests)}))

@@ -4,7 +4,7 @@
 
 What differs between the methods is how an engine comes to the tensors:
 
-    reload, shared   it is told a folder (on a disk, or in shared memory) and reads it in place
+    reload, shared   it gets a folder (on a disk, or in shared memory) and reads it in place
     volume           it looks into a folder by itself; we wait until it says that it has them
     direct           it is sent the tensors over HTTP, in buckets
     nccl             it is sent them together with all others, by a broadcast (`broadcast.py`)
@@ -152,7 +152,7 @@ class Sender:
     resting: bool = False  # those of `sleeping` have no weights
 
     async def publish(self, wait: bool = True) -> Sent:
-        """Raises `WeightsFailed` with its cause: the run stops rather than go on with weights nobody is sure of."""
+        """Raises `WeightsFailed` with its cause: the run stops rather than go on with unproven weights."""
         await self.proved()
         if self.version == self.learner.version and not self.resting:
             return Sent(version=self.version)
@@ -196,7 +196,7 @@ class Sender:
 
     @contextmanager
     def arriving(self, version: int) -> Iterator[None]:
-        """What may go wrong meanwhile, as `WeightsFailed`."""
+        """Errors meanwhile, as `WeightsFailed`."""
         try:
             with waiting("learner", f"version {version} of the weights to arrive", "engines", self.timeout):
                 yield

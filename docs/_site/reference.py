@@ -34,8 +34,8 @@ def pages(root: Path) -> dict[str, str]:
 
 def command_page(name: str, schema: type) -> str:
     title = " ".join((inspect.getdoc(schema) or "").split())
-    head = f"{text(title)} Written as `key=value`, or in a YAML file. `birl {name} --help` prints the same, and "
-    head += f"`birl {name} --help lr` the keys that contain a word."
+    head = f"{text(title)} Written as `key=value`, or in a YAML file. `birl {name} --help all` prints the same, and "
+    head += f"`birl {name} --help lr` the keys that a word finds."
     parts = [f"# Keys of `birl {name}`\n\n{head}\n"]
     if groups := presets(schema):
         parts.append(presets_part(groups))

@@ -6,7 +6,7 @@ COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
 def plain(drawing: str) -> str:
-    """A drawing without colours. What they say is said in brackets: a coloured background, which is where the player
+    """A drawing without colours. Their meaning is written in brackets: a coloured background, which is where the player
     is, in [ ], and a coloured letter in { }, or in ( ) where it is blue: Taxi's passenger."""
 
     def bracketed(found: re.Match[str]) -> str:

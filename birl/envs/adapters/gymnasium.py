@@ -26,12 +26,12 @@ class Gymnasium:
         actions: list[str] = field(default_factory=list[str])
         """Names of the choices, in their order. Empty: they are numbers."""
         instructions: str = ""
-        """Said before the first observation."""
+        """Text before the first observation."""
         see: str = "auto"
         """What the model sees: ansi (the environment's own drawing) | value (the observation) | auto (ansi where the
         environment can draw in text and its observation is no text)."""
         invalid_reward: float = 0.0
-        """For a reply that is no action; the environment stands still then, and the model is told."""
+        """For a reply that is no action; the environment does not change then, and the model gets a message."""
 
     @staticmethod
     def shared(config: Config) -> bool:

@@ -105,7 +105,7 @@ class OpenEnv:
 
 
 async def last_words(client: Any) -> str:
-    """What a server said before it closed the connection: a full one may be faster than the question to it."""
+    """A server's message before it closed the connection: a full one may be faster than the question to it."""
     try:
         return str(await called(client._receive))
     except Exception:

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 class OwnRandom:
     """The state of one game. Held for one call into the game at a time, never for an episode: a game that is left
-    alone in the middle holds up nobody.
+    alone in the middle delays no other.
 
     Example: with OwnRandom(7): env.reset()
     """

@@ -2,8 +2,8 @@
 
 birl rl env=textarena env.id=GuessTheNumber-v0 env.max_turns=12
 
-TextArena's observation wrappers repeat all that was said in every turn. Here a player is told only what is new, so the
-turns of an episode stay one sequence of tokens. Its action wrappers apply as they are.
+TextArena's observation wrappers repeat all that was said in every turn. Here a player receives only new messages, so
+the turns of an episode stay one sequence of tokens. Its action wrappers apply as they are.
 """
 
 import re

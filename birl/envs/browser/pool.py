@@ -30,7 +30,7 @@ class Browser:
         self.starting: asyncio.Task[Worker] | None = None
 
     async def ready(self, fresh: bool) -> Worker:
-        """A worker that runs. Whoever is cancelled meanwhile does not end the start, for which others wait too."""
+        """A worker that runs. Cancelling a caller does not end the start, for which others wait too."""
         if self.starting is None and self.worker is not None and self.worker.alive and not fresh:
             return self.worker
         if self.starting is None:

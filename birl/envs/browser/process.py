@@ -32,7 +32,7 @@ class Lost(Exception):
 
 
 class Worker:
-    """`hello` is what it said first: the tasks that there are, and the actions."""
+    """`hello` is its first message: the tasks that there are, and the actions."""
 
     def __init__(self, process: asyncio.subprocess.Process, python: str, folder: str) -> None:
         self.process, self.python, self.folder = process, python, folder
@@ -45,7 +45,7 @@ class Worker:
 
     @classmethod
     async def start(cls, python: str, settings: dict[str, Any]) -> "Worker":
-        """Raises `BirlError` with what is missing, `Lost` where somebody killed it."""
+        """Raises `BirlError` with what is missing, `Lost` where it was killed."""
         passed = {name: value for name, value in os.environ.items() if name in PASSED or name.startswith("WA_")}
         folder = tempfile.mkdtemp(prefix="birl-browser-")
         try:
@@ -163,7 +163,7 @@ class Worker:
     def _end_waits(self) -> None:
         for future in self.answers.values():
             if not future.done():
-                future.set_exception(Lost(f"the browser's process died. It said: {' '.join(self.said)[-300:]}"))
+                future.set_exception(Lost(f"the browser's process died. Its last output: {' '.join(self.said)[-300:]}"))
 
 
 def _problem(python: str, said: str) -> str:

@@ -24,7 +24,7 @@ class GuessNumber:
         turns: int = 5
         """Guesses; enough of them to halve the range each time. At most env.max_turns count."""
         wasted: float = 0.1
-        """Reward taken for a guess that cannot be right after what was said before, or that is no number."""
+        """Penalty of a guess that contradicts earlier hints, or is no number."""
         example: bool = True
         """Show one game before. A small model then answers with a number and nothing else from the start."""
         remind: bool = True

@@ -65,7 +65,7 @@ class Tooled:
         return Feedback(messages=tuple(told), done=self.turn >= self.turns)
 
     async def answer(self, call: ToolCall) -> str:
-        """What the model is told."""
+        """The tool's result, as the model reads it."""
         name, argument = self.called()
         given = json.loads(call.arguments).get(argument)
         if call.name != name:

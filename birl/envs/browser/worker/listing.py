@@ -4,7 +4,7 @@
     submit [19] button
     [15] textbox value='abc'
 
-What a model is told to act on is a text, and what follows a text is what small models copy best: so the number stands
+A model names what to act on by a text, and what follows a text is what small models copy best: so the number stands
 right behind it. Depth, and elements that neither react nor say anything, are left out.
 """
 

@@ -14,7 +14,7 @@ from suites import SUITES
 
 
 class Player:
-    """`hello` is what the other side is told first."""
+    """`hello` is the first message to the other side."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings

@@ -72,7 +72,7 @@ class Playing(gym_env.BrowserEnv):
         return {"goal": goal, "page": page}
 
     def act(self, action: str) -> dict[str, Any]:
-        """What the action did. Raises `Invalid`; what fails in the browser is told in `error`."""
+        """What the action did. Raises `Invalid`; failures in the browser are in `error`."""
         call = self.actions.parse(action)
         self.last_action, self.last_action_error = action, ""
         info, send, infeasible = self.pre_step()
@@ -105,7 +105,7 @@ class Playing(gym_env.BrowserEnv):
         if self.pictures is not None:
             self._picture(self.pictures)
         if self.ended:
-            return ""  # nobody will see it
+            return ""  # it is not shown
         tree, extra = self._extract()
         name_clickable(tree, extra)
         if self.as_list:
@@ -164,7 +164,7 @@ class View:
 
 def name_clickable(tree: Any, extra: Any) -> None:
     """Plain elements that react to clicks, such as a span with a handler, become `[14] clickable 'text'`. BrowserGym
-    leaves them out, so that nobody could click them by their id. What is clickable by its kind need not say so."""
+    leaves them out, so that they could not be clicked by id. What is clickable by its kind need not say so."""
     nodes = {node["nodeId"]: node for node in tree["nodes"]}
     for node in tree["nodes"]:
         role, found = node["role"], extra.get(node.get("browsergym_id"))
