@@ -1,7 +1,7 @@
 """Every key that a run understands, with its type, default, unit and meaning. Standard library only.
 
-The string under each field is its documentation: `birl rl --help all` prints it. A key that nothing reads must not exist
-(`tests/config/test_every_key.py` changes each one and looks for the effect).
+The string under each field is its documentation: `birl rl --help all` prints it. A key that nothing reads must not
+exist (`tests/config/test_every_key.py` changes each one and looks for the effect).
 """
 
 from dataclasses import dataclass, field
