@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import queue
@@ -303,18 +304,20 @@ def _wait(process: "subprocess.Popen[bytes]", descriptor: int, event: int, deadl
 
 class Thread:
     """Calls one function of this process, one call at a time, in daemon threads. A call that hangs cannot be killed:
-    its thread is left behind, and calls are not repeated one by one, which would leave more of them."""
+    its thread is left behind, and calls are not repeated one by one, which would leave more of them. A coroutine that
+    the function returns runs in `loop`, as that of an async function does."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.function, self.loop = function, loop
 
     def call(self, function: int, arguments: Mapping[str, Any], n: int, timeout: float) -> Answers:
-        done: queue.SimpleQueue[Answers | CallFailed] = queue.SimpleQueue()
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        call, began = Invocation(arguments, n), time.monotonic()
 
         def work() -> None:
             try:
-                call = Invocation(arguments, n)
-                done.put(call.answers(self.function(**call.arguments)))
+                result = self.function(**call.arguments)
+                done.put(result if inspect.isawaitable(result) else call.answers(result))
             except CallFailed as failure:
                 done.put(failure)
             except BaseException as error:
@@ -322,13 +325,17 @@ class Thread:
 
         threading.Thread(target=work, daemon=True).start()
         try:
-            answers = done.get(timeout=timeout)
+            found = done.get(timeout=timeout)
         except queue.Empty:
             detail = f"took longer than {round(timeout, 1):g} s, and its thread cannot be stopped"
             raise CallFailed(Outcome.TIMEOUT, detail, isolate=False) from None
-        if isinstance(answers, CallFailed):
-            raise answers
-        return answers
+        if inspect.isawaitable(found):
+            left = max(timeout - (time.monotonic() - began), 0)
+            waiting = result_of(lambda: found, call, self.function, timeout, left)
+            found = asyncio.run_coroutine_threadsafe(waiting, self.loop).result()
+        if isinstance(found, CallFailed):
+            raise found
+        return found
 
     def start(self) -> None:
         pass
@@ -344,18 +351,24 @@ async def awaited(
     function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any], n: int, timeout: float
 ) -> tuple[Answers, float]:
     """Call an async function of this process. It must not block: the event loop is the trainer's own."""
-    began = time.monotonic()
-    call = Invocation(arguments, n)
+    began, call = time.monotonic(), Invocation(arguments, n)
     try:
-        result = await within(timeout, called(partial(function, **call.arguments)))
-        return call.answers(result), time.monotonic() - began
-    except Late as late:
-        why = str(late) or f"took longer than {round(timeout, 1):g} s"
-        raise CallFailed(Outcome.TIMEOUT, why, seconds=timeout) from None
+        answers = await result_of(partial(function, **call.arguments), call, function, timeout, timeout)
     except CallFailed as failure:
         failure.seconds = time.monotonic() - began
         raise
+    return answers, time.monotonic() - began
+
+
+async def result_of(
+    start: Callable[[], Any], call: Invocation, function: Callable[..., Any], timeout: float, left: float
+) -> Answers:
+    """What the coroutine of `start` gives within `left` seconds of `timeout`. Raises `CallFailed`."""
+    try:
+        return call.answers(await within(left, called(start)))
+    except Late as late:
+        raise CallFailed(Outcome.TIMEOUT, str(late) or f"took longer than {round(timeout, 1):g} s") from None
+    except CallFailed:
+        raise
     except Exception as error:
-        failure = failed(error, function)
-        failure.seconds = time.monotonic() - began
-        raise failure from error
+        raise failed(error, function) from error

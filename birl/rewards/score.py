@@ -189,7 +189,7 @@ class Rewards:
             elif _is_async(function):
                 self._calls.append(_bind_async(function))
             else:
-                self._pools.append(Pool([Thread(function)]))
+                self._pools.append(Pool([Thread(function, asyncio.get_running_loop())]))
                 self._calls.append(_bind(self._pools[-1], 0))
 
     def _combine(self, parts: list[Part]) -> Score:

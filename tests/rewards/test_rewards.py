@@ -432,14 +432,32 @@ def test_local_functions_that_fail() -> None:
     assert "ValueError: could not convert" in scores[1].detail
 
 
-def test_async_function_that_hangs() -> None:
-    async def hangs(completions: list[str], **_: Any) -> list[float]:
+async def _sleeps(completions: list[str], **_: Any) -> list[float]:
+    if "bad" in completions:
+        await asyncio.sleep(300)
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("function", [_sleeps, lambda completions: _sleeps(completions)])
+def test_async_function_that_hangs(function: Callable[..., Any]) -> None:
+    scores = score([function], ["a", "bad", "b"], timeout=0.1)
+    assert [s.outcome.value for s in scores] == ["ok", "timeout", "ok"]
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError, asyncio.CancelledError])
+@pytest.mark.parametrize("kind", ["plain", "async", "returns a coroutine"])
+def test_whatever_a_local_function_raises_is_an_error_of_the_environment(error: type, kind: str) -> None:
+    def plain(completions: list[str], **_: Any) -> list[float]:
         if "bad" in completions:
-            await asyncio.sleep(300)
+            raise error("no")
         return [1.0] * len(completions)
 
-    scores = score([hangs], ["a", "bad", "b"], timeout=0.1)
-    assert [s.outcome.value for s in scores] == ["ok", "timeout", "ok"]
+    async def waits(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return plain(completions)
+
+    function = {"plain": plain, "async": waits, "returns a coroutine": lambda completions: waits(completions)}[kind]
+    assert [s.outcome.value for s in score([function], ["a", "bad", "b"])] == ["ok", "env_error", "ok"]
 
 
 def test_thread_that_hangs_is_left_behind() -> None:
