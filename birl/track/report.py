@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.regular import read_bytes
+from birl.track.figures import TABLE, figure, headed, ordered
 from birl.track.log import replace
 from birl.track.panel import PHASES
 from birl.track.progress import headline, idle_words, numbers, rises, source, stored
@@ -19,21 +20,19 @@ from birl.types import Outcome
 PAIRS_SHOWN = 12
 # Nothing may load and no script may run, whatever a model has written into its answers.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-CHARTS = {  # title: what each line is called, and its metric
-    "Entropy [nats]": {"": "entropy"},
-    "KL [nats]": {"": "kl"},
-    "Answer length [tokens]": {"mean": "length/mean", "max": "length/max"},
-    "Gradient norm": {"": "grad_norm"},
-    "Clipped tokens [share]": {"": "clip_fraction"},
-    "Speed [tokens/s]": {"generate": "speed/generate", "train": "speed/train"},
-    "Engine against learner, |log-prob gap| [nats]": {"mean": "mismatch/mean"},
-}
+CHARTS = ("entropy", "kl", "length/mean", "grad_norm", "clip_fraction", "speed/generate", "mismatch/mean")
 Records = list[dict[str, Any]]
 
 
 def write_report(run: Path) -> Path:
-    """Write `run`/report.html. A run that goes on, or was stopped, gets a report of what there is."""
-    run = Path(run)
+    """Write `run`/report.html: its path."""
+    path = Path(run) / "report.html"
+    replace(path, report(Path(run)).encode("utf-8", "replace"))
+    return path
+
+
+def report(run: Path) -> str:
+    """The report as HTML. A run that goes on, or was stopped, gets a report of what there is."""
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     kept = {key: value for key, value in summary(run).items() if value is not None}
     found = {key: kept[key] for key in ("ended", "finished") if key in kept} | facts(run)
@@ -47,9 +46,7 @@ def write_report(run: Path) -> Path:
         _config(run / "config.yaml"),
         _others(steps, validations),
     ]
-    path = run / "report.html"
-    replace(path, _page(title, "".join(body)).encode("utf-8", "replace"))
-    return path
+    return _page(title, "".join(body))
 
 
 def _page(title: str, body: str) -> str:
@@ -106,15 +103,23 @@ def _curves(steps: Records, validations: Records) -> str:
     if not steps and not validations:
         return '<p class="soft">No step was finished.</p>'
     name = headline(steps[0]) if steps else "loss"
-    main = {"mean": "reward/mean", "std": "reward/std"} if name == "reward/mean" else {"": name}
     tested = {metric.removeprefix("validation/"): metric for metric in _tested(validations)}
     drawn = [
-        curves("Training reward" if name == "reward/mean" else "Training loss", _series(steps, main)),
+        curves("Training reward" if name == "reward/mean" else "Training loss", _series(steps, _lines(name))),
         curves("Validation", _series(validations, tested)),
-        *(curves(title, _series(steps, names)) for title, names in CHARTS.items()),
+        *(curves(_heading(name), _series(steps, _lines(name))) for name in CHARTS),
         stacked("Where the time goes [s per step]", _time_series(steps)),
     ]
     return f'<h2>Curves</h2><div class="curves">{"".join(drawn)}</div>'
+
+
+def _heading(name: str) -> str:
+    return headed(figure(name).title, figure(name).unit)
+
+
+def _lines(name: str) -> dict[str, str]:
+    """The figures that share a chart with `name`, by what each line is called."""
+    return {row.line: row.name for row in TABLE.values() if row.title == figure(name).title}
 
 
 def _tested(validations: Records) -> list[str]:
@@ -208,13 +213,13 @@ def _config(path: Path) -> str:
 
 def _others(steps: Records, validations: Records) -> str:
     """A chart for each metric that has none yet, new and unknown ones included; not for one that was always zero."""
-    known = {name for names in CHARTS.values() for name in names.values()} | {"reward/mean", "reward/std"}
+    known = {name for first in (*CHARTS, "reward/mean") for name in _lines(first).values()}
     known |= set(_tested(validations))
     drawn = []
     for records in (steps, validations):
         names = list(dict.fromkeys(name for record in records for name in numbers(record)))
         names = [name for name in names if name not in known and any(record.get(name) for record in records)]
-        drawn += [curves(name, _series(records, {"": name}), points=100) for name in names]
+        drawn += [curves(row.heading, _series(records, {"": row.name}), points=100) for row in ordered(names)]
     inside = f'<div class="inside"><div class="curves">{"".join(drawn)}</div></div>'
     return (
         f"<h2>Everything else</h2><details><summary>{len(drawn)} more curves</summary>{inside}</details>"

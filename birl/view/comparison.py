@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from birl.track.figures import ordered
 from birl.track.progress import rises
 from birl.track.runs import ALWAYS_OTHER
 from birl.view.folders import Run
@@ -33,10 +34,10 @@ def figures(histories: list[History]) -> list[dict[str, Any]]:
     """For each figure and run the last value and the best, with its step."""
     names = dict.fromkeys(name for history in histories for name in history.names)
     found = []
-    for name in names:
+    for name, heading in ((row.name, row.heading) for row in ordered(names)):
         way = "" if name == "loss" and "reward/mean" in names else better(name)  # a policy's loss says little
         values = [_figures(history, name, way) for history in histories]
-        found.append({"name": name, "better": way, "values": values})
+        found.append({"name": name, "heading": heading, "better": way, "values": values})
     return found
 
 

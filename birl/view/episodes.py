@@ -6,6 +6,7 @@ file became shorter, because a resumed run cut it back, the rows behind its end 
 """
 
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -46,6 +47,8 @@ OUTCOMES = (*map(str, Outcome), "unknown")
 BLOCK = 1 << 22  # bytes read at once
 WINDOW = 1024  # earlier answers that a length is compared with
 NAMED = 20  # broken lines that are named
+DIGITS = 12  # bytes of a token and its comma, at most
+FIRST = re.compile(rb',"samples":\[\{"tokens":\[([\d,]+)')
 TOKENS = b',"samples":['  # the writer puts tokens last; inside a text the quotes would be escaped
 BITS = {name: 1 << place for place, name in enumerate(flags.NAMES)}
 BROKEN = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # what reading a line raises
@@ -260,12 +263,23 @@ class Episodes:
         alone = self._rows[row]["head"] + 1 >= self._rows[row]["size"]  # the line has no tokens
         return self._parsed(row, data if alone else data + b"}")
 
-    def _bytes(self, row: int, what: str) -> bytes:
+    def given(self, row: int) -> tuple[int, ...]:
+        """The tokens before the first that the model said. Reads no more of the line than that. Raises `BirlError`."""
+        count = int(self._rows[row]["prompt"]) if 0 <= row < self.count else 0
+        data = self._bytes(row, "size", most=int(self._rows[row]["head"]) + DIGITS * (count + 8))
+        found = FIRST.match(data, int(self._rows[row]["head"]))
+        if found is None:
+            samples = self.record(row).get("samples") or [{"tokens": ()}]
+            return tuple(samples[0]["tokens"][:count])
+        return tuple(map(int, found[1].split(b",")[:count])) if count else ()
+
+    def _bytes(self, row: int, what: str, most: int = -1) -> bytes:
         if not 0 <= row < self.count:
             raise BirlError(f"{self.path}: there is no row {row}; there are {self.count}, counted from 0.")
         with self._open() as file:
             file.seek(int(self._rows[row]["at"]))
-            return file.read(int(self._rows[row][what]))
+            size = int(self._rows[row][what])
+            return file.read(size if most < 0 else min(size, most))
 
     def _parsed(self, row: int, data: bytes) -> dict[str, Any]:
         try:

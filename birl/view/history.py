@@ -76,6 +76,17 @@ class History:
         with self.lock:  # another request may be reading on, and find new ones
             return list(dict.fromkeys([*self.steps.names, *self.validations.names]))
 
+    @property
+    def constant(self) -> dict[str, float]:
+        """The value of each figure that was the same in all of two or more rows."""
+        found = {}
+        for table in (self.steps, self.validations):
+            for name in table.names if table.rows > 1 else ():
+                values = table[name][np.isfinite(table[name])]
+                if len(values) > 1 and (values == values[0]).all():
+                    found[name] = float(values[0])
+        return found
+
     def table(self, name: str) -> Columns:
         return self.validations if name in self.validations.names else self.steps
 
@@ -135,6 +146,7 @@ class History:
             "rows": self.steps.rows,
             "broken": self.steps.broken + self.validations.broken,
             "names": self.names,
+            "constant": self.constant,
         }
 
     def curve(self, name: str, kind: str, low: float, high: float, width: int) -> dict[str, np.ndarray]:

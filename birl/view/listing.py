@@ -4,13 +4,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from birl.track.report import POLICY, report
 from birl.track.runs import about
 from birl.view.answer import Answer
+from birl.view.columns import Columns
 from birl.view.folders import Run, Runs
+
+POINTS = 60  # lines of metrics.jsonl that the small curve of a run is drawn from
 
 
 def routes(runs: Runs) -> list[Route]:
@@ -19,7 +24,12 @@ def routes(runs: Runs) -> list[Route]:
     def answer(request: Request) -> Response:
         return Answer({"folders": [str(root) for root in runs.roots], "runs": [_row(run, kept) for run in runs]})
 
-    return [Route("/api/runs", answer, methods=["GET"])]
+    def told(request: Request) -> Response:
+        """The report as of now, without waiting for the run's end. Nothing in it can run, whatever the run wrote."""
+        html = report(runs[request.query_params.get("run", "")].folder)
+        return HTMLResponse(html, headers={"content-security-policy": f"{POLICY}; sandbox; frame-ancestors 'none'"})
+
+    return [Route("/api/runs", answer, methods=["GET"]), Route("/report", told, methods=["GET"])]
 
 
 def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, Any]:
@@ -44,12 +54,21 @@ def row(run: Run) -> dict[str, Any]:
         "total": found.total,
         "headline": found.headline,
         "last": found.reward,
+        "curve": _curve(run.folder / "metrics.jsonl", found.headline),
         "validation": None if found.best is None else {"value": found.best, "step": found.best_step},
         "seconds": found.seconds,
         "model": found.model,
         "algorithm": found.algorithm,
         "changed": found.updated or None,
     }
+
+
+def _curve(path: Path, name: str) -> list[tuple[float, float]]:
+    """Some steps from all over the file, and the value of `name` at each."""
+    table = Columns(path).glimpse(POINTS)
+    steps, values = table["step"], table[name]
+    there = np.isfinite(steps) & np.isfinite(values)
+    return list(zip(steps[there].tolist(), values[there].tolist(), strict=True))
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from birl.errors import BirlError
+from birl.track.figures import described
 from birl.view.answer import Answer
 from birl.view.comparison import differences, figures
 from birl.view.folders import Runs
@@ -24,7 +25,9 @@ def routes(runs: Runs) -> list[Route]:
 
     def metrics(request: Request) -> Response:
         asked = index.asked(request.query_params)
-        return Answer({"version": _version(asked), "runs": [_locked(h, History.about) for h in asked]})
+        about = [_locked(h, History.about) for h in asked]
+        told = described(name for run in about for name in run["names"])
+        return Answer({"version": _version(asked), "runs": about, "figures": told})
 
     def curves(request: Request) -> Response:
         return Answer(_curves(index.asked(request.query_params), request.query_params))

@@ -7,6 +7,7 @@ Terms are separated by spaces, and a row has to fit all of them; `-` before a te
     step>=10  tokens<5  reward=1  step:10..20  step:10..  group:7      numbers: FIELDS
     outcome:ok,truncated  source:gsm8k  flag:any  flag:repetition      one of the names
     task:train.jsonl:1                                                 text within the task's name
+    prompt:word  prompt:"two words"                                    text within the prompt, in any case
     word  "two words"                                                  text within the model's output, in any case
     /regular expression/  /in any case/i                               of the module `regex`
     sort:reward  sort:-tokens                                          the order; without it that of the file
@@ -31,6 +32,7 @@ NAMED = ("outcome", "source", "flag", "task")
 LONGEST = 300  # characters of a regular expression
 REPEATED = 10_000  # product of all counts such as {3,20} in a regular expression
 
+RANGE = regex.compile(r"[\d.eE+-]*")  # of numbers
 COUNTS = regex.compile(r"\{\s*(?:\d*\s*,)?\s*0*([1-9]\d*)\s*,?\s*\}")
 TERM = regex.compile(
     r"""(?P<field>[a-z_]+)(?P<op>>=|<=|!=|>|<|=|:)(?P<value>"(?:[^"\\]|\\.)*"|[^\s"]*)(?=\s|\Z)
@@ -99,15 +101,17 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """Text within the model's output, in any case; or a regular expression, with its mode (i, m, s)."""
+    """Text within the model's output or its prompt, in any case; or a regular expression, with its mode (i, m, s)."""
 
     text: str
     is_pattern: bool = False
     mode: str = ""
     negated: bool = False
+    of: str = ""  # "prompt": within the prompt instead
 
     def __str__(self) -> str:
-        return "-" * self.negated + (f"/{self.text}/{self.mode}" if self.is_pattern else _quote(self.text))
+        of = f"{self.of}:" * bool(self.of)
+        return f"{'-' * self.negated}{of}" + (f"/{self.text}/{self.mode}" if self.is_pattern else _quote(self.text))
 
     def compiled(self) -> Any:
         """Raises `BirlError`."""
@@ -155,6 +159,8 @@ class Query:
             place = found.end()
             if found["field"] == "sort":
                 sort = _sort(found["op"], found["value"])
+            elif found["field"] == "prompt" and found["op"] == ":" and _is_text(found["value"]):
+                said.append(Said(text=_unquote(found["value"]), negated=negated, of="prompt"))
             elif found["field"] is not None:
                 columns.append(_column(found["field"], found["op"], found["value"], negated))
             elif found["pattern"] is not None:
@@ -217,6 +223,11 @@ def _number(text: str, whole: str, absent: float | None) -> float:
     if isnan(found):
         raise BirlError(f"{whole}: {text or 'nothing'} is no number. Write step:10..20, reward>=0.5 or tokens:100.. ")
     return found
+
+
+def _is_text(value: str) -> bool:
+    """`prompt:10..20` is about its tokens, `prompt:apples` and `prompt:"10"` about its text."""
+    return value != "" and RANGE.fullmatch(value) is None
 
 
 def _sort(op: str, value: str) -> str:

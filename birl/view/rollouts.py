@@ -7,6 +7,7 @@ they are, and the page asks again until they are done.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from birl.view.answer import Answer
 from birl.view.episodes import BITS, Episodes
 from birl.view.export import lines
 from birl.view.folders import Run, Runs
+from birl.view.prompts import Prompts
 from birl.view.query import Query
 from birl.view.search import Search
 from birl.view.tokens import Vocabulary
@@ -43,13 +45,16 @@ class Inspector:
         self.run = run
         self.episodes = Episodes(run.folder / "rollouts.jsonl")
         self.vocabulary = Vocabulary(run.folder / "model")
+        self.prompts = Prompts(self.episodes, self.vocabulary)
         self.searches: OrderedDict[Query, Search] = OrderedDict()
 
     def search(self, text: str, patience: float) -> tuple[Search, bool]:
-        """The search as far as it is, and whether that is all. Raises `BirlError`."""
+        """The search as far as it is, and whether that is all; the newest step first, unless the text says how to sort.
+        Raises `BirlError`."""
         query = Query.parse(text)
+        query = query if query.sort else replace(query, sort="-step")
         whole = self.episodes.read_on(patience)
-        found = self.searches.pop(query, None) or Search(self.episodes, query)
+        found = self.searches.pop(query, None) or Search(self.episodes, query, self.prompts)
         self.searches[query] = found
         while len(self.searches) > SEARCHES:
             self.searches.popitem(last=False)
@@ -95,7 +100,7 @@ def _list(of: Inspector, request: Request) -> Response:
             "run": of.run.name,
             "query": str(search.query),
             "total": len(rows),
-            "rows": [listed(episodes, int(row)) for row in page],
+            "rows": [listed(of, int(row)) for row in page],
             "offset": offset,
             "done": done,
             "indexed": episodes.count,
@@ -113,10 +118,10 @@ def _list(of: Inspector, request: Request) -> Response:
     )
 
 
-def listed(episodes: Episodes, row: int) -> dict[str, Any]:
-    head = episodes.head(row)
+def listed(of: Inspector, row: int) -> dict[str, Any]:
+    head, asked = of.episodes.head(row), visible(of.prompts.text(row)[:BEGINNING])
     text = flags.plain(str(head.get("text") or ""))
-    return {**summary(episodes, row, head), "text": visible(text[:BEGINNING])}
+    return {**summary(of.episodes, row, head), "asked": asked, "text": visible(text[:BEGINNING])}
 
 
 def chart(steps: np.ndarray, bits: np.ndarray) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A regular expression may take 50 ms on an answer; where it takes longer, the ans
 """
 
 import time
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 
 from birl.errors import BirlError
 from birl.view.episodes import Episodes
+from birl.view.prompts import Prompts
 from birl.view.query import Query, Said
+from birl.view.tokens import Vocabulary
 
 PATTERN = 0.05  # seconds that a regular expression may take on one answer
 SLOW = 20  # answers on which it may take longer before the search is given up
@@ -25,9 +28,10 @@ class Search:
     Example: search = Search(episodes, Query.parse("flag:any")); search.go_on(); search.rows
     """
 
-    def __init__(self, episodes: Episodes, query: Query) -> None:
+    def __init__(self, episodes: Episodes, query: Query, prompts: Prompts | None = None) -> None:
         """Raises `BirlError` for a regular expression that is none."""
         self.episodes, self.query = episodes, query
+        self.prompts = prompts or Prompts(episodes, Vocabulary(episodes.path.parent / "model"))
         self._tests: list[tuple[Any, Said]] = [
             (said.compiled() if said.is_pattern else said.text.casefold(), said) for said in query.said
         ]
@@ -67,9 +71,9 @@ class Search:
             self._found.append(found)
 
     def _says(self, row: int) -> bool:
-        text = str(self.episodes.head(row).get("text") or "")
-        folded = ""
+        answer, prompt = cache(partial(self._answer, row)), cache(partial(self.prompts.text, row))
         for test, said in self._tests:
+            text = (prompt if said.of else answer)()
             if said.is_pattern:
                 try:
                     fits = test.search(text, timeout=PATTERN) is not None
@@ -82,11 +86,13 @@ class Search:
                         ) from None
                     return False
             else:
-                folded = folded or text.casefold()
-                fits = test in folded
+                fits = test in text.casefold()
             if fits == said.negated:
                 return False
         return True
+
+    def _answer(self, row: int) -> str:
+        return str(self.episodes.head(row).get("text") or "")
 
     @property
     def rows(self) -> np.ndarray:

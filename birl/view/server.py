@@ -81,9 +81,11 @@ class Guard:
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                kept = [pair for pair in message.get("headers", []) if pair[0].lower().decode() not in HEADERS]
-                message = {**message, "headers": [*kept, *own]}
+                found = {name.lower().decode(): value for name, value in message.get("headers", [])}
+                own = {name: value.encode() for name, value in HEADERS.items()} | {
+                    name: value for name, value in found.items() if name == "content-security-policy"
+                }
+                message = {**message, "headers": [(k.encode(), v) for k, v in (found | own).items()]}
             await send(message)
 
         refusal = self._refusal(scope)

@@ -17,6 +17,7 @@ from birl.config.schema import COMMANDS
 from birl.envs.open import BUILT_IN
 from birl.launch import command as launch
 from birl.launch.launcher import WHERE, launcher
+from birl.track.figures import TABLE
 
 HEAD = "| key | default | type | meaning |\n|---|---|---|---|\n"
 SPECIAL = str.maketrans({c: f"&#{ord(c)};" for c in "|*_{}[]#"})
@@ -25,6 +26,7 @@ SPECIAL = str.maketrans({c: f"&#{ord(c)};" for c in "|*_{}[]#"})
 def pages(root: Path) -> dict[str, str]:
     """Markdown by the name of its page."""
     found = {f"reference/{name}.md": command_page(name, schema) for name, schema in COMMANDS.items()}
+    found["reference/figures.md"] = figures_page()
     found["reference/tasks.md"] = tasks_page()
     found["reference/places.md"] = places_page()
     found["reference/commands.md"] = commands_page()
@@ -73,6 +75,15 @@ def commands_page() -> str:
         if command.name not in CONFIGURED:
             usage = help_of(command)
             parts.append(f"## `birl {command.name}`\n\n{sentence(command.brief)}\n\n```text\n{usage}\n```\n")
+    return "\n".join(parts)
+
+
+def figures_page() -> str:
+    """What a run writes into metrics.jsonl and validation.jsonl."""
+    parts = ["# Figures\n\nOf `metrics.jsonl` and `validation.jsonl`, as the report and `birl view` name them.\n"]
+    for section, rows in groupby(TABLE.values(), lambda row: row.section):
+        told = "".join(f"| `{r.name}` | {text(r.heading)} | {text(r.about)} |\n" for r in rows)
+        parts.append(f"## {section}\n\n| name | title [unit] | meaning |\n|---|---|---|\n{told}")
     return "\n".join(parts)
 
 

@@ -10,6 +10,7 @@ from birl.config import schema
 from birl.config.help import presets, written
 from birl.config.load import load
 from birl.config.schema import RL
+from birl.track.figures import OTHER, figure
 from tests.docs.commands import ABOUT, AHEAD, Figures
 from tests.docs.pages import CODE, DOCS, ROOT, blocks, names, preset_rows, spans, tables
 
@@ -24,6 +25,13 @@ def test_the_table_of_metrics_is_what_a_run_writes(demo: Path) -> None:
     pattern = {name: re.sub(r"<\w+>", r"[^/]+", name) for name in named}
     assert not {w for w in written if not any(re.fullmatch(p, w) for p in pattern.values())}
     assert not {n for n, p in pattern.items() if not any(re.fullmatch(p, w) for w in written)}
+
+
+def test_every_figure_of_a_run_has_a_title_and_a_sentence(figures: Figures, demo: Path) -> None:
+    written = set().union(*(names for pair in figures.values() for names in pair))
+    for log in ("metrics", "validation"):
+        written |= set(json.loads((demo / f"{log}.jsonl").read_text().splitlines()[-1])) - {*ABOUT, "samples"}
+    assert not [name for name in written if not figure(name).about]
 
 
 def test_the_tables_of_figures_are_what_the_stages_write(figures: Figures) -> None:
@@ -49,6 +57,17 @@ def test_the_table_of_figures_is_what_asynchronous_runs_add(figures: Figures, de
     plain = set(json.loads((demo / "metrics.jsonl").read_bytes().splitlines()[-1]))
     told = names(tables(page)["metric"])
     assert figures[AHEAD][0] - plain - {"factor"} <= told <= figures[AHEAD][0] | plain
+
+
+@pytest.mark.parametrize("page", ["runs.md", "training.md"])
+def test_units_are_those_of_the_report_and_the_page(page: str) -> None:
+    for block in re.findall(r"(?:^\|.*\n)+", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE):
+        if "| unit | meaning |" not in block:
+            continue
+        for cells in (re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()[2:]):
+            named, units = CODE.findall(cells[0]), cells[1].strip().split(", ")
+            for name, unit in zip(named, units if len(units) == len(named) else units * len(named), strict=True):
+                assert (figure(name).section != OTHER, figure(name).unit) == (True, unit), name
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: f"{page.parent.name}/{page.name}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.view.browser import chromium, opened, serving, until  # noqa: F401  chromium is a fixture
+from tests.view.browser import NARROW, chromium, opened, serving, until  # noqa: F401  chromium is a fixture
 from tests.view.charts import at, drawn, slider, values, wait_drawn
 from tests.view.runs import append, going_on, line, long, make, several
 
@@ -43,7 +43,7 @@ def test_curves_are_drawn_and_say_exact_values(chromium: Any, url: str, runs: Pa
             where, value = values(page, name).split("\n")
             assert where == f"step {step}" and float(value) == pytest.approx(rows[step - 1][name], rel=1e-5), name
         groups = page.locator("details.group h2").all_inner_texts()
-        assert groups[0] == "overview" and {"outcome", "groups", "tokens", "time"} <= set(groups)
+        assert groups[0] == "Overview" and groups[-1] == "Unchanged" and "Time" in groups
 
 
 def test_a_run_that_trains_nothing_is_told_above_its_curves(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -67,7 +67,10 @@ def test_keyboard_alone(chromium: Any, url: str) -> None:  # noqa: F811
             page.keyboard.press("Tab")
             style = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
             assert style != "none", page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
-            if page.evaluate("document.activeElement.getAttribute('aria-label')") == "reward/mean: value at":
+            if (
+                page.evaluate("document.activeElement.getAttribute('aria-label')")
+                == "Training reward, mean [reward]: value at"
+            ):
                 break
         else:
             raise AssertionError("the chart was not reached")
@@ -94,6 +97,7 @@ def test_zoom_by_dragging_and_back(chromium: Any, url: str) -> None:  # noqa: F8
     with opened(chromium, url) as page:
         at(page, "curves", "fast")
         wait_drawn(page, "kl")
+        slider(page, "kl").scroll_into_view_if_needed()
         box = slider(page, "kl").bounding_box()
         page.mouse.move(box["x"] + 100, box["y"] + 60)
         page.mouse.down()
@@ -262,8 +266,8 @@ def test_a_chart_that_comes_into_sight_is_drawn_as_the_others_are(chromium: Any,
     with opened(chromium, url, viewport={"width": 700, "height": 500}) as page:
         at(page, "curves", "fast")
         wait_drawn(page, "reward/mean")
-        last = page.locator("[data-metric]").last
-        metric = last.get_attribute("data-metric")
+        metric = "speed/train"
+        last = page.locator(f"[data-metric='{metric}']")
         last.scroll_into_view_if_needed()
         wait_drawn(page, metric)
         before = picture(page, metric)
@@ -298,6 +302,7 @@ def test_a_value_that_never_changes_is_a_line(chromium: Any, tmp_path: Path, val
         (run / "metrics.jsonl").write_text("".join(line(step, {"lr": value}) for step in range(1, 31)))
     with serving(tmp_path / "runs") as address, opened(chromium, address) as page:
         at(page, "curves", *(f"seed={seed}" for seed in range(3)), more="&smooth=0.9")
+        page.click("summary:has-text('Unchanged')")
         wait_drawn(page, "lr")
         page.uncheck("label:has-text('seeds as a band') input")
         wait_drawn(page, "lr")
@@ -335,3 +340,20 @@ def test_a_band_keeps_every_peak(chromium: Any, url: str) -> None:  # noqa: F811
             { x: [0, 2], y: [1, 1], min: [0, 1], max: [9, 1] }, { x: [0, 1, 5], y: [3, 3, 3] }]))"""
         )
     assert found == {"x": [0, 1, 2, 5], "y": [2, 2, 2, 3], "min": [0, 0.5, 1, 3], "max": [9, 5, 3, 3]}
+
+
+def test_the_pointer_shows_the_figure_the_runs_and_short_numbers(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
+    for name, value in (("one", 0.00000836823), ("two", 0.25)):
+        run = make(tmp_path / "runs" / name, steps=0)
+        text = "".join(line(n, {"kl": value * n, "staleness/max": 0.0}) for n in (1, 2, 3))
+        (run / "metrics.jsonl").write_text(text)
+    with serving(tmp_path / "runs") as address, opened(chromium, address, viewport=NARROW) as page:
+        at(page, "curves", "one", "two", more="&band=0")
+        wait_drawn(page, "kl")
+        assert page.locator("[data-metric='staleness/max']:visible").count() == 0
+        assert "1, 1 of them 0" in page.locator("summary:has-text('Unchanged')").inner_text()
+        slider(page, "kl").hover(position={"x": 47, "y": 60})
+        tip = page.locator("[data-metric=kl] .tip")
+        tip.wait_for()
+        assert tip.inner_text().split("\n") == ["KL [nats]", "step 1", "one", "8.37e-6", "two", "0.250"]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -42,6 +42,27 @@ def test_every_answer_forbids_foreign_scripts(url: str) -> None:
         assert headers["x-content-type-options"] == "nosniff" and "access-control-allow-origin" not in headers
 
 
+def test_the_report_of_a_run_is_served_and_runs_nothing(url: str) -> None:
+    run = json.loads(ask(url, "/api/runs")[2])["runs"][0]
+    status, headers, body = ask(url, f"/report?run={run['id']}")
+    assert status == 200 and b"Training reward" in body and b"<script" not in body
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'") and "; sandbox;" in policy
+    assert len(run["curve"]) == 30 and run["curve"][-1][0] == 30 and run["curve"][-1][1] == pytest.approx(run["last"])
+    for wrong in ("", "?run=none"):
+        status, headers, _ = ask(url, f"/report{wrong}")
+        assert status == 400 and headers["content-security-policy"].startswith("default-src 'self'")
+
+
+def test_the_figures_of_a_run_are_told_in_order_and_those_that_never_change(url: str) -> None:
+    (run,) = json.loads(ask(url, "/api/runs")[2])["runs"]
+    told = json.loads(ask(url, f"/api/metrics?run={run['id']}")[2])
+    assert [one["name"] for one in told["figures"]][:3] == ["reward/mean", "reward/std", "validation/all/pass@1"]
+    assert told["figures"][0]["heading"] == "Training reward, mean [reward]" and told["figures"][0]["about"]
+    constant = told["runs"][0]["constant"]
+    assert constant["groups/kept"] == 8 and "kl" not in constant and "reward/mean" not in constant
+
+
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1", "127.0.0.1:1", "0.0.0.0", "localhost.evil"]
 )

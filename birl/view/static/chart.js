@@ -4,7 +4,7 @@ import { exact, figure } from "./figures.js";
 import { AXES, labels, linear, logarithmic } from "./ticks.js";
 
 const LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20, HEIGHT = 190, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
-const SHOWN = 6; // values beside the title; more would hide it
+const LISTED = 12; // runs at the pointer
 
 /** Colours as the canvas wants them, by name of the custom property; asked for again when the theme changes. */
 export function palette() {
@@ -22,15 +22,18 @@ export function palette() {
 /** The colour and dash of the i-th run: eight colours, then the same with dashes. */
 export const look = (i) => ({ color: `c${(i % 8) + 1}`, dash: DASHES[Math.floor(i / 8) % DASHES.length] });
 
-/** hooks: mark(x or null), zoom(low, high), reset(). Returns {element, draw, mark, width}. */
-export function chart(title, hooks) {
+/** it: what the server tells of the figure. hooks: mark(x or null), zoom(low, high), reset(). Returns {element, draw, mark, width}. */
+export function chart({ name, heading, about }, hooks) {
   const lines = el("canvas", { "aria-hidden": "true" }), over = el("canvas", {
-    role: "slider", tabindex: "0", "aria-label": `${visible(title)}: value at`, "aria-valuemin": "0", "aria-valuemax": "0",
+    role: "slider", tabindex: "0", "aria-label": `${visible(heading)}: value at`, "aria-valuemin": "0", "aria-valuemax": "0",
     "aria-valuenow": "0", "aria-valuetext": "no values",
   });
   const values = el("span", { class: "values" }), note = el("p", { class: "empty muted small", hidden: true });
+  const tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" });
   const element = el("figure", { class: "chart" },
-    el("figcaption", {}, el("h3", {}, el("bdi", {}, visible(title))), values), el("div", { class: "plot" }, lines, over, note));
+    el("figcaption", {}, el("h3", {}, el("bdi", {}, visible(heading))),
+      el("p", { class: "about muted small" }, about, name === heading ? null : [" ", el("code", {}, visible(name))]), values),
+    el("div", { class: "plot" }, lines, over, note, tip));
   const it = { state: null, scale: null, at: null, drag: null };
 
   function draw(state) {
@@ -68,14 +71,26 @@ export function chart(title, hooks) {
   /** found: [{look, label, value}] at x, or the last ones where x is null. */
   function mark(x, found, where) {
     it.at = x;
-    const more = found.length - SHOWN, say = x === null ? figure : exact;
-    fill(values, where ? el("span", { class: "where" }, where) : null, found.slice(0, SHOWN).map((one) => el("span",
+    const room = Math.max(1, Math.floor(x === null ? element.clientWidth / 60 : (element.clientWidth - 60) / 75)), more = found.length - room, say = x === null ? figure : exact;
+    fill(values, where ? el("span", { class: "where" }, where) : null, found.slice(0, room).map((one) => el("span",
       { title: visible(one.label) }, el("i", { class: "dot", style: { background: `var(--${one.color})` } }), say(one.value))),
       more > 0 ? el("span", {}, `+${more}`) : null);
     const said = found.map((one) => `${visible(one.label)} ${say(one.value)}`).join(", ");
     over.setAttribute("aria-valuetext", `${where || "last"}: ${said || "no values"}`);
     if (x !== null) over.setAttribute("aria-valuenow", String(x));
+    hint(x, found, where);
     if (it.scale) overlay();
+  }
+
+  /** What is at x, with names, beside the pointer. */
+  function hint(x, found, where) {
+    tip.hidden = x === null || !found.length || !it.scale?.y || !(over.matches(":hover") || over.matches(":focus-visible"));
+    if (tip.hidden) return;
+    fill(tip, el("b", {}, visible(heading)), el("div", { class: "muted" }, where), found.slice(0, LISTED).map((one) => el("div", { class: "one" },
+      el("i", { class: "dot", style: { background: `var(--${one.color})` } }), el("bdi", {}, visible(one.label)), el("b", {}, figure(one.value)))),
+      found.length > LISTED ? el("div", { class: "muted" }, `and ${found.length - LISTED} more`) : null);
+    const at = it.scale.x(x), left = at > it.scale.width / 2 ? at - tip.offsetWidth - 12 : at + 12;
+    tip.style.left = `${Math.max(0, Math.min(left, it.scale.width - tip.offsetWidth))}px`;
   }
 
   function tell() {

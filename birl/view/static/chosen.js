@@ -51,9 +51,12 @@ export function bar(root, it, act) {
       el("label", { for: "find" }, "figures", find), reset));
 }
 
+/** A link to the report of a run. */
+export const report = (id) => el("a", { class: "small", href: `/report?${new URLSearchParams({ run: id })}`, target: "_blank", rel: "noopener" }, "report");
+
 /** Every run with its colour: a button that hides it and shows it again. */
 export function legend(root, it, act) {
-  const others = el("a", { href: "#/", class: "small" }, "other runs");
+  const others = [el("a", { href: "#/", class: "small" }, "other runs"), it.runs.length < 2 ? report(it.runs[0]) : null];
   it.swatches = it.about.map(() => el("i", {}));
   recolor(it);
   fill(root, el("div", { class: "legend", role: "group", "aria-label": "Runs; press one to hide or show it" }, it.about.map((run, i) => {

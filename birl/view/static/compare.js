@@ -3,7 +3,6 @@ import { look } from "./chart.js";
 import { choose } from "./chosen.js";
 import { el, fill, name, repeat } from "./dom.js";
 import { count, exact, figure } from "./figures.js";
-import { first } from "./order.js";
 
 const EVERY = 5; // s between questions to the server
 
@@ -26,7 +25,7 @@ export async function show(root, params, api) {
 
 function page({ runs, keys, figures }, find) {
   const fits = (word) => word.toLowerCase().includes(find);
-  const shown = keys.filter(({ key }) => fits(key)), rows = ordered(figures).filter((row) => fits(row.name));
+  const shown = keys.filter(({ key }) => fits(key)), rows = figures.filter((row) => fits(row.name) || fits(row.heading));
   const problems = runs.filter((run) => run.problem).map((run) => el("p", { class: "problem" }, name(run.problem)));
   const one = runs.length < 2 ? el("p", { class: "note" }, "Select at least two runs in ", el("a", { href: "#/" }, "the list of runs"), ".") : null;
   return [problems, one,
@@ -39,12 +38,6 @@ function page({ runs, keys, figures }, find) {
     el("p", { class: "muted small" }, "Last value, and the best with its step where one end is better (↑ higher, ↓ lower). Bold: the best of these runs. Grey: the same in all."),
     rows.length ? region("figures", el("table", { class: "sides" }, head("figure", runs), el("tbody", {}, rows.map(line))))
       : el("p", { class: "muted" }, "No figures.")];
-}
-
-/** What runs are judged by comes first. */
-function ordered(figures) {
-  const top = first(figures.map((row) => row.name));
-  return [...top.map((name) => figures.find((row) => row.name === name)), ...figures.filter((row) => !top.includes(row.name))];
 }
 
 const region = (id, table) => el("div", { class: "scroll", role: "region", tabindex: "0", "aria-labelledby": id }, table);
@@ -60,7 +53,7 @@ function line(row) {
   const reached = row.values.filter((value) => value && sign).map((value) => sign * value.best), best = Math.max(...reached);
   const differ = reached.some((value) => value !== best);
   const same = row.values.length > 1 && row.values.every((value) => value?.last === row.values[0]?.last);
-  return el("tr", { class: same ? "muted" : null }, el("th", { scope: "row" }, name(row.name), sign ? el("span", { class: "muted" }, sign > 0 ? " ↑" : " ↓") : null),
+  return el("tr", { class: same ? "muted" : null }, el("th", { scope: "row" }, name(row.heading), row.heading === row.name ? null : [" ", el("code", { class: "muted" }, name(row.name))], sign ? el("span", { class: "muted" }, sign > 0 ? " ↑" : " ↓") : null),
     row.values.map((value) => {
       if (!value) return el("td", { class: "muted" }, "–");
       const wins = differ && sign * value.best === best;

@@ -3,10 +3,10 @@ import { chart, look, palette } from "./chart.js";
 import { bar, choose, legend, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
-import { first } from "./order.js";
 import { band, beyond, nearest, smoothed } from "./smooth.js";
 import { AXES } from "./ticks.js";
 
+const FLAT = "Unchanged", OPEN = ["Overview", "Other figures"], JUDGED = /^(reward\/mean|loss|nll|accuracy|validation\/all\/score)$/;
 // Seconds between questions to the server: while a run goes on, when none does, and while files are read.
 const WATCHED = 2, ENDED = 15, READING = 0.5;
 
@@ -21,8 +21,8 @@ export async function show(root, params, api) {
     log: params.get("log") === "1", band: params.get("band") !== "0", find: params.get("find") || "",
     low: zoomed ? number("from") : null, high: zoomed ? number("to") : null, hidden: new Set(params.getAll("hide")),
   };
-  const it = { api, runs, view, about: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
-    span: [0, 1], read: 1, at: null, colors: palette(), closed: new Set(), asking: false, again: false, question: 0, over: false };
+  const it = { api, runs, view, about: [], figures: [], charts: new Map(), data: new Map(), fresh: new Set(), seen: new Set(), version: "",
+    span: [0, 1], read: 1, at: null, colors: palette(), turned: new Set(), asking: false, again: false, question: 0, over: false };
   it.place = { warnings: el("div", {}), legend: el("div", {}), bar: el("div", {}), status: el("p", { class: "muted small status" }), charts: el("div", {}) };
   fill(root, el("h1", {}, "Curves"), it.place.warnings, it.place.legend, it.place.bar, it.place.status, it.place.charts);
   it.watch = new IntersectionObserver((entries) => noticed(it, entries), { rootMargin: "200px" });
@@ -54,13 +54,13 @@ export async function show(root, params, api) {
 
 /** What the runs have measured: names, state. Builds anew what shows something else. */
 async function learn(it) {
-  const { runs, version } = await it.api("metrics", { run: it.runs });
+  const { runs, version, figures } = await it.api("metrics", { run: it.runs });
   const differs = (key) => JSON.stringify(runs.map((run) => run[key])) !== JSON.stringify(it.about.map((run) => run[key]));
-  const [state, names] = [differs("running"), differs("names")];
-  it.about = runs;
+  const was = it.figures.length ? unchanging(it).join() : null, [state, names] = [differs("running"), differs("names")];
+  [it.about, it.figures] = [runs, figures];
   it.version ||= version; // until something is drawn
   if (state) controls(it);
-  if (names) sections(it);
+  if (names || was !== unchanging(it).join()) sections(it);
   told(it);
 }
 
@@ -100,27 +100,37 @@ function remember(it) {
   keep(query);
 }
 
-/** The charts, grouped by the part of their name before "/"; what matters most comes first. */
+/** Names of the figures that are one value in all rows of all runs; what a run is judged by is none of them. */
+function unchanging(it) {
+  return it.figures.map(({ name }) => name).filter((name) => {
+    const runs = it.about.filter((run) => run.names.includes(name)), values = runs.map((run) => own(run.constant, name));
+    return values.every((value) => value !== undefined && value === values[0]) && !JUDGED.test(name);
+  });
+}
+
+/** The charts by section, those that matter most first and open; those that are flat lines behind them. */
 function sections(it) {
   it.watch.disconnect();
   it.seen.clear();
-  const names = [...new Set(it.about.flatMap((run) => run.names))];
-  const wanted = names.filter((name) => name.toLowerCase().includes(it.view.find.toLowerCase()));
-  const top = first(wanted);
-  const groups = new Map([["overview", top]]);
-  for (const name of wanted.filter((one) => !top.includes(one))) {
-    const group = name.includes("/") ? name.split("/")[0] : "other";
-    groups.set(group, [...(groups.get(group) || []), name]);
-  }
+  const find = it.view.find.toLowerCase(), flat = new Set(unchanging(it));
+  const wanted = it.figures.filter(({ name, heading }) => [name, heading].some((word) => word.toLowerCase().includes(find)));
+  const groups = new Map([["Overview", []]]);
+  for (const figure of wanted.filter(({ name }) => !flat.has(name))) groups.set(figure.section, [...(groups.get(figure.section) || []), figure]);
+  const same = wanted.filter(({ name }) => flat.has(name)), zero = same.filter(({ name }) => it.about.every((run) => !own(run.constant, name)));
+  if (same.length) groups.set(FLAT, same);
+  const open = (group) => (OPEN.includes(group) || Boolean(find)) !== it.turned.has(group);
+  const told = (group, { length }) => (group === FLAT && zero.length ? `${length}, ${zero.length} of them 0` : length);
   fill(it.place.charts, [...groups].filter(([, members]) => members.length).map(([group, members]) => el("details",
-    { class: "group", open: !it.closed.has(group), on: { toggle: (e) => it.closed[e.target.open ? "delete" : "add"](group) } }, el("summary", {}, el("h2", {}, el("bdi", {}, visible(group))), el("span", { class: "muted small" }, members.length)),
-    el("div", { class: "charts" }, members.map((name) => one(it, name))))),
-  names.length && !wanted.length ? el("p", { class: "note" }, `No figure is called like “${visible(it.view.find)}”.`) : null);
+    { class: "group", open: open(group), on: { toggle: (e) => { if (e.target.open !== open(group)) it.turned[it.turned.has(group) ? "delete" : "add"](group); } } },
+    el("summary", {}, el("h2", {}, group), el("span", { class: "muted small" }, told(group, members))),
+    el("div", { class: "charts" }, members.map((figure) => one(it, figure))))),
+  it.figures.length && !wanted.length ? el("p", { class: "note" }, `No figure is called like “${visible(it.view.find)}”.`) : null);
 }
 
-function one(it, name) {
+function one(it, figure) {
+  const { name } = figure;
   if (!it.charts.has(name)) {
-    it.charts.set(name, chart(name, { mark: (x) => mark(it, x), zoom: (low, high) => zoom(it, low, high), reset: () => zoom(it, null, null) }));
+    it.charts.set(name, chart(figure, { mark: (x) => mark(it, x), zoom: (low, high) => zoom(it, low, high), reset: () => zoom(it, null, null) }));
   }
   const { element } = it.charts.get(name);
   element.dataset.metric = name;

@@ -1,19 +1,21 @@
 // Figures as people read them, as birl/track/units.py does.
 
-/** 0.5 -> "0.500", 0.00012 -> "0.00012", 12345.6 -> "12,345.6"; null -> "–" */
+/** 0.5 -> "0.500", 0.00012 -> "0.00012", 0.00000836823 -> "8.37e-6", 12345.6 -> "12,345.6"; null -> "–" */
 export function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e7) return grouped(value, 0);
   if (size >= 0.01 && size < 10) return value.toFixed(3);
   if (size >= 10 && size < 1e7) return grouped(value, 1);
-  return Number(value.toPrecision(3)).toString();
+  return plain(Number(value.toPrecision(3)));
 }
 
-/** All digits that were written. */
+const plain = (value) => (Math.abs(value) < 1e-4 ? value.toExponential() : String(value));
+
+/** Six digits, three of a number near 0. */
 export function exact(value) {
   if (value === null || value === undefined) return "–";
-  return Number.isInteger(value) ? grouped(value, 0) : String(Number(value.toPrecision(6)));
+  return Number.isInteger(value) ? grouped(value, 0) : plain(Number(value.toPrecision(Math.abs(value) < 1e-4 ? 3 : 6)));
 }
 
 /** So many significant digits; null -> "–" */

@@ -14,8 +14,8 @@ const READY = [ // what people look for first
   ["flagged", "flag:any"],
 ];
 const COLUMNS = [ // name, what it sorts by, class
-  ["row", "", "n number"], ["step", "step", "n step"], ["task", "group", "task"], ["outcome", "", "outcome"], ["reward", "reward", "n"],
-  ["tokens", "tokens", "n"], ["flags", "", "marks"], ["answer", "", "start"],
+  ["row", "", "n number"], ["step", "step", "n step"], ["outcome", "", "outcome"], ["reward", "reward", "n"],
+  ["tokens", "tokens", "n"], ["flags", "", "marks"], ["prompt", "group", "asked"], ["answer", "", "start"],
 ];
 // Seconds between questions to the server: while it is searching, while the run goes on, when nothing is to come.
 const SEARCHING = 0.05, WATCHED = 4, ENDED = 60, FAILED = 30;
@@ -40,7 +40,7 @@ function sheet() {
 function list(root, params, api) {
   const it = { api, run: params.get("run"), query: params.get("q") || "", turn: 0, done: false, wrong: false };
   it.input = el("input", { type: "search", id: "query", value: it.query, spellcheck: "false",
-    autocomplete: "off", autocapitalize: "off", placeholder: "reward>=1 -/\\d/ outcome:ok step:10..20 flag:repetition" });
+    autocomplete: "off", autocapitalize: "off", placeholder: "prompt:apples reward>=1 -/\\d/ outcome:ok step:10..20" });
   const form = el("form", { class: "bar search", role: "search", on: { submit: (e) => { e.preventDefault(); seek(it, it.input.value); } } },
     el("label", { class: "wide" }, el("span", { class: "unseen" }, "Search"), it.input),
     el("button", { type: "submit" }, "Search"));
@@ -190,8 +190,9 @@ function slash(it, event) {
 
 function cells(one) {
   const marks = one.flags.map((flag) => el("span", { class: `mark f-${flag.name}`, title: flag.reason }, flag.name));
-  const values = [whole(one.row), whole(one.step), el("bdi", {}, one.task), outcome(one.outcome), short(one.reward), whole(one.tokens),
-    marks, el("bdi", {}, one.text.replace(/\n/g, " ↵ "))];
+  const flat = (text) => el("bdi", {}, text.replace(/\n/g, " ↵ "));
+  const asked = el("span", { title: one.task }, flat(one.asked || one.task)); // without a tokenizer the prompt's text is not known
+  const values = [whole(one.row), whole(one.step), outcome(one.outcome), short(one.reward), whole(one.tokens), marks, asked, flat(one.text)];
   return values.map((value, n) => el("div", { role: "gridcell", class: COLUMNS[n][2] }, value));
 }
 
@@ -200,10 +201,11 @@ function helpText() {
     ["reward>=1 tokens<50 step:10..20 step:300..", "numbers: step, group, episode, turns, tokens, prompt, reward, score, advantage"],
     ["outcome:ok,truncated source:gsm8k flag:any", "one of the names; flag: repetition, length, format, duplicate, unbacked, script, any, none"],
     ["task:train.jsonl:17", "part of the task's name"],
+    ['prompt:apples prompt:"3 + 4"', "text in the prompt, in any case"],
     ['word "two words"', "text in the model's output, in any case"],
     ["/\\d+ apples?/ /yes|no/i", "a regular expression; i: in any case"],
     ["-outcome:ok -/\\d/", "a minus turns a term round"],
-    ["sort:-tokens", "the order, largest first"],
+    ["sort:-tokens sort:step", "the order: largest first, oldest first; without it the newest step first"],
   ];
   return el("div", {}, el("table", {}, el("tbody", {}, rows.map(([term, what]) => el("tr", {}, el("td", {}, el("code", {}, term)), el("td", {}, what))))),
     el("p", {}, "Keys: / search · j k ↓ ↑ move · Enter open · in an episode: j k next and previous, ← → tokens, Escape back."));

@@ -1,4 +1,5 @@
 // The list of runs: sorted by any column, chosen for curves and comparison.
+import { report } from "./chosen.js";
 import { el, fill, name, repeat, visible } from "./dom.js";
 import { count, duration, figure } from "./figures.js";
 
@@ -7,7 +8,7 @@ const COLUMNS = [ // key, heading, what it sorts by, number?
   ["name", "run", (run) => run.name.toLowerCase()],
   ["state", "state", (run) => run.state],
   ["step", "steps", (run) => run.step, true],
-  ["last", "last reward", (run) => run.last, true],
+  ["last", "reward or loss", (run) => run.last, true],
   ["validation", "best validation", (run) => run.validation?.value, true],
   ["seconds", "time", (run) => run.seconds, true],
   ["model", "model", (run) => run.model],
@@ -62,7 +63,7 @@ function compare(a, b, down) {
 
 function head(it, [key, words, , number]) {
   const now = it.by === key;
-  return el("th", { scope: "col", class: number ? "n" : null, "aria-sort": now ? (it.down ? "descending" : "ascending") : null },
+  return el("th", { scope: "col", class: number ? "n" : null, data: { column: key }, "aria-sort": now ? (it.down ? "descending" : "ascending") : null },
     el("button", { type: "button", data: { key: `sort-${key}` }, on: { click: () => {
       it.down = now ? !it.down : Boolean(number);
       it.by = key;
@@ -79,15 +80,37 @@ function row(it, run) {
   return el("tr", {},
     el("td", {}, pick),
     el("th", { scope: "row" }, el("a", { href: `#/curves?${query}`, data: { key: `run-${run.id}` } }, name(run.name)),
-      el("div", { class: "more small" }, el("a", { href: `#/rollouts?${query}` }, "rollouts"), " ", el("a", { href: `#/timeline?${query}` }, "timeline")),
+      el("div", { class: "more small" }, el("a", { href: `#/rollouts?${query}` }, "rollouts"), " ", el("a", { href: `#/timeline?${query}` }, "timeline"), " ", report(run.id)),
       run.problem ? el("div", { class: "small bad" }, "config.json cannot be read") : null),
-    el("td", {}, el("span", { class: `state ${run.state}` }, run.state)),
-    el("td", { class: "n" }, count(run.step), run.total ? el("span", { class: "muted" }, ` / ${count(run.total)}`) : null),
-    el("td", { class: "n" }, figure(run.last), run.headline === "loss" && run.last !== null ? el("span", { class: "muted" }, " loss") : null),
-    el("td", { class: "n" }, best ? [figure(best.value), el("span", { class: "muted" }, ` at ${count(best.step)}`)] : "–"),
-    el("td", { class: "n" }, duration(run.seconds)),
-    el("td", {}, name(run.model || "–")), el("td", {}, name(run.algorithm || "–")),
-    el("td", { class: "n muted" }, run.changed ? ago(run.changed) : "–"));
+    cell("state", el("span", { class: `state ${run.state}` }, run.state)),
+    cell("step", el("span", {}, count(run.step), run.total ? el("span", { class: "muted" }, ` / ${count(run.total)}`) : null), progress(run)),
+    cell("last", el("span", {}, figure(run.last), run.last === null ? null : el("span", { class: "muted" }, run.headline === "loss" ? " loss" : " reward")), spark(run)),
+    cell("validation", best ? [figure(best.value), el("span", { class: "muted" }, ` at ${count(best.step)}`)] : "–"),
+    cell("seconds", duration(run.seconds)),
+    cell("model", name(run.model || "–")), cell("algorithm", name(run.algorithm || "–")),
+    cell("changed", run.changed ? ago(run.changed) : "–"));
+}
+
+/** A cell that says on a narrow screen which column it is of. */
+function cell(key, ...inside) {
+  const [, words, , number] = COLUMNS.find(([one]) => one === key);
+  return el("td", { class: number ? "n" : null, data: { column: key, words } }, inside);
+}
+
+const progress = (run) => (run.total ? el("progress", { max: String(run.total), value: Math.min(run.step, run.total), "aria-label": `Steps of ${visible(run.name)}` }) : null);
+
+/** The curve of the reward or loss, as high as its values reach. */
+function spark(run) {
+  const points = run.curve || [], [wide, high] = [96, 18];
+  if (points.length < 2) return null;
+  const ends = (values) => [Math.min(...values), Math.max(...values)], [[left, right], [low, top]] = [0, 1].map((n) => ends(points.map((point) => point[n])));
+  const x = (step) => (1 + ((step - left) / (right - left || 1)) * (wide - 2)).toFixed(1), y = (value) => (top > low ? high - 2 - ((value - low) / (top - low)) * (high - 4) : high / 2).toFixed(1);
+  const [box, line] = ["svg", "polyline"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  const words = `${run.headline === "loss" ? "loss" : "reward"} from ${figure(points[0][1])} to ${figure(points.at(-1)[1])}`;
+  for (const [key, value] of Object.entries({ class: "spark", viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "img", "aria-label": words })) box.setAttribute(key, value);
+  line.setAttribute("points", points.map(([step, value]) => `${x(step)},${y(value)}`).join(" "));
+  box.append(line);
+  return box;
 }
 
 function ago(seconds) {
