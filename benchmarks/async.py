@@ -3,7 +3,7 @@
     python -m benchmarks.async [--parts components cores waits tails reward] [--steps 12] [--out benchmarks/results]
 
     components  an engine and a learner alone, one thread each: what a decoding step and a training step cost
-    cores       every answer has `--tokens` tokens, nobody waits: an engine and a learner with a core each, against the
+    cores       every answer has `--tokens` tokens, without waits: an engine and a learner with a core each, against the
                 embedded engine that takes turns with the learner and has both cores
     waits       the same, and every answer's environment takes 0.1 to 5 s
     tails       lengths are lognormal, the longest eight times the median
@@ -15,7 +15,7 @@ For every setting of rollout.max_staleness and rollout.order_window, means over 
     engine      it computed
     train       the learner computed; weights: it waited for them to arrive
     ideal       max(engine, train + weights), of each the least in any setting of the part: engine and learner at their
-                best, and nobody waits. Where they take turns in one process their sum
+                best, without waits. Where they take turns in one process their sum
     reached     ideal / step. The rest of the step is in wait (the learner waits for groups) and other (logs)
 
 The goal is 0.9 for the best setting of waits and of tails. Each part writes async_<part>.json with all figures, the
@@ -63,7 +63,7 @@ def settings(part: str, prompts: int, quick: bool) -> list[tuple[str, int, tuple
 
 
 def child(args: argparse.Namespace, run: Path, threads: int, world: Sequence[object], words: Sequence[str]) -> None:
-    """`birl rl` to its end. Raises `SystemExit` with what it said where it fails."""
+    """`birl rl` to its end. Raises `SystemExit` with its output where it fails."""
     command = [sys.executable, "-m", "benchmarks.uneven", *map(str, world), "rl", *words]
     command += [f"run={run}", f"threads={threads}", "track.console=off", "track.tensorboard=false"]
     command += ["track.report=false", "checkpoint.every=0", "validation.every=0"]

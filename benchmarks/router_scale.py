@@ -6,7 +6,7 @@ is the code that runs in production (`birl.engines.router`).
 `--open` episodes per engine are open at once. Each asks for answers that take a lognormal time around `--seconds`, one
 after the other. The clock stands still while anybody has something to do, so that `us a request` is the router's own
 processor time on one core, and `engines at most` = requests a second that it can do x seconds of an answer / open.
-`start`: until all engines are ready; `load`: until all were told of new weights.
+`start`: until all engines are ready; `load`: until all have new weights.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=8, seed=1)
 
 
 class Clock(selectors.DefaultSelector):
-    """Time passes only where nobody has anything to do."""
+    """Time passes only while all are idle."""
 
     now = 0.0
 

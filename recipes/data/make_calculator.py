@@ -15,7 +15,7 @@ from birl.models.load import load_tokenizer, resolve
 from birl.text.chat import Chat
 from birl.types import Message
 
-SEED = 1000  # training has seed 0: other tasks, but for a few; those of validation are told by their text
+SEED = 1000  # training has seed 0: other tasks, but for a few; those of validation are recognised by their text
 
 
 def rows(chat: Chat, task: dict[str, str]) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from birl.envs.tasks.letter_counting import LetterCounting
 from birl.envs.tasks.rows import Row
 from birl.types import Task
 
-SEED = 1000  # training has seed 0: other tasks, but for a few; those of validation are told by their text
+SEED = 1000  # training has seed 0: other tasks, but for a few; those of validation are recognised by their text
 
 
 def solved(row: Row) -> str:
