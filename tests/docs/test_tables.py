@@ -131,7 +131,7 @@ def test_the_table_of_math_is_what_it_judges() -> None:
 
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \| (`.+?`) \| (`.+?`) \|$", page.partition("## What `math`")[2], re.MULTILINE)
-    assert len(rows) == 4
+    assert len(rows) >= 4
     for gold, *sides in rows:
         for expected, side in zip((1.0, 0.0), sides, strict=True):
             for answer in CODE.findall(side):
