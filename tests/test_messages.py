@@ -110,7 +110,7 @@ def test_help_of_a_command_either_way(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_help_of_a_word_without_a_key_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rl", "--help", "--trust_remote_code"]) == 0
-    assert "No key of `birl rl` is called trust_remote_code. TRL's word, without a key here: never" in capsys.readouterr().out
+    assert "is called trust_remote_code. TRL's word, without a key here: never" in capsys.readouterr().out
 
 
 def test_a_folder_of_another_command(
