@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from birl.data.parse import check_json, parse_csv, parse_json
+from birl.data.parse import begins_with_row, check_columns, check_json, parse_csv, parse_json
 from birl.data.rows import Part, part, reason
 from birl.errors import BirlError
 from birl.regular import open_regular
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+MOST, RATIO = 2**32, 1000  # bytes that a Parquet file may come to, or so many times its own size
 
 
 def no_column(name: str) -> bool:
@@ -34,7 +35,9 @@ def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_colu
             table = {"json": _read_json}.get(kind, _read_binary)(path, kind)
     except OSError as error:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return part(label or path.name, SHARD.sub("", path.stem), table)
+    found = part(label or path.name, SHARD.sub("", path.stem), table)
+    check_columns(path, len(found.columns))
+    return found
 
 
 def check_readable(path: Path) -> str:
@@ -53,6 +56,8 @@ def check_readable(path: Path) -> str:
 
 def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
     check_json(path)  # pyarrow lets it pass, and stops at the row when the row is asked for
+    if not begins_with_row(path):  # of `null` it would end the process
+        return list(parse_json(path))
     try:
         table = _load(path, kind)
     except Exception:
@@ -76,11 +81,31 @@ def _read_csv(path: Path, kind: str, text: Callable[[str], bool]) -> Sequence[Ma
 
 def _read_binary(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
     try:
+        if kind == "parquet":
+            _check_parquet(path)
         return _load(path, kind)
-    except OSError:
+    except (OSError, BirlError):
         raise
     except Exception as error:
         raise BirlError(f"{path} is no readable {kind} file: {reason(error)}.") from error
+
+
+def _check_parquet(path: Path) -> None:
+    """Raises `BirlError` where rows that name one long text again and again come to far more than the file."""
+    import pyarrow.parquet as parquet
+
+    most = max(MOST, RATIO * path.stat().st_size)
+    with open_regular(path) as source, parquet.ParquetFile(source) as file:
+        groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
+        chunks = (group.column(i) for group in groups for i in range(group.num_columns))
+        if sum(chunk.num_values * chunk.total_uncompressed_size for chunk in chunks) <= most:
+            return
+        size = rows = 0
+        for batch in file.iter_batches(batch_size=16):
+            columns = [c.dictionary_decode() if hasattr(c, "dictionary_decode") else c for c in batch.columns]
+            size, rows = size + sum(column.nbytes for column in columns), rows + len(batch)
+            if size > most:
+                raise BirlError(f"{path}: its first {rows:,} rows come to {size / 2**30:.1f} GiB. Shorten their texts.")
 
 
 def _load(path: Path, kind: str, **options: Any) -> Any:

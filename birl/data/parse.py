@@ -10,6 +10,7 @@ from typing import Any
 from birl.errors import BirlError
 from birl.regular import open_regular, read_bytes
 
+COLUMNS = 4096  # of one file
 DEPTH = 64  # lists and objects in one another
 MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]')  # a text, which may hold brackets, or a bracket
 LONG = re.compile(rb"\d{20}")
@@ -53,10 +54,28 @@ def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
     return depth
 
 
+def begins_with_row(path: Path) -> bool:
+    """Whether the first thing in it is an object or a list."""
+    return _head(path)[:1] in (b"{", b"[")
+
+
+def _head(path: Path) -> bytes:
+    with open_regular(path) as file:
+        while block := file.read(2**12).removeprefix(b"\xef\xbb\xbf"):
+            if text := block.lstrip():
+                return text
+    return b""
+
+
+def check_columns(path: Path, count: int) -> None:
+    """Raises `BirlError`: each row has each column, so that thousands take minutes."""
+    if count > COLUMNS:
+        raise BirlError(f"{path}: {count:,} columns; at most {COLUMNS:,} are read. Put them into one, as an object.")
+
+
 def parse_json(path: Path) -> Iterator[dict[str, Any]]:
     """A list of objects, one object, or one object a line."""
-    with open_regular(path) as file:
-        head = file.read(2**12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    head = _head(path)
     if not head:
         raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
     if head.startswith(b"["):
@@ -119,6 +138,7 @@ def parse_csv(path: Path) -> Iterator[dict[str, str]]:
         reader = csv.reader((_decode(line, path, i) for i, line in enumerate(file, 1)), strict=True)
         try:
             header = next(reader, [])
+            check_columns(path, len(header))
             if len(set(header)) < len(header) or not all(name.strip() for name in header):
                 raise BirlError(f"{path}, line 1: the header needs a different name for each column, it has {header}.")
             for record in reader:

@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,10 @@ from birl.regular import read_json
 from birl.simulation.draws import Floats
 from birl.simulation.scenario import Engine, step_seconds
 from birl.track.growing import Growing
-from birl.track.log import read_jsonl
+from birl.track.log import parsed, read_jsonl
 
 ENOUGH = 4  # steps for a fit
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # what other figures lead to
 TABLE_OF_SMOLLM2 = "assumed: shape of SmolLM2's table, scaled to the run's tokens per second"
 
 
@@ -36,7 +36,19 @@ class Rolled:
 
 def from_run(folder: Path) -> dict[str, Any]:
     """Sections as `read.merged` takes them, with the source of each figure. Raises `BirlError` where the folder holds
-    no finished step of `birl rl`."""
+    no finished step of `birl rl`, or other figures than a run writes."""
+    try:
+        return _figures(folder)
+    except OSError as error:
+        raise BirlError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from error
+    except (*DAMAGE, ArithmeticError) as error:
+        raise BirlError(
+            f"{folder}: the figures of config.json and metrics.jsonl do not fit together ({type(error).__name__}: "
+            f"{error})."
+        ) from error
+
+
+def _figures(folder: Path) -> dict[str, Any]:
     config, metrics = _config(folder / "config.json"), _metrics(folder / "metrics.jsonl")
     needed = ("time/generate", "time/train", "tokens/generated", "tokens/trained", "length/mean", "length/max")
     steps = [m for m in metrics if all(isinstance(m.get(name), int | float) for name in needed)]
@@ -224,25 +236,29 @@ def nonnegative(columns: Floats, values: Floats) -> tuple[tuple[float, ...], flo
 def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
     """By step; empty where there is no such file (track.rollouts=false)."""
     found: dict[int, Rolled] = {}
-    for line in itertools.chain.from_iterable(Growing(path).new()):  # the file may be larger than memory
+    lines = itertools.chain.from_iterable(Growing(path).new())  # the file may be larger than memory
+    for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise BirlError(f"{path}: a line is damaged: {error}") from None
-        if record.get("step") not in steps or not record.get("samples"):
-            continue
-        its = found.setdefault(record["step"], Rolled())
-        if record["group"] not in its.groups:
-            its.prompts.append(record["samples"][0]["mask"].index(1) if 1 in record["samples"][0]["mask"] else 0)
-        turns = 0
-        for sample in record["samples"]:
-            its.samples += len(sample["tokens"])
-            runs = [(made, len(list(run))) for made, run in itertools.groupby(sample["mask"])]
-            its.groups[record["group"]] += [n for made, n in runs if made]
-            its.between += [n for made, n in runs[1:] if not made]
-            turns += sum(bool(made) for made, _ in runs)
-        its.turns.append(max(turns, 1))
+            _add(parsed(path, number, line), found, steps)
+        except DAMAGE as error:
+            raise BirlError(f"{path}, line {number} is damaged ({type(error).__name__}: {error}).") from error
     return {step: its for step, its in found.items() if any(its.groups.values())}
+
+
+def _add(record: dict[str, Any], found: dict[int, Rolled], steps: set[int]) -> None:
+    if record.get("step") not in steps or not record.get("samples"):
+        return
+    its = found.setdefault(record["step"], Rolled())
+    if record["group"] not in its.groups:
+        its.prompts.append(record["samples"][0]["mask"].index(1) if 1 in record["samples"][0]["mask"] else 0)
+    turns = 0
+    for sample in record["samples"]:
+        its.samples += len(sample["tokens"])
+        runs = [(made, len(list(run))) for made, run in itertools.groupby(sample["mask"])]
+        its.groups[record["group"]] += [n for made, n in runs if made]
+        its.between += [n for made, n in runs[1:] if not made]
+        turns += sum(bool(made) for made, _ in runs)
+    its.turns.append(max(turns, 1))
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -250,8 +266,10 @@ def _config(path: Path) -> dict[str, Any]:
         found = read_json(path)
     except FileNotFoundError:
         raise BirlError(f"{path.parent}: is no run of birl; there is no {path.name} in it.") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise BirlError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise BirlError(f"{path}: is no object of keys.")
     if missing := [key for key in KEYS if key not in found]:
         raise BirlError(f"{path}: has no {missing[0]}; only runs of `birl rl` can be simulated.")
     return found

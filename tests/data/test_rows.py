@@ -432,3 +432,30 @@ def test_an_integer_beyond_64_bits_is_refused_where_it_is_no_text(tmp_path: Path
     else:
         with pytest.raises(BirlError, match=r"line 1: an integer of .* digits would be rounded"):
             read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.json", b" \n null", "line 2: a row is a JSON object"),  # of which pyarrow ends the process
+        ("a.jsonl", b'null\n{"prompt": "a"}\n', "line 1: a row is a JSON object"),
+        ("a.jsonl", ("{" + ",".join(f'"k{i}": 1' for i in range(4097)) + "}\n").encode(), "4,097 columns"),
+        ("a.csv", (",".join(f"k{i}" for i in range(4097)) + "\n").encode(), "4,097 columns"),
+    ],
+    ids=["null", "null first", "columns", "columns of CSV"],
+)
+def test_what_ends_or_holds_up_pyarrow_is_refused(tmp_path: Path, name: str, content: bytes, what: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert what in refused(path)
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_a_small_parquet_file_that_comes_to_far_more_is_refused(
+    decoded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * 10_000]))
+    table = pa.table({"prompt": text.dictionary_decode() if decoded else text})
+    pq.write_table(table, tmp_path / "a.parquet")
+    monkeypatch.setattr("birl.data.files.MOST", 2**20)
+    assert "a.parquet: its first" in refused(tmp_path / "a.parquet")

@@ -10,7 +10,7 @@ import pytest
 from birl.errors import BirlError
 from birl.simulation import sweep
 from birl.simulation.read import read
-from birl.simulation.run_figures import decoding_steps, nonnegative
+from birl.simulation.run_figures import decoding_steps, from_run, nonnegative
 
 
 def a_run(folder: Path, steps: int = 12, size: int = 4, prompts: int = 2, machines: int = 1) -> Path:
@@ -78,7 +78,7 @@ def test_an_episode_without_an_answer_is_passed_over(tmp_path: Path) -> None:
     assert len(read([str(folder)]).episodes.tokens) == 20
     with (folder / "rollouts.jsonl").open("a") as file:
         file.write("no JSON\n{")  # and a line that is being written
-    with pytest.raises(BirlError, match=r"rollouts\.jsonl: a line is damaged"):
+    with pytest.raises(BirlError, match=r"rollouts\.jsonl, line 98: not JSON"):
         read([str(folder)])
 
 
@@ -100,3 +100,31 @@ def test_decoding_steps_and_least_squares() -> None:
     columns = np.array([[1.0, 1], [1, 2], [1, 4]])
     assert nonnegative(columns, columns @ [2, 3])[0] == pytest.approx((2, 3))
     assert nonnegative(columns, np.array([4.0, 2, 1]))[0][1] == 0  # no time below 0
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("rollouts.jsonl", "null"),
+        ("rollouts.jsonl", '{"step": 2, "samples": [5], "group": 0}'),
+        ("rollouts.jsonl", '{"step": [], "samples": [5]}'),
+        ("metrics.jsonl", "null"),
+        ("config.json", "[]"),
+        ("config.json", "\0"),
+    ],
+)
+def test_damage_names_the_file(tmp_path: Path, name: str, line: str) -> None:
+    folder = a_run(tmp_path / "run")
+    with (folder / name).open("w" if name == "config.json" else "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(BirlError, match=name):
+        from_run(folder)
+
+
+def test_figures_of_another_type_are_refused(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    for wrong in ("4", None, []):
+        (folder / "config.json").write_text(json.dumps({**config, "engine.max_batch": wrong}))
+        with pytest.raises(BirlError, match=str(folder)):
+            from_run(folder)
