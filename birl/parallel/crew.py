@@ -1,10 +1,11 @@
 """Rank 0 leads: it is the ordinary program. The other ranks wait for what it wants computed together.
 
-    rank 0          crew.call(run, "update", rows)       broadcasts ("update", rows), then run.update(rows)
-    the others      crew.follow([run], compute)          run.update(rows) with their own `run`, and so on until `close`
+    rank 0          crew.call(worker, Worker.update, rows)     broadcasts (Worker.update, rows), then calls it
+    the others      crew.follow(worker, compute)               call it with their own worker, and so on until `close`
 
-Every rank has objects made from the same configuration, so a method does the same everywhere: it computes this rank's
-share, and the collectives inside of it (`ranks.py`, FSDP) do the rest. What rank 0 alone knows comes as arguments.
+Every rank has a worker made from the same configuration, so a verb (a function of the worker) does the same everywhere:
+it computes this rank's share, and the collectives inside of it (`ranks.py`, FSDP) do the rest. What rank 0 alone knows
+comes as arguments.
 
 When something fails in one rank, the others may be waiting for it inside of a collective. So a rank that fails leaves
 word with the store that all met at, and ends; rank 0 watches, and stops with that rank's traceback, not with the
@@ -16,10 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from datetime import timedelta
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -32,6 +33,9 @@ from birl.waits import waiting
 LONG = timedelta(days=365)  # the others may have nothing to do for as long as rank 0 samples
 GRACE = 5.0  # seconds in which a rank that failed may end rank 0's wait by itself
 WORD = "birl/failed"
+W = TypeVar("W")
+T = TypeVar("T")
+P = ParamSpec("P")
 NAMES = {"learn": "train", "update": "train", "write": "checkpoint", "measure": "validate"}  # as rank 0 calls its part
 
 
@@ -48,37 +52,34 @@ class Crew:
         self.ended: Callable[[], str] = lambda: ""  # what is known of ranks whose processes are gone
         self._watch = threading.Event()
 
-    def call(self, target: Any, name: str, *arguments: Any) -> Any:
-        """`target.name(*arguments)` on every rank; what rank 0's gives. Raises what rank 0's raises, or `BirlError`
-        with the traceback of the rank that failed first."""
+    def call(self, worker: W, verb: Callable[Concatenate[W, P], T], *arguments: P.args, **options: P.kwargs) -> T:
+        """`verb(worker, *arguments)` on every rank, each with its own worker; what rank 0's gives. Raises what rank 0's
+        raises, or `BirlError` with the traceback of the rank that failed first."""
         if self.ranks.alone:
-            return getattr(target, name)(*arguments)
+            return verb(worker, *arguments, **options)
         try:
-            self._say((name, arguments))
-            found = getattr(target, name)(*arguments)
+            self._say((verb, arguments, options))
+            result = verb(worker, *arguments, **options)
             self._check()
-            return found
+            return result
         except BaseException as error:
             self._closed = True  # the others are somewhere in the middle; they end with the connection
             if isinstance(error, Exception) and not isinstance(error, BirlError) and (word := self.failure(GRACE)):
                 raise BirlError(word + self._flight()) from error
             raise
 
-    def follow(self, targets: Sequence[Any], compute: Executor) -> None:
-        """Do on the compute thread what rank 0 calls, until it closes the crew. The first of the targets that has the
-        method is meant."""
+    def follow(self, worker: Any, compute: Executor) -> None:
+        """Do on the compute thread what rank 0 calls, until it closes the crew."""
         me = f"learner rank {self.ranks.rank}"
         while True:
             with waiting(me, "its next call", "rank 0"):
-                words: Any = self._hear()
-            name, arguments = words
-            if name == "":
+                verb, arguments, options = self._hear()
+            if verb is None:
                 return
-            method = next(getattr(target, name) for target in targets if hasattr(target, name))
             began = time.perf_counter()
-            compute.submit(method, *arguments).result()
-            done(NAMES.get(name) or name, began, process=me, lane="calls")
-            with waiting(me, f"the end of {name}", "other ranks"):
+            compute.submit(verb, worker, *arguments, **options).result()
+            done(NAMES.get(verb.__name__) or verb.__name__, began, process=me, lane="calls")
+            with waiting(me, f"the end of {verb.__name__}", "other ranks"):
                 self._check()
 
     def gather(self, value: Any) -> list[Any]:
@@ -92,7 +93,7 @@ class Crew:
     def close(self) -> None:
         """Rank 0 has no more to do."""
         if not self._closed:
-            self._say(("", ()))
+            self._say((None, (), {}))
         self.abandon()
 
     def abandon(self) -> None:

@@ -6,16 +6,14 @@ What is learned from the rows is an `Objective`: `sft.py`, `rm.py` and `dpo.py` 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from birl.allocator import keep_memory
 from birl.config import schema
@@ -27,7 +25,6 @@ from birl.data.tasks import split_validation
 from birl.engine.policy import Policy, load_policy
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
-from birl.learner.writer import Writer
 from birl.parallel.crew import Crew
 from birl.parallel.grid import rank_threads
 from birl.parallel.machine import compute_thread, peak_memory
@@ -36,11 +33,11 @@ from birl.signals import Stop, saving_signals
 from birl.spans import done
 from birl.track.tracker import Tracker
 from birl.train import build, ranks
-from birl.train.parts import NOT_HERE
 from birl.train.ranks import crew
 from birl.train.run import Run
 from birl.train.run_folder import claim, find_checkpoint, held
 from birl.train.tasks import stream
+from birl.train.worker import Worker
 
 
 class Objective(Protocol):
@@ -74,40 +71,45 @@ class Objective(Protocol):
 Load = Callable[[Policy, Any, str, int, Any], list[Examples]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What rank 0 alone has: the data."""
+
+    train: Sequence[Examples]
+    held_out: Sequence[Example]
+    total_steps: int
+
+
 @dataclass(slots=True, kw_only=True)
-class Parts:
-    """All objects of one run."""
+class RowsWorker(Worker):
+    """What every rank does with the rows that rank 0 hands out."""
 
-    config: schema.Stage
-    run: Path
-    policy: Policy
-    learner: Learner
     objective: Objective
-    crew: Crew
-    # rank 0 alone has these
-    train: list[Examples] = field(default_factory=list)
-    held_out: list[Example] = field(default_factory=list)
-    tracker: Tracker = NOT_HERE
-    resume_from: Path | None = None
-    total_steps: int = 0
-    writer: Writer = field(default_factory=Writer)
+    shares: int
+    pair_cost: float
 
-    @property
-    def compute(self) -> Executor:
-        return self.policy.compute
+    def begin(self, folder: Path | None, examples: Sequence[Example], total_updates: int) -> None:
+        """`folder`: of the run; None where nothing may be written."""
+        self.folder, self.total_updates = folder or self.folder, total_updates
+        self.objective.before(folder, examples)
 
-    @property
-    def total_updates(self) -> int | None:
-        return self.total_steps
+    def update(self, rows: Sequence[Example]) -> Stats:
+        """One optimizer step."""
+        self.rate = self.learning_rate()
+        stats = self.gradients(rows)
+        stats.grad_norm = self.learner.optim_step(self.rate)
+        self.check_finite(stats, stats.grad_norm)
+        return stats
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self.learner.tensors()
+    def gradients(self, rows: Sequence[Example]) -> Stats:
+        stats = Stats()
+        work = self.objective.work(rows)
+        stats.other = packing([batch for batch, _ in work], self.objective.capacity, self.shares, self.pair_cost)
+        self.learner.learn(work, stats)
+        return stats
 
-    def loaded(self, version: int) -> None:
-        self.learner.loaded(version)
-
-    def rows(self, position: int) -> Iterator[Example]:
-        return stream(self.config, self.train, position)
+    def measure(self, rows: Sequence[Example], stats: Stats) -> None:
+        self.learner.survey(self.objective.work(rows), stats)
 
 
 def train(
@@ -139,33 +141,36 @@ async def _main(
         crew(config, folder) as together,
         compute_thread(rank_threads(config)) as compute,
     ):
-        ready = partial(assembled, config, folder, given, load, objective, compute, dry_run, together)
-        parts = await asyncio.get_running_loop().run_in_executor(compute, ready)
+        ready = partial(assembled, config, folder, given, load, objective, compute, dry_run, together, stop)
+        loop = await asyncio.get_running_loop().run_in_executor(compute, ready)
         try:
-            run = _Run(config=config, parts=parts, stop=stop)
-            return await (run.tell() if dry_run else run.to_the_end())
+            return await (loop.tell() if dry_run else loop.to_the_end())
         finally:
-            await asyncio.to_thread(parts.writer.finish)
-            parts.tracker.close()
+            await asyncio.to_thread(loop.worker.writer.finish)
+            loop.run.tracker.close()
 
 
 def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objective]) -> None:
     """Every rank but 0: the same learner, and none of the data."""
 
-    def make(together: Crew, compute: Executor) -> _Run:
+    def make(together: Crew, compute: Executor) -> RowsWorker:
         policy = load_policy(config.model, compute, together.ranks)
-        objective_ = objective(config, policy, 0)
-        parts = Parts(
-            config=config,
-            run=Path(config.run),
-            policy=policy,
-            learner=objective_.learner(policy, together.ranks),
-            objective=objective_,
-            crew=together,
-        )
-        return _Run(config=config, parts=parts, stop=Stop())
+        return worker_of(config, policy, objective(config, policy, 0), together, Path(config.run))
 
     ranks.follow(config, make)
+
+
+def worker_of(config: schema.Stage, policy: Policy, objective: Objective, together: Crew, folder: Path) -> RowsWorker:
+    return RowsWorker(
+        optimizer=config.optimizer,
+        keys=config.checkpoint,
+        learner=objective.learner(policy, together.ranks),
+        crew=together,
+        folder=folder,
+        objective=objective,
+        shares=config.parallel.shares,
+        pair_cost=policy.pair_cost,
+    )
 
 
 def assembled(
@@ -177,7 +182,8 @@ def assembled(
     compute: Executor,
     dry_run: bool,
     together: Crew,
-) -> Parts:
+    stop: Stop,
+) -> "_Loop":
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
     resume_from = find_checkpoint(config, run)
     policy = load_policy(config.model, compute, together.ranks)
@@ -188,22 +194,25 @@ def assembled(
         train, held_out = split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
     objective = make(config, policy, max(_size(e) for s in (*train, *held_out) for e in s))
     total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)
-    parts = Parts(
-        config=config,
-        run=run,
-        policy=policy,
-        learner=objective.learner(policy, together.ranks),
-        objective=objective,
-        crew=together,
-        train=train,
-        held_out=[e for s in held_out for e in s],
-        tracker=Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config)),
-        resume_from=resume_from,
-        total_steps=total,
-    )
+    worker = worker_of(config, policy, objective, together, run)
     if not dry_run:
         claim(run, config, policy)
-    return parts
+    tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
+    rows = Rows(train=train, held_out=[e for s in held_out for e in s], total_steps=total)
+    return _Loop(
+        config=config,
+        rows=rows,
+        worker=worker,
+        run=Run(
+            config=config,
+            worker=worker,
+            tracker=tracker,
+            compute=compute,
+            stop=stop,
+            resume_from=resume_from,
+            validates=config.validation.every > 0 and bool(rows.held_out),
+        ),
+    )
 
 
 def _size(example: Example) -> int:
@@ -228,120 +237,99 @@ def fitting(config: schema.Stage, longest: int, what: str) -> int:
     return config.capacity
 
 
-@dataclass(slots=True)
-class _Run(Run):
-    """The algorithm, over what every run has."""
+@dataclass(slots=True, kw_only=True)
+class _Loop:
+    """The algorithm, on rank 0."""
 
     config: schema.Stage
-    parts: Parts
+    rows: Rows
+    worker: RowsWorker
+    run: Run
 
     async def to_the_end(self) -> dict[str, Any]:
-        every = [e for s in self.parts.train for e in s] + self.parts.held_out
-        await self.together("begin", str(self.parts.run), every, self.parts.total_steps)
-        await self.resume()
-        if self.validation_due() and (self.step > 0 or self.config.validation.at_start):
+        run, total = self.run, self.rows.total_steps
+        every = [e for s in self.rows.train for e in s] + [*self.rows.held_out]
+        await run.ranks(RowsWorker.begin, self.worker.folder, every, total)
+        await run.resume()
+        if run.validation_due() and (run.step > 0 or self.config.validation.at_start):
             await self.validate()
-        self.clock = time.perf_counter()
-        rows = self.parts.rows(self.position)
-        while self.step < self.parts.total_steps and not self.stop.is_set():
+        run.clock = time.perf_counter()
+        rows = stream(self.config, self.rows.train, run.position)
+        while run.step < total and not run.stop.is_set():
             await self.train(list(islice(rows, self.config.batch_size)))
-        finished = not self.stop.is_set()
-        if finished and self.plans_validation() and self.last_validation_step() != self.step:
+        finished = not run.stop.is_set()
+        if finished and run.validates and run.last_validation_step() != run.step:
             await self.validate()
-        await self.save_last()
-        return self.summary(finished)
+        await run.save_last()
+        return run.summary(finished)
 
     async def tell(self) -> dict[str, Any]:
         """--dry-run: the first batch goes through the model, nothing is written."""
-        config, parts = self.config, self.parts
-        rows = list(islice(parts.rows(0), config.batch_size))
-        sizes = [len(s) for t in parts.train for e in t for s in e.sequences]
+        config, every = self.config, self.rows
+        rows = list(islice(stream(config, every.train, 0), config.batch_size))
+        sizes = [len(s) for t in every.train for e in t for s in e.sequences]
         before = time.perf_counter()
         found: dict[str, Any] = {
-            "rows": sum(map(len, parts.train)),
-            "held_out": len(parts.held_out),
+            "rows": sum(map(len, every.train)),
+            "held_out": len(every.held_out),
             "tokens": sum(sizes),
             "longest": max(sizes),
-            "steps": parts.total_steps,
+            "steps": every.total_steps,
         }
-        await self.together("begin", "", rows, parts.total_steps)
-        stats = await self.together("gradients", rows)
-        found |= {**parts.objective.figures(stats), "seconds": time.perf_counter() - before, "memory": peak_memory()}
+        await self.run.ranks(RowsWorker.begin, None, rows, every.total_steps)
+        stats = await self.run.ranks(RowsWorker.gradients, rows)
+        found |= {
+            **self.worker.objective.figures(stats),
+            "seconds": time.perf_counter() - before,
+            "memory": peak_memory(),
+        }
         for name, value in found.items():
             print(f"{name:<24} {value:,.4g}" if isinstance(value, float) else f"{name:<24} {value:,}")
         return found
 
-    def begin(self, folder: str, examples: Sequence[Example], total_steps: int) -> None:
-        """(every rank) `folder`: of the run; empty where nothing may be written."""
-        self.parts.run, self.parts.total_steps = Path(folder), total_steps
-        self.parts.objective.before(Path(folder) if folder else None, examples)
-
     async def train(self, rows: list[Example]) -> None:
         """One optimizer step on some rows, then its report."""
-        began = time.perf_counter()
-        self.parts.tracker.phase("training")
-        stats = await self.together("update", rows)
-        self.step, self.position = self.step + 1, self.position + len(rows)
+        run, worker, began = self.run, self.worker, time.perf_counter()
+        run.tracker.phase("training")
+        stats = await run.ranks(RowsWorker.update, rows)
+        run.step, run.position = run.step + 1, run.position + len(rows)
         trained, tokens = time.perf_counter(), sum(len(s) for e in rows for s in e.sequences)
-        done("train", began, ended=trained, version=self.parts.learner.version, tokens=tokens)
-        improved = await self.validate() if self.validation_due() else False
+        done("train", began, ended=trained, version=worker.learner.version, tokens=tokens)
+        improved = await self.validate() if run.validation_due() else False
         validated = time.perf_counter()
-        metrics = self.parts.objective.figures(stats) | {
+        metrics = worker.objective.figures(stats) | {
             "grad_norm": stats.grad_norm,
-            "lr": self.rate,
+            "lr": worker.rate,
             "rows": float(len(rows)),
             "updates/nonfinite": float(stats.nonfinite),
             "tokens/trained": float(tokens),
             "speed/train": tokens / max(trained - began, 1e-9),
             "time/train": trained - began,
-            "time/checkpoint": self.saving,
+            "time/checkpoint": run.saving,
             "time/validate": validated - trained,
-            "time/step": validated - self.clock,
+            "time/step": validated - run.clock,
             "memory/peak": peak_memory(),
             **stats.other,
         }
-        await self.report(metrics, ("tokens/trained",), improved)
-
-    def update(self, rows: Sequence[Example]) -> Stats:
-        """(every rank)"""
-        self.rate = self.learning_rate()
-        stats = self.gradients(rows)
-        stats.grad_norm = self.parts.learner.optim_step(self.rate)
-        self.check_finite(stats, stats.grad_norm)
-        return stats
-
-    def gradients(self, rows: Sequence[Example]) -> Stats:
-        """(every rank)"""
-        stats, parts = Stats(), self.parts
-        work = parts.objective.work(rows)
-        shares, batches = self.config.parallel.shares, [batch for batch, _ in work]
-        stats.other = packing(batches, parts.objective.capacity, shares, parts.policy.pair_cost)
-        parts.learner.learn(work, stats)
-        return stats
-
-    def plans_validation(self) -> bool:
-        return self.config.validation.every > 0 and bool(self.parts.held_out)
+        await run.report(metrics, ("tokens/trained",), improved)
 
     async def validate(self) -> bool:
         """Measure the weights as they are now; True when they are the best so far. A signal abandons it."""
-        self.parts.tracker.phase("validating")
-        parts, stats, size = self.parts, Stats(), self.config.batch_size
+        run, rows, objective = self.run, self.rows.held_out, self.worker.objective
+        run.tracker.phase("validating")
+        stats, size = Stats(), self.config.batch_size
         began = time.perf_counter()
-        pieces = [parts.held_out[i : i + size] for i in range(0, len(parts.held_out), size)]
+        pieces = [rows[i : i + size] for i in range(0, len(rows), size)]
         total = 0.0
         for piece in pieces:
-            if self.stop.is_set():
+            if run.stop.is_set():
                 return False
             stats.loss = 0.0  # the mean over one piece, which may be smaller than the others
-            await self.together("measure", piece, stats)
+            await run.ranks(RowsWorker.measure, piece, stats)
             total += stats.loss * len(piece)
-        stats.loss = total / len(parts.held_out)
-        done("validate", began, version=parts.learner.version)
-        figures = parts.objective.figures(stats)
+        stats.loss = total / len(rows)
+        done("validate", began, version=self.worker.learner.version)
+        figures = objective.figures(stats)
         metrics = {f"validation/{name}": value for name, value in figures.items()}
-        score = parts.objective.score(figures)
-        return self.validated(metrics, [], score if math.isfinite(score) else math.nan)
-
-    def measure(self, rows: Sequence[Example], stats: Stats) -> None:
-        """(every rank)"""
-        self.parts.learner.survey(self.parts.objective.work(rows), stats)
+        score = objective.score(figures)
+        return run.validated(metrics, [], score if math.isfinite(score) else math.nan)

@@ -118,7 +118,7 @@ class Child:
 
 
 def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], Any]) -> None:
-    """The life of a rank other than 0: `make` its part of the run, then do what rank 0 calls.
+    """The life of a rank other than 0: `make` its worker, then do what rank 0 calls.
 
     Launchers send SIGTERM to every rank. Rank 0 saves then, which needs the others, and ends them."""
     keep_memory()
@@ -129,8 +129,7 @@ def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], An
     made = Crew(join(grid_of(config), choose(config.model.device), timeout), timeout)
     try:
         with compute_thread(rank_threads(config)) as compute:
-            run = compute.submit(make, made, compute).result()
-            made.follow([run, run.parts], compute)
+            made.follow(compute.submit(make, made, compute).result(), compute)
     except BaseException as error:
         made.report(error)
         if not isinstance(error, BirlError):

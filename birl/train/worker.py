@@ -1,0 +1,136 @@
+"""What every rank has of a run: the weights that are trained, and their checkpoints. Rank 0 calls these methods on all
+ranks (`birl/parallel/crew.py`); what a step is, the workers of `step.py` and `offline.py` say."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from birl.config import schema
+from birl.errors import BirlError
+from birl.learner import checkpoint
+from birl.learner.learner import Learner, Stats
+from birl.learner.optimizer import learning_rate
+from birl.learner.store import Store, location
+from birl.learner.writer import Writer
+from birl.parallel.crew import Crew
+from birl.track.trace import Trace, rank_file
+
+NONFINITE_LIMIT = 3  # optimizer steps in a row without a finite gradient that are skipped before the run stops
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """What is trained, how far it is, and how that is kept."""
+
+    optimizer: schema.Optimizer
+    keys: schema.Checkpoint
+    learner: Learner
+    crew: Crew
+    critic: Learner | None = None  # with a model of its own
+    writer: Writer = field(default_factory=Writer)
+    folder: Path  # of the run, and
+    total_updates: int | None = None  # the optimizer steps in it, of which the others hear from rank 0
+    nonfinite: int = 0
+    rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])  # small things that only one algorithm remembers
+    store: Store | None = None
+    unsaid: list[str] = field(default_factory=list[str])  # warnings of the thread that writes checkpoints
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that is trained, as a checkpoint holds it."""
+        own = dict(self.learner.tensors())
+        if self.critic is not None:
+            own |= {f"critic.{name}": tensor for name, tensor in self.critic.tensors().items()}
+        return own
+
+    def learning_rate(self) -> float:
+        return learning_rate(
+            self.learner.version,
+            peak=self.optimizer.lr,
+            schedule=self.optimizer.schedule,
+            warmup=self.optimizer.warmup_steps,
+            total=self.total_updates,
+            min_ratio=self.optimizer.min_lr_ratio,
+        )
+
+    def check_finite(self, stats: Stats, *norms: float) -> None:
+        """`norms`: of all gradients of one update, the critic's too. Raises `BirlError` after too many in a row of
+        which one is not finite."""
+        left_out = sum(not math.isfinite(norm) for norm in norms)
+        stats.nonfinite += left_out
+        self.nonfinite = self.nonfinite + 1 if left_out else 0
+        if self.nonfinite >= NONFINITE_LIMIT:
+            raise BirlError(
+                f"The gradient was not finite {self.nonfinite} optimizer steps in a row; the weights were left as "
+                "they are. Try a lower optimizer.lr, or model.dtype=float32."
+            )
+
+    def write(self, step: int, state: dict[str, Any], kept: set[int]) -> None:
+        """A checkpoint; then the old ones go, but for the newest and those of the steps in `kept`."""
+        ranks, keys, root = self.crew.ranks, self.keys, self.checkpoints
+
+        def work(tensors: dict[str, torch.Tensor], group: Any) -> None:
+            checkpoint.save(root, step, tensors, state, ranks, group)
+            if keys.store:
+                self.copy(root / f"step-{step:06d}", step, kept, group)
+            if ranks.rank == 0:
+                try:
+                    checkpoint.prune(root, keys.keep_last, kept)
+                except OSError as error:
+                    self.unsaid.append(f"WARNING: an old checkpoint cannot be deleted. {error}")
+
+        if keys.asynchronous:
+            self.writer.begin(self.tensors(), work, ranks)
+        else:
+            work(self.tensors(), None)
+
+    def copy(self, path: Path, step: int, kept: set[int], group: Any) -> None:
+        """A complete checkpoint to the object store. That it could not be is a warning: the run folder has
+        it, and the next one may get through."""
+        ranks, keys = self.crew.ranks, self.keys
+        try:
+            store = self.store or Store(location(keys.store, self.folder))
+            if self.store is None:
+                checkpoint.agreed(lambda: store.about(self.folder) if ranks.rank == 0 else None, ranks, group)
+            self.store = store  # it knows the run by now
+            store.put(path, step, ranks, group)
+            if ranks.rank == 0:
+                store.prune(keys.keep_last, kept)
+        except (BirlError, OSError) as error:  # other ranks' come as OSError
+            self.unsaid.append(f"WARNING: step {step} is not on the store. {error}")
+
+    def saving_done(self) -> None:
+        self.writer.wait()
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """A checkpoint's tensors into ours; gives its state."""
+        state = checkpoint.fill(path, self.tensors(), self.crew.ranks)
+        for each in (self.learner, self.critic):
+            if each is not None:
+                each.loaded(state["version"])
+        self.nonfinite, self.extra = state["nonfinite"], state["extra"]
+        return state
+
+    def damage(self, path: Path, wanted: Sequence[str]) -> list[str]:
+        """What is wrong with the files of a checkpoint, whose state.json has the `wanted` keys."""
+        damage = checkpoint.verify(path, self.crew.ranks)
+        if not damage:
+            state = checkpoint.read_state(path)
+            damage = [f"state.json has no {name}" for name in wanted if name not in state]
+        return damage
+
+    def trace(self, folder: str, until: float) -> None:
+        """Ranks but 0 write what they do beside rank 0's trace, where they see the run's folder, and go on
+        behind what it has kept: `until` [s since 1970]."""
+        crew = self.crew
+        if not crew.leads and Path(folder).is_dir():
+            rank = crew.ranks.rank
+            Trace(rank_file(Path(folder), rank), process=f"learner rank {rank}").go_on(until)
