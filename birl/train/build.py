@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.config import schema
 from birl.config.load import flatten
 from birl.config.rules_algorithm import CRITIC, remembers
@@ -31,25 +32,26 @@ from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
+from birl.learner.past import Past
 from birl.models.device import device_of
 from birl.models.heads import add_score_head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight
 from birl.models.slices import sketched, sketched_reward_model
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
-from birl.rewards.score import Rewards
 from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
 from birl.server.gateway import Gateway
 from birl.track.tracker import Tracker
-from birl.train import checks
+from birl.train.comparison import KEPT
 from birl.train.credit import Credit
-from birl.train.evaluate import plan
+from birl.train.evaluate import Plan, plan
 from birl.train.objective import Objective, keeps_reference, surrogate_of
-from birl.train.parts import Parts, replays
+from birl.train.parts import Parts
 from birl.train.ranks import check_split
 from birl.train.rewards import Progress, make_rewards, scorer, started
 from birl.train.run_folder import claim, find_checkpoint
+from birl.train.step import RLWorker, replays
 from birl.train.tasks import (
     check_lengths,
     context_of,
@@ -62,7 +64,7 @@ from birl.train.tasks import (
 )
 from birl.types import SamplingParams, Task
 from birl.weights.gathered import Gathered
-from birl.weights.publish import Memory, Refresh
+from birl.weights.publish import Memory, Publisher, Refresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,8 @@ class Given:
 
 
 async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, compute: Executor, crew: Crew) -> Parts:
-    """Load and check everything, cheapest first. Rewards start their workers while the model loads."""
+    """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong.
+    Rewards start their workers while the model loads."""
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
     check_engine(config.engine, trains=True)
@@ -103,84 +106,92 @@ async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, co
             await gateway.start()
             opened.push_async_callback(gateway.close)
         await starting
-        progress = Progress(epochs=config.epochs)
-        judge = scorer(rewards, progress)
-        rollout = partial(Rollout, chat=policy.chat, open_env=world.open, score=judge, gateway=gateway)
-        ready = partial(
-            assembled, config, policy, context, rewards, rollout, train, validation, run, resume_from, dry_run, asked,
-            servers, crew,
-        )  # fmt: skip
-        parts = await loop.run_in_executor(compute, ready)
-        if servers is None:
-            opened.push_async_callback(parts.engine.close)
-        opened.push_async_callback(parts.publisher.close)  # before the engines
+        worker = await loop.run_in_executor(compute, worker_of, config, policy, crew, run)
+        engine = servers
+        if engine is None:
+            sampler = partial(embedded, worker, context, asked, run, dry_run)
+            engine = await loop.run_in_executor(compute, sampler)
+            opened.push_async_callback(engine.close)
+        elif not dry_run:
+            claim(run, config, policy)
+        total, progress = total_steps(config, train), Progress(epochs=config.epochs)
+        tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
+        publish = partial(publisher_of, worker, servers, train, run, tracker.message)
+        publisher = await loop.run_in_executor(compute, publish)
+        opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
-        parts.progress = progress
-        parts.opened = opened.pop_all()
-        return parts
+        return Parts(
+            config=config,
+            run=run,
+            worker=worker,
+            policy=policy,
+            engine=engine,
+            rollout=Rollout(
+                chat=policy.chat,
+                open_env=world.open,
+                score=scorer(rewards, progress),
+                gateway=gateway,
+                engine=engine,
+                limits=limits_of(config.env, tokens=context),
+                seed=config.seed,
+            ),
+            params=sampling(config.rollout),
+            train=train,
+            plan_validation=planned(config, validation),
+            tracker=tracker,
+            publisher=publisher,
+            resume_from=resume_from,
+            total_steps=total,
+            reward_weights={} if rewards is None else dict(zip(rewards.names, rewards.weights, strict=True)),
+            progress=progress,
+            opened=opened.pop_all(),
+        )
 
 
-def assembled(
-    config: schema.RL,
-    policy: Policy,
-    context: int,
-    rewards: Rewards | None,
-    rollout: Callable[..., Rollout],
-    train: list[Tasks],
-    validation: list[Task],
-    run: Path,
-    resume_from: Path | None,
-    dry_run: bool,
-    asked: list[tuple[int, int]],
-    servers: Servers | None,
-    crew: Crew,
-) -> Parts:
-    """Everything that needs the model and the data; claims the run folder when nothing is left that could be wrong."""
-    parts = learning(config, policy, crew)
-    learner, longest = parts.learner, min(max(map(sum, asked)), context)
-    engine = servers or parts.sampler(context, longest)
-    if isinstance(engine, EmbeddedEngine):
-        for prompt, answer in asked:
-            check_cache(config.engine, engine, prompt, answer)
-    limits = limits_of(config.env, tokens=context)
-    total = total_steps(config, train)
-    if not dry_run:
-        claim(run, config, policy)
-        if isinstance(engine, EmbeddedEngine) and crew.ranks.shares > 1:
-            engine = spread(parts, engine, context, longest)
-    tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
-    parts.run, parts.engine, parts.tracker, parts.train = run, engine, tracker, train
-    saw = checks.Start(config.rollout).saw
-    parts.rollout = rollout(engine=engine, limits=limits, seed=config.seed, saw=saw)
-    parts.params = sampling(config.rollout)
-    parts.resume_from, parts.total_steps = resume_from, total
-    if rewards is not None:
-        parts.credit.weights = dict(zip(rewards.names, rewards.weights, strict=True))
-    if validation:
-        parts.plan_validation = plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
-    if servers is not None:
-        parts.publisher = sender(config, policy, learner, servers, train, run, tracker.message)
-        if crew.ranks.sharded:
-            gather = partial(crew.call, parts, "gathered")
-            parts.publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather)
-            parts.publisher.canary.together = partial(crew.call, parts, "said")
-            parts.publisher.canary.parts = crew.ranks.shares
-    elif crew.ranks.sharded:
-        parts.publisher = Refresh(partial(crew.call, parts, "refresh"), compute=policy.compute)
-    else:
-        parts.publisher = Memory()
-    return parts
+def planned(config: schema.RL, validation: list[Task]) -> Plan | None:
+    if not validation:
+        return None
+    return plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
 
 
-def spread(parts: Parts, own: EmbeddedEngine, context: int, longest: int) -> Spread:
-    """The engine of every data-parallel group of ranks, as one."""
+def embedded(
+    worker: RLWorker, context: int, asked: list[tuple[int, int]], run: Path, dry_run: bool
+) -> EmbeddedEngine | Spread:
+    """The engine of this process, or those of every data-parallel group of ranks as one. `asked`: the longest prompts
+    and answers [tokens]."""
+    config, longest = worker.config, min(max(map(sum, asked)), context)
+    own = worker.sampler(context, longest)
+    for prompt, answer in asked:
+        check_cache(config.engine, own, prompt, answer)
+    if dry_run:
+        return own
+    claim(run, config, worker.policy)
+    if worker.crew.ranks.shares == 1:
+        return own
     token = secrets.token_hex(16)
-    others = parts.crew.call(parts, "host", token, context, longest)
-    return Spread(own=own, others=[Client(a, token, timeout=parts.config.engine.request_timeout) for a in others])
+    others = worker.crew.call(worker, RLWorker.host, token, context, longest)
+    return Spread(own=own, others=[Client(a, token, timeout=config.engine.request_timeout) for a in others])
 
 
-def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
+def publisher_of(
+    worker: RLWorker, servers: Servers | None, train: list[Tasks], run: Path, say: Callable[[str], None]
+) -> Publisher:
+    """How the learner's weights come to the engines."""
+    config, policy, learner, crew = worker.config, worker.policy, worker.learner, worker.crew
+    call = partial(crew.call, worker)
+    if servers is None:
+        return Refresh(partial(call, RLWorker.refresh), compute=policy.compute) if crew.ranks.sharded else Memory()
+    publisher = sender(config, policy, learner, servers, train, run, say)
+    if crew.ranks.sharded:
+        gather = partial(call, RLWorker.gathered)
+        publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather)
+        publisher.canary.together = partial(call, RLWorker.said)
+        publisher.canary.parts = crew.ranks.shares
+    return publisher
+
+
+def worker_of(config: schema.RL, policy: Policy, crew: Crew, run: Path) -> RLWorker:
     """What every rank has: the policy's learner, what it minimises, how its answers are judged; copies of the first
     weights come first."""
     keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
@@ -223,15 +234,19 @@ def learning(config: schema.RL, policy: Policy, crew: Crew) -> Parts:
         learner=learner if remembers(config) else None,
         pair_cost=policy.pair_cost,
     )
-    return Parts(
+    target = keys.kl_target
+    return RLWorker(
         config=config,
-        run=Path(config.run),
+        optimizer=config.optimizer,
+        keys=config.checkpoint,
+        folder=run,
         policy=policy,
         learner=learner,
-        reference=reference,
         critic=critic,
         objective=objective,
         credit=credit,
+        kl=AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef),
+        past=Past(learner, min(config.rollout.max_staleness, KEPT)),
         crew=crew,
     )
 

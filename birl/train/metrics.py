@@ -15,24 +15,24 @@ from birl.train.credit import Credited
 from birl.types import Group, Outcome, Sample
 
 if TYPE_CHECKING:
-    from birl.train.rl import _Run
+    from birl.train.rl import Loop
 
 OLD = 8  # staleness of this many steps or more is one class of the histogram
 
 
 def step_metrics(
-    run: "_Run", step: pipeline.Step, credited: Credited, stats: Stats, waited: float, training: float
+    loop: "Loop", step: pipeline.Step, credited: Credited, stats: Stats, waited: float, training: float
 ) -> dict[str, float]:
     """All figures of a step. `waited` [s]: for its groups."""
-    parts, everything = run.parts, (*step.groups, *step.refused)
-    counters = parts.take_counters()
-    computed = [s for s in credited.samples if parts.has_gradient(s)]
+    worker, everything = loop.worker, (*step.groups, *step.refused)
+    counters = loop.take_counters()
+    computed = [s for s in credited.samples if worker.has_gradient(s)]
     trained = sum(len(s.tokens) for s in computed)
     metrics = outcome_metrics(everything) | reward_metrics(everything)
     metrics |= {
         "groups/kept": float(len(step.groups)),
         "groups/refilled": float(len(step.refused)),
-        "groups/no_signal": float(sum(not assemble.has_signal(g, parts.usage) for g in everything)),
+        "groups/no_signal": float(sum(not assemble.has_signal(g, loop.usage) for g in everything)),
         "loss": stats.loss,
         "entropy": stats.mean("entropy"),
         "clip_fraction": stats.mean("clip_fraction"),
@@ -40,7 +40,7 @@ def step_metrics(
         "ratio/max": stats.maxima.get("ratio", nan),
         "mismatch/mean": stats.first_gap,
         "grad_norm": stats.grad_norm,
-        "lr": run.rate,
+        "lr": worker.rate,
         "updates/done": float(stats.updates),
         "updates/skipped": float(stats.skipped),
         "updates/nonfinite": float(stats.nonfinite),
@@ -53,38 +53,38 @@ def step_metrics(
         "time/generate": counters.seconds,
         "time/train": training,
         "time/wait": waited,
-        "time/checkpoint": run.saving,
+        "time/checkpoint": loop.run.saving,
         "memory/peak": peak_memory(),
     }
-    if run.config.rollout.max_staleness == 0:
+    if loop.config.rollout.max_staleness == 0:
         metrics["time/reward"] = max(waited - counters.seconds, 0.0)
     told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
     metrics |= {name: stats.mean(name) for name in told} | stats.other
     if credited.kl == credited.kl:
-        metrics |= {"kl/episode": credited.kl, "kl/coef": run.kl.coef}
-    return metrics | staleness_metrics(run, step, credited) | weights_metrics(run)
+        metrics |= {"kl/episode": credited.kl, "kl/coef": worker.kl.coef}
+    return metrics | staleness_metrics(loop, step, credited) | weights_metrics(loop)
 
 
-def staleness_metrics(run: "_Run", step: pipeline.Step, credited: Credited) -> dict[str, float]:
+def staleness_metrics(loop: "Loop", step: pipeline.Step, credited: Credited) -> dict[str, float]:
     """How old the trained tokens were, in training steps, and how much is under way."""
-    found = run.ages.histogram(credited.samples)
+    found = loop.worker.ages.histogram(credited.samples)
     total = max(found.total(), 1)
     metrics = {
         "staleness/mean": ages.mean(found),
         "staleness/max": float(max(found, default=0)),
     }
-    if run.config.rollout.max_staleness > 0:
+    if loop.config.rollout.max_staleness > 0:
         metrics |= {"queue/ready": float(step.ready), "queue/running": float(step.running)}
         metrics["staleness/mixed"] = ages.mixed(credited.samples)
-        for age in range(min(run.config.rollout.max_staleness, OLD) + 1):
+        for age in range(min(loop.config.rollout.max_staleness, OLD) + 1):
             count = found[age] if age < OLD else sum(n for a, n in found.items() if a >= OLD)
             metrics[f"staleness/{age}"] = count / total
     return metrics
 
 
-def weights_metrics(run: "_Run") -> dict[str, float]:
+def weights_metrics(loop: "Loop") -> dict[str, float]:
     """What the last update of the engines cost; nothing where they have the learner's own weights."""
-    sent = run.sent
+    sent = loop.sent
     if not sent.digest:
         return {}
     return {

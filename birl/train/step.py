@@ -1,0 +1,226 @@
+"""One step of reinforcement learning, as every rank computes it: groups -> advantages -> samples -> batches -> update.
+
+`RLWorker.learn` is the algorithm between a group and a gradient; rank 0 calls it for each step (`rl.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import nan
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from birl.algorithms.kl import AdaptiveKL, FixedKL
+from birl.algorithms.reduce import DENOMINATORS
+from birl.config import schema
+from birl.config.rules_algorithm import CRITIC
+from birl.data.pack import Batch, pack, packing
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.policy import DTYPES, Policy
+from birl.learner.learner import Learner, Stats
+from birl.learner.past import Past
+from birl.models.device import device_of
+from birl.models.forward import weights_changed
+from birl.models.load import cast
+from birl.models.slices import fill, sketched
+from birl.parallel.shard import drop_gathered
+from birl.rollout import assemble
+from birl.rollout.ages import Ages
+from birl.seeds import derive_seed
+from birl.server.serve import hosted, service_of
+from birl.train import checks
+from birl.train.comparison import compare
+from birl.train.credit import Credit, Credited
+from birl.train.objective import Objective, critic_loss
+from birl.train.token_figures import Key, Watch
+from birl.train.worker import Worker
+from birl.types import Group, Sample
+from birl.weights.canary import said
+
+
+@dataclass(slots=True, kw_only=True)
+class RLWorker(Worker):
+    """The policy's learner, what it minimises, how its answers are judged; and the weights that are sampled from."""
+
+    config: schema.RL
+    policy: Policy
+    objective: Objective
+    credit: Credit
+    kl: FixedKL | AdaptiveKL
+    past: Past
+    ages: Ages = field(default_factory=Ages)
+    step: int = 0  # finished steps
+    sampling: bool = True  # engines have the weights that the step begins with
+    seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # what the learner said of the step's tokens
+    copy: nn.Module | None = None  # the engine's own weights, and the learner's version that they are of
+    copied: int = 0
+
+    @property
+    def sampled(self) -> nn.Module:
+        """The module that the embedded engine samples from."""
+        return self.copy or self.learner.model
+
+    def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
+        """What only rank 0 knows, as it has the data and the rewards; `weights` of each reward function."""
+        keys = self.config.algorithm
+        self.folder, self.credit.weights = folder, weights
+        self.total_updates = total_steps and total_steps * keys.updates_per_batch * keys.passes
+
+    def learn(
+        self, step: int, groups: Sequence[Group], greedy: dict[int, float], sampling: bool
+    ) -> tuple[Credited, Stats]:
+        """Rewards to advantages, advantages to optimizer steps; `step` are finished. `sampling`: engines
+        have the weights of now."""
+        self.step, self.seen, self.sampling = step, {}, sampling
+        self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
+        self.ages.starts = self.extra.get("versions", [])
+        self.ages.begin(self.learner.version, self.config.rollout.max_staleness + 1)
+        self.extra["versions"] = self.ages.starts
+        checks.staleness(max((self.ages.of(g.start_version) for g in groups), default=0), self.config.rollout)
+        credited = self.credit.of(groups, greedy, self.kl.coef)
+        stats = Stats() if self.config.debug.only_rollout else self.update(credited.samples)
+        if credited.kl == credited.kl:
+            self.kl.update(credited.kl, credited.episodes)
+            self.extra["kl_coef"] = self.kl.coef
+        return credited, stats
+
+    def update(self, samples: list[Sample]) -> Stats:
+        """Optimizer steps on one batch of rollouts."""
+        stats = Stats()
+        self.rate = self.learning_rate()
+        parts = split_by_group(samples, self.config.algorithm.updates_per_batch)
+        for part in parts * self.config.algorithm.passes:
+            self.update_once(part, stats, samples)
+        return stats
+
+    def update_once(self, samples: list[Sample], stats: Stats, everything: list[Sample]) -> None:
+        """One optimizer step. Samples whose advantages are 0 count in the denominator, but have no gradient, so they
+        are not computed (with a KL term, an entropy bonus or a critic they have one). A batch without any gradient
+        moves nothing, the optimizer's momentum included."""
+        config, critic = self.config, self.critic
+        lengths = assemble.trained_lengths(samples)
+        denominator = DENOMINATORS[config.algorithm.denominator]
+        weights = denominator(lengths, [s.group for s in samples], config.rollout.max_tokens)
+        useful = [(s, w) for s, w in zip(samples, weights, strict=True) if self.has_gradient(s)]
+        if not useful:
+            stats.skipped += 1
+            return
+        self.rate = self.learning_rate()
+        size, shares = config.capacity, config.parallel.shares
+        pair_cost = self.policy.pair_cost
+        batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
+        stats.other |= packing(batches, size, shares, pair_cost)
+        value_weight = 1 / max(sum(lengths), 1)
+        norms = [] if critic is None else [self.update_critic(critic, batches, value_weight, stats)]
+        if critic is None or self.step >= config.critic.freeze_steps:
+            known = self.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
+            losses = [self.objective.loss(of, self.kl.coef, value_weight) for of in known]
+            watch = Watch() if config.track.rollouts and config.track.token_figures else None
+            watched = losses if watch is None else watch.over(losses)
+            self.learner.learn(list(zip(batches, watched, strict=True)), stats)
+            if watch is not None:
+                self.seen = watch.found(batches, [s for s, _ in useful], self.learner.ranks) | self.seen
+            if stats.updates == 0:
+                self.compare(everything, sum(len(b.tokens) for b in batches), stats)
+            stats.grad_norm = self.learner.optim_step(self.rate)
+            stats.updates += 1
+            norms.append(stats.grad_norm)
+        self.check_finite(stats, *norms)
+
+    def compare(self, samples: list[Sample], computed: int, stats: Stats) -> None:
+        """Engine against learner on the step's samples, before the weights move. Raises `BirlError` where
+        the log-probs of any version are too far apart."""
+        config, fresh = self.config, stats.sums["fresh"]
+        gaps = {self.learner.version: (stats.sums["gap"] / fresh, int(fresh))} if fresh else {}
+        if config.rollout.max_staleness > 0:
+            found = compare(self.past, samples, computed, gaps, config.capacity)
+            gaps |= found.gaps
+            stats.other["mismatch/unheld"] = found.unheld / max(sum(map(sum, (s.mask for s in samples))), 1)
+        stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
+        stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
+        for version, (mean, _) in gaps.items():
+            checks.gap(mean, version, config)
+        if self.sampling:
+            self.past.keep()
+
+    def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
+        """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same
+        tokens."""
+        own, loss = Stats(), critic_loss(self.config.critic.clip, weight)
+        critic.learn([(batch, loss) for batch in batches], own)
+        norm = critic.optim_step(self.config.critic.lr)
+        stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": norm}
+        return norm
+
+    def has_gradient(self, sample: Sample) -> bool:
+        """Samples that have none need not go through the model."""
+        if self.config.debug.only_rollout:
+            return False
+        keys = self.config.algorithm
+        ranked = keys.entropy_control != "none"  # all tokens of the step are compared
+        everything = ranked or keys.advantage in CRITIC or keys.entropy_coef > 0 or self.objective.needs_reference()
+        own = sample.advantage
+        return everything or (any(own) if isinstance(own, tuple) else own != 0)
+
+    def sampler(self, context: int, longest: int) -> EmbeddedEngine:
+        """An engine that samples from the learner's weights; where they are split over ranks, from a copy."""
+        keys, policy, learner = self.config, self.policy, self.learner
+        among = self.crew.ranks.shares if device_of(policy.model).type == "cpu" else 1
+        if not self.crew.ranks.sharded:
+            return policy.engine(keys.engine, context, lambda: learner.version, longest, replays(keys), among)
+        self.copy = cast(sketched(policy.folder, device_of(policy.model)), DTYPES[keys.model.dtype])
+        fill(self.copy.requires_grad_(False))
+        own = replace(policy, model=self.copy)
+        return own.engine(keys.engine, context, lambda: self.copied, longest, replays(keys), among)
+
+    def host(self, token: str, context: int, longest: int) -> list[str]:
+        """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""
+        address = ""
+        if not self.crew.leads and self.crew.ranks.first:
+            engine = self.sampler(context, longest)
+            address = hosted(service_of(self.policy, engine, token, self.config.model.dtype))
+            print(f"birl: rank {self.crew.ranks.rank} samples, too, at {address}", flush=True)
+        return [a for a in self.crew.gather(address) if a]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The engines' own weights become the learner's, one after the other."""
+        copies = {} if self.copy is None else dict(self.copy.named_parameters())
+        for name, parameter in self.learner.model.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if name in copies:
+                copies[name].copy_(whole)
+        if self.copy is not None:
+            weights_changed(self.copy)
+        self.copied = self.learner.version
+
+    @torch.no_grad()
+    def gathered(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Weights as the engines have them, whole on rank 0, nothing elsewhere."""
+        drop_gathered(self.learner.outputs)
+        parameters, found = dict(self.learner.model.named_parameters()), []
+        for name in names:
+            weight = parameters[name].to(DTYPES[self.config.model.dtype])
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if self.crew.leads:
+                found.append(whole)
+        return found
+
+    def said(self, batches: list[Batch]) -> list[list[float]]:
+        """What engines are compared with."""
+        return said(self.learner, batches)
+
+
+def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
+    """Samples in at most `parts` pieces of about equally many groups, in order; the samples of a group stay
+    together."""
+    groups = list(dict.fromkeys(s.group for s in samples))
+    pieces = min(parts, len(groups))
+    piece_of = {g: n * pieces // len(groups) for n, g in enumerate(groups)}
+    return [[s for s in samples if piece_of[s.group] == piece] for piece in range(pieces)]
+
+
+def replays(config: schema.RL | schema.Stage) -> bool:
+    return isinstance(config, schema.RL) and config.algorithm.router_replay == "rollout"
