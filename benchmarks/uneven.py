@@ -44,7 +44,7 @@ def install(args: argparse.Namespace) -> None:
     from birl.train import rl
     from birl.types import Feedback, Message
 
-    generates, finishes = Session._generate, rl._Run.finish_step
+    generates, finishes = Session._generate, rl.Loop.finish_step
 
     async def generate(session: Any, prompt: tuple[int, ...], params: Any) -> Any:
         if args.tokens:
@@ -62,18 +62,18 @@ def install(args: argparse.Namespace) -> None:
                 await asyncio.sleep(seconds)
             return await super().step(reply)
 
-    async def finish_step(run: Any, metrics: dict[str, float], reported: float) -> None:
-        remotes = getattr(run.parts.engine, "remotes", None)
+    async def finish_step(loop: Any, metrics: dict[str, float], reported: float) -> None:
+        remotes = getattr(loop.parts.engine, "remotes", None)
         if remotes is None:
-            totals = [asdict(run.parts.engine.counters)]
+            totals = [asdict(loop.parts.engine.counters)]
         else:
             totals = [(await remote.info()).counters for remote in remotes.values()]
-        row = {"step": run.step, **{key: sum(t[key] for t in totals) for key in ("seconds", "tokens", "prefilled")}}
-        with (Path(run.parts.run) / "engine.jsonl").open("a") as file:
+        row = {"step": loop.run.step, **{key: sum(t[key] for t in totals) for key in ("seconds", "tokens", "prefilled")}}
+        with (Path(loop.parts.run) / "engine.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-        await finishes(run, metrics, reported)
+        await finishes(loop, metrics, reported)
 
-    Session._generate, envs.SingleTurn, rl._Run.finish_step = generate, waits, finish_step  # type: ignore[misc]
+    Session._generate, envs.SingleTurn, rl.Loop.finish_step = generate, waits, finish_step  # type: ignore[misc]
 
 
 def main() -> int:

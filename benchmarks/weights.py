@@ -137,7 +137,7 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
         await sender.publish()
         answers = [asyncio.create_task(busy(parts.engine, prompt, args.tokens, i)) for i in range(args.answers)]
         for _ in range(args.rounds + 1):
-            await loop.run_in_executor(compute, move, parts.learner)
+            await loop.run_in_executor(compute, move, parts.worker.learner)
             with watched(sender) as spent:
                 sent = await sender.publish()
             if method in ("direct", "nccl"):

@@ -510,7 +510,7 @@ RL_CASES = {
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
     "checkpoint.store": Case("memory://every", stored, True),
-    "checkpoint.asynchronous": Case("false", lambda s: s.parts.writer.staged, 0),
+    "checkpoint.asynchronous": Case("false", lambda s: s.parts.worker.writer.staged, 0),
     "checkpoint.keep_best": Case(
         "false",
         saved,
@@ -652,7 +652,13 @@ def spies(seen: Seen, stack: ExitStack) -> None:
 
     spy(Learner, "forward_backward", note_passes)
     spy(Runner, "run", note_batch)
-    spy(build, "assembled", lambda parts, *_: setattr(seen, "parts", parts))
+    training = build.training
+
+    async def built(*args: Any) -> Any:
+        seen.parts = await training(*args)
+        return seen.parts
+
+    stack.enter_context(patch.object(build, "training", built))
 
     guard = rl.Watchdog
 

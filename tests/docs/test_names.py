@@ -58,7 +58,7 @@ def problem(span: str) -> bool:
     path, colons, name = span.partition("::")
     if path.split("/")[0] in FOLDERS and re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", path):
         return not (ROOT / path).exists() or (bool(colons) and f"def {name}(" not in (ROOT / path).read_text())
-    if re.fullmatch(r"[A-Za-z_]\w*\(\)|_Run\.\w+|[A-Z]\w+\.[a-z_]\w*", span):
+    if re.fullmatch(r"[A-Za-z_]\w*\(\)|[A-Z]\w+\.[a-z_]\w*", span):
         return span.removesuffix("()").rpartition(".")[2] not in defined()
     return False
 

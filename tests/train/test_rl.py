@@ -114,9 +114,10 @@ def test_a_validation_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def main() -> None:
         side, tracker = SimpleNamespace(version=0), SimpleNamespace(phase=lambda text: None)
-        parts = SimpleNamespace(plan_validation=1, validation_rollout=1, engine=side, learner=side, tracker=tracker)
-        run: Any = SimpleNamespace(parts=parts, stop=asyncio.Event())
-        task = asyncio.create_task(rl._Run.validate(run))
+        parts = SimpleNamespace(plan_validation=1, validation_rollout=1, engine=side, tracker=tracker)
+        run, worker = SimpleNamespace(stop=asyncio.Event()), SimpleNamespace(learner=side)
+        loop: Any = SimpleNamespace(parts=parts, run=run, worker=worker)
+        task = asyncio.create_task(rl.Loop.validate(loop))
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait({task})
