@@ -68,7 +68,8 @@ def install(args: argparse.Namespace) -> None:
             totals = [asdict(loop.parts.engine.counters)]
         else:
             totals = [(await remote.info()).counters for remote in remotes.values()]
-        row = {"step": loop.run.step, **{key: sum(t[key] for t in totals) for key in ("seconds", "tokens", "prefilled")}}
+        sums = {key: sum(t[key] for t in totals) for key in ("seconds", "tokens", "prefilled")}
+        row = {"step": loop.run.step, **sums}
         with (Path(loop.parts.run) / "engine.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         await finishes(loop, metrics, reported)
