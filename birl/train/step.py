@@ -54,13 +54,13 @@ class RLWorker(Worker):
     step: int = 0  # finished steps
     sampling: bool = True  # engines have the weights that the step begins with
     seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # what the learner said of the step's tokens
-    copy: nn.Module | None = None  # the engine's own weights, and the learner's version that they are of
-    copied: int = 0
+    engine_model: nn.Module | None = None  # a copy that the engine samples from where the learner's weights are split,
+    engine_version: int = 0  # and the learner's version that it is of
 
     @property
     def sampled(self) -> nn.Module:
         """The module that the embedded engine samples from."""
-        return self.copy or self.learner.model
+        return self.engine_model or self.learner.model
 
     def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
         """What only rank 0 knows, as it has the data and the rewards; `weights` of each reward function."""
@@ -170,10 +170,10 @@ class RLWorker(Worker):
         among = self.crew.ranks.shares if device_of(policy.model).type == "cpu" else 1
         if not self.crew.ranks.sharded:
             return policy.engine(keys.engine, context, lambda: learner.version, longest, replays(keys), among)
-        self.copy = cast(sketched(policy.folder, device_of(policy.model)), DTYPES[keys.model.dtype])
-        fill(self.copy.requires_grad_(False))
-        own = replace(policy, model=self.copy)
-        return own.engine(keys.engine, context, lambda: self.copied, longest, replays(keys), among)
+        self.engine_model = cast(sketched(policy.folder, device_of(policy.model)), DTYPES[keys.model.dtype])
+        fill(self.engine_model.requires_grad_(False))
+        own = replace(policy, model=self.engine_model)
+        return own.engine(keys.engine, context, lambda: self.engine_version, longest, replays(keys), among)
 
     def host(self, token: str, context: int, longest: int) -> list[str]:
         """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""
@@ -187,14 +187,14 @@ class RLWorker(Worker):
     @torch.no_grad()
     def refresh(self) -> None:
         """The engines' own weights become the learner's, one after the other."""
-        copies = {} if self.copy is None else dict(self.copy.named_parameters())
+        copies = {} if self.engine_model is None else dict(self.engine_model.named_parameters())
         for name, parameter in self.learner.model.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if name in copies:
                 copies[name].copy_(whole)
-        if self.copy is not None:
-            weights_changed(self.copy)
-        self.copied = self.learner.version
+        if self.engine_model is not None:
+            weights_changed(self.engine_model)
+        self.engine_version = self.learner.version
 
     @torch.no_grad()
     def gathered(self, names: Sequence[str]) -> list[torch.Tensor]:
