@@ -31,13 +31,14 @@ AXE := axe-core@4.14.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-browser setup-axe setup-slurm setup-ray setup-modal setup-cloud setup-skypilot setup-trackers
-.PHONY: setup-agents demo test lint format bench-setup bench check-peers check-engines chaos drill-ray clean
+.PHONY: setup-agents setup-packages demo test test-all lint format bench-setup bench check-peers check-engines chaos drill-ray clean
 .PHONY: docs api notices sbom lint-docker check-install check-extras
 
 help:
 	@echo "make setup   install birl into .venv"
 	@echo "make demo    train SmolLM2-135M-Instruct on arithmetic, on this CPU"
-	@echo "make test    run the tests"
+	@echo "make test    run the quick tests: five minutes on two cores, with Python and make alone"
+	@echo "make test-all  install what the other tests need (packages of Debian or Ubuntu as root), run all: half an hour"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make setup-browser  install BrowserGym into .venv-browser, for env=miniwob and env=webarena"
 	@echo "make setup-axe  fetch axe-core from npm into .venv-axe, for the accessibility tests of birl view"
@@ -103,6 +104,16 @@ setup-axe: .venv-axe/package/axe.min.js
 	@tar -xzf .venv-axe/$(subst @,-,$(AXE)).tgz -C .venv-axe package/axe.min.js
 	@touch $@
 
+# What pip cannot install: a compiler, the sandbox of birl/sandbox, a browser, Slurm, and shells that complete commands.
+setup-packages:
+	@set --; command -v cc >/dev/null || set -- "$$@" gcc libc6-dev; \
+	command -v bwrap >/dev/null || set -- "$$@" bubblewrap; \
+	command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || set -- "$$@" chromium-headless-shell; \
+	command -v slurmctld >/dev/null || set -- "$$@" slurm-wlm munge; \
+	command -v zsh >/dev/null || set -- "$$@" zsh; \
+	command -v fish >/dev/null || set -- "$$@" fish; \
+	test $$# = 0 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$$@"; }
+
 setup-slurm:
 	@command -v slurmctld >/dev/null || { apt-get update -qq && \
 		apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
@@ -163,6 +174,9 @@ demo: setup
 	$(BIN)/$(DEMO) $(DEMO_FLAGS)
 
 test: setup-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+
+test-all: setup-packages setup-dev setup-browser setup-axe setup-trackers setup-agents
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: setup-dev

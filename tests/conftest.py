@@ -1,4 +1,5 @@
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,29 @@ import torch
 from tests.tiny import tiny_model_folder
 
 torch.set_num_threads(1)
+
+SLOW = {line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line and line[0] != "#"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow.txt: folders, files, functions, or single cases."""
+    for item in items:
+        case = item.nodeid.removeprefix("tests/")
+        function = case.partition("[")[0]
+        file = function.partition("::")[0]
+        if not SLOW.isdisjoint({case, function, file, *map(str, Path(file).parents)}):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line that says what did not run, and which command runs it."""
+    skipped = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])]
+    left = [f"{count} tests ({reason})" for reason, count in Counter(skipped).most_common()]
+    if config.option.markexpr == "not slow":
+        left.insert(0, "the tests of tests/slow.txt")
+    if left:
+        terminalreporter.write_line(f"Left out: {'; '.join(left)}. `make test-all` installs what it can, and runs all.")
 
 
 @pytest.fixture(scope="session")

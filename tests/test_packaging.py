@@ -136,3 +136,12 @@ def test_an_old_python_is_refused_in_words(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "birl needs Python 3.11 or newer" in done.stdout and "Python 3.8.1" in done.stdout
+
+
+def test_every_line_of_the_slow_tests_names_some() -> None:
+    for line in (ROOT / "tests/slow.txt").read_text().split("\n"):
+        if not line or line[0] == "#":
+            continue
+        file, _, name = line.partition("::")
+        path = ROOT / "tests" / file
+        assert path.exists() and (not name or f"def {name.partition('[')[0]}(" in path.read_text()), line

@@ -92,7 +92,7 @@ def test_a_name_is_waited_for(
     began = time.monotonic()
     with pytest.raises(BirlError, match=r"no server has that name now, .* engine\.start_timeout=0\.5 s"):
         asyncio.run(attached.found(config, wanted, ""))
-    assert 0.5 <= time.monotonic() - began < 5 and "waiting for 3 servers" in capsys.readouterr().out
+    assert 0.5 <= time.monotonic() - began < 50 and "waiting for 3 servers" in capsys.readouterr().out
 
 
 def test_what_an_engine_refuses(

@@ -116,7 +116,7 @@ def test_a_cluster_that_is_gone_is_not_waited_for(shell: Path, start: bool, left
     else:
         with pytest.raises(BirlError, match="no Ray cluster answers"):
             ray_cluster.connect("")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
 
 
 def test_one_that_is_named_and_gone_is_not_replaced(shell: Path) -> None:

@@ -44,7 +44,7 @@ def test_what_the_package_exports_is_there() -> None:
 
 def test_importing_birl_is_quick_and_loads_no_server_or_cloud() -> None:
     """The time bound is in `make check-install`, on an environment that nothing else is done in."""
-    code = TIMED.replace("assert took < 1, took", "assert took < 20, took")
+    code = TIMED.replace("assert took < 1, took", "assert took < 100, took")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

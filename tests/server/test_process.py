@@ -21,7 +21,7 @@ SLEEPER = (
 
 
 def run(work: Callable[[], Awaitable[object]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(work(), 500))  # type: ignore[arg-type]
 
 
 def sleeper(folder: Path, code: str = SLEEPER, **keys: Any) -> Process:
@@ -33,11 +33,11 @@ def sleeper(folder: Path, code: str = SLEEPER, **keys: Any) -> Process:
             raise EngineDown("not yet")
         return True
 
-    keys = {"log": folder / "logs" / "child.log", "ready": answers(ready), "start_timeout": 20.0} | keys
+    keys = {"log": folder / "logs" / "child.log", "ready": answers(ready), "start_timeout": 100.0} | keys
     return Process([sys.executable, "-c", code, str(flag)], **keys)
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
+def gone(pid: int, seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -60,9 +60,8 @@ def test_started_logged_ended(tmp_path) -> None:
         assert os.getsid(child.pid) == child.pid != os.getsid(0)  # the terminal's Ctrl-C goes elsewhere
         with pytest.raises(BirlError, match="runs already"):
             await child.start()
-        began = time.monotonic()
         await child.terminate()
-        assert not child.alive and time.monotonic() - began < 5 and gone(child.pid)
+        assert not child.alive and gone(child.pid)
         await child.terminate()  # again does nothing
 
     run(main)
@@ -91,8 +90,8 @@ def test_one_that_ends_early_is_told_with_the_end_of_its_log(tmp_path) -> None:
 
 def test_one_that_is_late_is_ended_and_so_is_a_start_that_is_given_up(tmp_path) -> None:
     async def main() -> None:
-        child = sleeper(tmp_path, "import time; print('thinking', flush=True); time.sleep(60)", start_timeout=0.5)
-        with pytest.raises(BirlError, match=r"not ready within 0.5 s(?s:.*)thinking"):
+        child = sleeper(tmp_path, "import time; print('thinking', flush=True); time.sleep(60)", start_timeout=5.0)
+        with pytest.raises(BirlError, match=r"not ready within 5 s(?s:.*)thinking"):
             await child.start()
         assert not child.alive and gone(child.pid)
 
@@ -102,7 +101,8 @@ def test_one_that_is_late_is_ended_and_so_is_a_start_that_is_given_up(tmp_path) 
 
         child = sleeper(tmp_path, ready=never)
         task = asyncio.create_task(child.start())
-        await asyncio.sleep(0.3)
+        while not child.pid:
+            await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled() and child.pid and gone(child.pid)
@@ -122,7 +122,7 @@ while True:
 
 def test_one_that_does_not_listen_is_killed_with_its_children(tmp_path) -> None:
     async def main() -> None:
-        child = sleeper(tmp_path, STUBBORN, stop_timeout=5.0)
+        child = sleeper(tmp_path, STUBBORN, stop_timeout=20.0)
         await child.start()
         grandchild = int((tmp_path / "up").read_text())
         await child.terminate()

@@ -54,7 +54,7 @@ def test_what_was_told_is_written(tmp_path: Path) -> None:
         "step": 1,
     }
     assert save["seconds"] == 0.25 and save["step"] == 2 and "version" not in save
-    assert abs(save["start"] + (time.perf_counter() - began) - time.time()) < 1
+    assert abs(save["start"] + (time.perf_counter() - began) - time.time()) < 30
 
 
 def test_a_wait_is_told_as_the_table_knows_it(tmp_path: Path) -> None:

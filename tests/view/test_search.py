@@ -257,7 +257,7 @@ def test_a_catastrophic_expression_is_given_up(tmp_path: Path, pattern: str) -> 
         search.go_on()
     except BirlError as error:
         assert "took more than 0.05 s on 20 answers" in str(error)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300
 
 
 @pytest.mark.parametrize(
@@ -277,4 +277,4 @@ def test_a_strange_expression_does_no_harm(episodes: Episodes, pattern: str) -> 
         rows(episodes, f"/{pattern}/")
     except BirlError as error:
         assert str(error)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 200

@@ -99,7 +99,7 @@ def test_a_browser_is_replaced_when_it_is_worn_or_late() -> None:
         began = time.monotonic()
         with pytest.raises(Lost, match=r"step took longer than env\.call_timeout=4 s"):
             await said(env, "click('13')")
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 60
         await env.close()
         assert await play(world) == 1.0
 
