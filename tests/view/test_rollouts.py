@@ -57,7 +57,8 @@ def test_a_list_of_what_was_found(page: Asked) -> None:
     assert last["reward"] is None and last["text"] == "It is ⟪U+001B⟫ seven 🙂"
 
 
-def test_the_chart_counts_flags_by_step(page: Asked) -> None:
+def test_the_chart_counts_flags_by_step(page: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("birl.view.rollouts.PATIENCE", float("inf"))  # a busy machine may not read 1000 rows in 0.4 s
     chart = page.json(chart=1)["chart"]
     assert chart["from"] == [1, 2, 3, 4] and chart["rows"] == [8, 8, 8, 1]
     many = [record(step=s, text=r"\boxed{}") for s in range(1, 1001)]
