@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from birl import kernels
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.request import Request
 from birl.errors import BirlError, EngineDown, WeightsFailed
@@ -19,6 +20,8 @@ from birl.types import Completion, SamplingParams, Stop, Update
 from tests.tiny import tiny_model_folder
 
 PROMPT = (1, 9, 4, 45, 7)
+
+needs_kernels = pytest.mark.skipif(bool(kernels.problem()), reason=f"no kernels: {kernels.problem()}")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,7 @@ async def after(engine: EmbeddedEngine, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@needs_kernels
 def test_given_tokens_get_the_log_probs_they_were_sampled_with(folders, compute, dtype) -> None:
     async def main() -> None:
         own = engine(folders[0], compute, dtype)
@@ -85,6 +89,7 @@ def test_given_tokens_get_the_log_probs_they_were_sampled_with(folders, compute,
     run(main)
 
 
+@needs_kernels
 def test_given_tokens_can_begin_an_answer(folders, compute) -> None:
     """The rest is drawn with the random numbers of its own places: an answer that was cut goes on as it would have."""
 
@@ -99,6 +104,7 @@ def test_given_tokens_can_begin_an_answer(folders, compute) -> None:
 
 
 @pytest.mark.parametrize("draft_rows", [0, 16])
+@needs_kernels
 def test_given_beginnings_beside_requests_that_share_their_prompt(folders, compute, draft_rows) -> None:
     """A batch of both: some go on where they were cut, others begin with the same prompt."""
 
@@ -116,6 +122,7 @@ def test_given_beginnings_beside_requests_that_share_their_prompt(folders, compu
 
 
 @pytest.mark.parametrize("recompute", [True, False])
+@needs_kernels
 def test_weights_that_change_in_the_middle_of_an_answer(folders, compute, recompute) -> None:
     """Each token says which weights sampled it, and has exactly the log-prob that these give it after all tokens before
     it: where keys and values are computed anew. Where the old ones stay, it is neither the one nor the other policy."""
@@ -163,6 +170,7 @@ def test_who_comes_after_an_update_shares_no_older_keys(folders, compute) -> Non
     run(main)
 
 
+@needs_kernels
 def test_a_pause_changes_nothing(folders, compute) -> None:
     async def main() -> None:
         own = engine(folders[0], compute)
@@ -267,6 +275,7 @@ def test_a_bad_update_changes_nothing_and_says_why(folders, compute, tmp_path, k
     run(main)
 
 
+@needs_kernels
 def test_sleep_gives_the_memory_back_and_the_answer_goes_on(folders, compute) -> None:
     async def main() -> None:
         own = engine(folders[0], compute)
