@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +23,18 @@ def undone() -> Iterator[None]:
         yield
     finally:
         os.chdir(folder)
+        hook()
         os.environ |= variables | os.environ
         sys.path += [place for place in path if place not in sys.path]
         torch: Any = sys.modules.get("torch")
         if torch is not None:
             torch.set_default_dtype(torch.float32)
+
+
+def hook() -> None:
+    """Python's own hooks for exceptions where there are none: no thread would start."""
+    sys.excepthook = sys.excepthook or sys.__excepthook__
+    threading.excepthook = threading.excepthook or threading.__excepthook__
 
 
 def harmless(error: BaseException) -> Exception:
@@ -44,12 +52,14 @@ class Late(Exception):
 async def within(seconds: float | None, work: Coroutine[Any, Any, Any]) -> Any:
     """The result of `work`. Raises `Late` after so many seconds, what `work` raises as an `Exception`, and
     `CancelledError` only where this task is cancelled. A coroutine that ignores its cancellation is left behind."""
+    hook()
     task = asyncio.create_task(work)
     task.add_done_callback(_seen)
     try:
         await asyncio.wait({task}, timeout=seconds)
         late = not task.done()
     finally:
+        hook()
         await stop(task)
     if late:
         raise Late
