@@ -156,7 +156,8 @@ CHANGES = """
     torch.set_grad_enabled(False); torch.set_num_threads(2); os.chdir("/")
     os.environ.clear(); sys.path.clear(); torch.set_default_device("meta"); torch.use_deterministic_algorithms(True)
     warnings.simplefilter("error"); sys.setrecursionlimit(400); socket.setdefaulttimeout(1e-6)
-    sys.excepthook = threading.excepthook = None; asyncio.set_event_loop(None); numpy.seterr(all="raise"); decimal.getcontext().prec = 2
+    sys.excepthook = threading.excepthook = None
+    asyncio.set_event_loop(None); numpy.seterr(all="raise"); decimal.getcontext().prec = 2
 """
 
 
