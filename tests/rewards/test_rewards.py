@@ -430,6 +430,15 @@ def test_local_functions_that_fail() -> None:
     assert "ValueError: could not convert" in scores[1].detail
 
 
+def test_hooks_for_exceptions_are_put_back() -> None:
+    async def takes(completions: list[str], **_: Any) -> list[float]:
+        sys.excepthook = threading.excepthook = None  # type: ignore[assignment]
+        return [1.0] * len(completions)
+
+    assert values(score([takes], ["a"])) == [1.0]
+    assert callable(sys.excepthook) and callable(threading.excepthook)
+
+
 async def _sleeps(completions: list[str], **_: Any) -> list[float]:
     if "bad" in completions:
         await asyncio.sleep(300)

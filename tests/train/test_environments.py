@@ -129,7 +129,7 @@ def test_an_episode_fits_into_a_micro_batch(
 
 
 HARM = """
-import asyncio, decimal, os, random, socket, sys, threading, warnings
+import asyncio, decimal, os, random, socket, sys, warnings
 import numpy, torch
 from birl.types import Feedback
 
@@ -156,7 +156,6 @@ CHANGES = """
     torch.set_grad_enabled(False); torch.set_num_threads(2); os.chdir("/")
     os.environ.clear(); sys.path.clear(); torch.set_default_device("meta"); torch.use_deterministic_algorithms(True)
     warnings.simplefilter("error"); sys.setrecursionlimit(400); socket.setdefaulttimeout(1e-6)
-    sys.excepthook = threading.excepthook = None
     asyncio.set_event_loop(None); numpy.seterr(all="raise"); decimal.getcontext().prec = 2
 """
 
