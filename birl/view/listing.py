@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from birl.track.report import POLICY, report
 from birl.track.runs import about
 from birl.view.answer import Answer
 from birl.view.columns import Columns
@@ -26,6 +25,8 @@ def routes(runs: Runs) -> list[Route]:
 
     def told(request: Request) -> Response:
         """The report as of now, without waiting for the run's end. Nothing in it can run, whatever the run wrote."""
+        from birl.track.report import POLICY, report  # loads rich
+
         html = report(runs[request.query_params.get("run", "")].folder)
         return HTMLResponse(html, headers={"content-security-policy": f"{POLICY}; sandbox; frame-ancestors 'none'"})
 

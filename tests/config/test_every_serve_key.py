@@ -95,5 +95,5 @@ def test_no_key_is_without_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_of_help() -> None:
-    page = render("serve", Serve, 100)
+    page = render("serve", Serve, 100, ("all",))
     assert all(f"{key}=" in page for key in documentation(Serve)) and all(d.text for d in documentation(Serve).values())
