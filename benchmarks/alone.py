@@ -22,9 +22,10 @@ from benchmarks.peers import machine, rows
 
 async def engine(args: argparse.Namespace, policy: Any) -> dict[str, Any]:
     from birl.config import schema
+    from birl.engine.open import open_engine
     from birl.types import Message, SamplingParams
 
-    own = policy.engine(schema.Engine(max_batch=args.max_batch, draft_rows=0), policy.context, lambda: 0, 1024)
+    own = open_engine(policy, schema.Engine(max_batch=args.max_batch, draft_rows=0), policy.context, lambda: 0, 1024)
     asked = [tuple(Message(role=m["role"], content=m["content"]) for m in row["prompt"]) for row in rows(args.data)]
     prompts = list(dict.fromkeys(policy.chat.render(p) for p in asked))
 
@@ -95,7 +96,7 @@ async def both(args: argparse.Namespace, compute: Executor) -> dict[str, Any]:
     import torch
 
     from birl.config import schema
-    from birl.engine.policy import load_policy
+    from birl.learner.policy import load_policy
     from birl.models.load import cast
 
     policy = load_policy(schema.Model(path=args.model), compute)

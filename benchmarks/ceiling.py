@@ -75,8 +75,9 @@ def measure(args: argparse.Namespace, compute: Any) -> tuple[list[dict[str, Any]
 
     from benchmarks import decoding, products, training
     from birl.config import schema
-    from birl.engine.policy import load_policy
+    from birl.engine.open import open_engine
     from birl.learner.learner import Learner
+    from birl.learner.policy import load_policy
     from birl.models.decoder import decoder_for
 
     def there(function: Callable, *given: Any) -> Any:
@@ -95,7 +96,7 @@ def measure(args: argparse.Namespace, compute: Any) -> tuple[list[dict[str, Any]
     tokens, trained = len(work[0].tokens), len(work[0].source)
     steps = {str(rows): there(products.of_decoding, decoder, rows) for rows in args.batches}
     step = there(products.of_training, decoder, tokens, trained)
-    engines = {str(n): policy.engine(schema.Engine(max_batch=n), policy.context, lambda: 0) for n in args.batches}
+    engines = {str(n): open_engine(policy, schema.Engine(max_batch=n), policy.context, lambda: 0) for n in args.batches}
 
     def decode(rows: str) -> float:
         n = int(rows)

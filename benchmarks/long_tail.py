@@ -22,7 +22,8 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
     import torch
 
     from birl.config import schema
-    from birl.engine.policy import load_policy
+    from birl.engine.open import open_engine
+    from birl.learner.policy import load_policy
     from birl.models.load import cast
     from birl.types import Completion, Message, SamplingParams
 
@@ -32,7 +33,7 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
     prompts = [policy.chat.render(tuple(Message(role=m["role"], content=m["content"]) for m in q)) for q in questions]
 
     async def sample(draft_rows: int, tokens: int) -> tuple[float, list[Completion], float]:
-        engine = policy.engine(schema.Engine(draft_rows=draft_rows), policy.context, lambda: 0)
+        engine = open_engine(policy, schema.Engine(draft_rows=draft_rows), policy.context, lambda: 0)
         start = time.perf_counter()
         asked = [
             engine.generate(

@@ -29,14 +29,15 @@ async def measure(args: argparse.Namespace, compute: Executor) -> dict:
 
     from benchmarks.peers import rows
     from birl.config import schema
-    from birl.engine.policy import DTYPES, load_policy
+    from birl.engine.open import open_engine
+    from birl.learner.policy import DTYPES, load_policy
     from birl.models.load import cast
     from birl.types import Message, SamplingParams
 
     policy = load_policy(schema.Model(path=str(Path(args.model))), compute)
     cast(policy.model, DTYPES[args.precision]).requires_grad_(False)
     version = 0
-    engine = policy.engine(schema.Engine(max_batch=args.batch), policy.context, lambda: version)
+    engine = open_engine(policy, schema.Engine(max_batch=args.batch), policy.context, lambda: version)
     data = rows(args.data)
     chosen = [data[i // args.group % len(data)]["prompt"] for i in range(args.batch)]
     prompts = [policy.chat.render(tuple(Message(role=m["role"], content=m["content"]) for m in p)) for p in chosen]

@@ -56,11 +56,12 @@ class Sampler:
 
     def __init__(self, args: argparse.Namespace, policy: Any) -> None:
         from birl.config import schema
+        from birl.engine.open import open_engine
         from birl.types import Message
 
         self.args, self.policy, self.version = args, policy, 0
-        self.engine = policy.engine(
-            schema.Engine(max_batch=args.prompts * args.group), policy.context, lambda: self.version
+        self.engine = open_engine(
+            policy, schema.Engine(max_batch=args.prompts * args.group), policy.context, lambda: self.version
         )
         chosen = [row["prompt"] for row in rows(args.data)]
         messages = [tuple(Message(role=m["role"], content=m["content"]) for m in prompt) for prompt in chosen]
@@ -107,7 +108,7 @@ def train(learner: Any, samples: list[Any]) -> None:
 
 def load(compute: Executor) -> Any:
     from birl.config import schema
-    from birl.engine.policy import load_policy
+    from birl.learner.policy import load_policy
 
     return load_policy(schema.Model(path="smollm2"), compute)
 

@@ -74,8 +74,9 @@ def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
 
     from benchmarks import decoding, training
     from birl.config import schema
-    from birl.engine.policy import load_policy
+    from birl.engine.open import open_engine
     from birl.learner.learner import Learner
+    from birl.learner.policy import load_policy
 
     def there(function: Callable, *given: Any) -> Any:
         return compute.submit(function, *given).result()
@@ -107,7 +108,7 @@ def measure(args: argparse.Namespace, compute: Any) -> dict[str, Any]:
             **sides(*steps),
         }
         asked = [decoding.prompts(n, n, prompt, vocabulary, distinct) for distinct in (False, True)]
-        engine = policy.engine(schema.Engine(max_batch=n), policy.context, lambda: 0)
+        engine = open_engine(policy, schema.Engine(max_batch=n), policy.context, lambda: 0)
         seen = [decoding.watch(engine, a, args.tokens) for a in asked]  # warms up, too
         decoded[n, prompt] = {
             "prefilled": [s.prefilled for s in seen],

@@ -63,12 +63,13 @@ def read_settings(overrides: list[str]) -> dict[str, float | int | str]:
 
 
 async def _converse(target: str, settings: dict, compute: Executor) -> None:
-    from birl.engine.policy import DTYPES, load_policy
+    from birl.engine.open import open_engine
+    from birl.learner.policy import DTYPES, load_policy
     from birl.models.load import cast
 
     policy = load_policy(schema.Model(path=target, device=settings["device"]), compute)
     cast(policy.model, DTYPES[settings["dtype"]]).requires_grad_(False)
-    engine = policy.engine(schema.Engine(max_batch=1), policy.context, lambda: 0)
+    engine = open_engine(policy, schema.Engine(max_batch=1), policy.context, lambda: 0)
     messages = [Message(role="system", content=settings["system"])] if settings["system"] else []
     print("An empty line starts a new conversation, Ctrl-D ends.")
     try:

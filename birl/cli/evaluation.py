@@ -17,11 +17,12 @@ from birl.config import schema
 from birl.config.load import flatten
 from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.policy import DTYPES, Policy, Reader, check_cache, load_policy, load_reader, longest_prompt
+from birl.engine.open import check_cache, longest_prompt, open_engine
 from birl.engines.kinds import check_engine
 from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
+from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
@@ -108,7 +109,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
 
 def embedded(config: schema.Eval, policy: Policy, context: int, asked: tuple[int, int]) -> EmbeddedEngine:
     cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
-    engine = policy.engine(config.engine, context, lambda: 0, min(sum(asked), context))
+    engine = open_engine(policy, config.engine, context, lambda: 0, min(sum(asked), context))
     check_cache(config.engine, engine, *asked)
     return engine
 

@@ -21,7 +21,7 @@ from birl.allocator import cores
 from birl.config import schema
 from birl.config.rules_engine import LAUNCHED, NAME, SERVERS, weights_method
 from birl.data.tasks import Tasks
-from birl.engine.policy import Policy, cache_bytes
+from birl.engine.open import cache_bytes
 from birl.engines.attached import Following, found, other_kind, take
 from birl.engines.kinds import Wanted, child, speak
 from birl.engines.remote import Remote
@@ -29,6 +29,7 @@ from birl.engines.router import Router
 from birl.engines.spread import Counting
 from birl.errors import BirlError
 from birl.learner.learner import Learner
+from birl.learner.policy import Policy
 from birl.models.device import choose
 from birl.models.digests import words
 from birl.parallel.grid import grid_of, rank_threads

@@ -17,12 +17,13 @@ import uvicorn
 
 from birl.config import schema
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.policy import DTYPES, Policy, check_cache, load_policy
+from birl.engine.open import check_cache, open_engine
 from birl.engines import names
 from birl.engines.collective import shapes_of
 from birl.errors import BirlError, WeightsFailed
 from birl.hosts import is_loopback
 from birl.kernels import PAGE
+from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.digests import words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
@@ -145,7 +146,7 @@ def load(config: schema.Serve, token: str, compute: Executor) -> Service:
     policy = load_policy(config.model, compute)
     cast(policy.model, DTYPES[config.model.dtype]).requires_grad_(False)
     context = min(config.model.max_length or policy.context, policy.context)
-    engine = policy.engine(config.engine, context, None)
+    engine = open_engine(policy, config.engine, context, None)
     check_cache(config.engine, engine, 1, 1)
     room = engine.scheduler.pages.total * PAGE
     if room < engine.context:

@@ -3,16 +3,13 @@
 import asyncio
 import gc
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from birl.algorithms.kl import AdaptiveKL, FixedKL
@@ -21,7 +18,7 @@ from birl.config.load import flatten
 from birl.config.rules_algorithm import CRITIC, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.policy import DTYPES, Policy, check_cache, load_policy
+from birl.engine.open import check_cache
 from birl.engines.client import Client
 from birl.engines.kinds import check_engine
 from birl.engines.servers import Servers, open_servers, sender, wanted
@@ -31,8 +28,8 @@ from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.learner import Learner
-from birl.learner.lora import Lora
 from birl.learner.past import Past
+from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.models.device import device_of
 from birl.models.heads import add_score_head
 from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight
@@ -46,12 +43,14 @@ from birl.track.tracker import Tracker
 from birl.train.comparison import KEPT
 from birl.train.credit import Credit
 from birl.train.evaluate import Plan, plan
+from birl.train.given import Given
+from birl.train.learners import make_learner
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
 from birl.train.ranks import check_split
 from birl.train.rewards import Progress, make_rewards, scorer, started
 from birl.train.run_folder import claim, find_checkpoint
-from birl.train.step import RLWorker, replays
+from birl.train.step import RLWorker
 from birl.train.tasks import (
     check_lengths,
     context_of,
@@ -65,16 +64,6 @@ from birl.train.tasks import (
 from birl.types import SamplingParams, Task
 from birl.weights.gathered import Gathered
 from birl.weights.publish import Memory, Publisher, Refresh
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What a Python program hands over instead of naming it: see `birl.Trainer`."""
-
-    rewards: Sequence[Callable[..., Any] | str] = ()
-    env: Any = None  # a class or function, as env.kind names one
-    train: Any = None  # rows: a datasets.Dataset or a list of dicts
-    validation: Any = None
 
 
 async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, compute: Executor, crew: Crew) -> Parts:
@@ -265,45 +254,6 @@ def other_model(config: schema.RL, path: str, policy: Policy, key: str, ranks: R
     if ranks.sharded:
         return (sketched_reward_model if scores else sketched)(folder, device_of(policy.model))
     return (load_reward_model if scores else load_model)(folder).to(device_of(policy.model))
-
-
-def check_device(config: schema.RL | schema.Stage, device: torch.device) -> None:
-    if config.optimizer.offload == "cpu" and device.type == "cpu":
-        raise BirlError(
-            "optimizer.offload=cpu: the weights are in CPU memory already, so there is nothing to gain. Set "
-            "optimizer.offload=none."
-        )
-
-
-def make_learner(
-    config: schema.RL | schema.Stage, model: nn.Module, ranks: Ranks | None = None, routed: bool = True
-) -> Learner:
-    """The learner that is trained. Its log-probs are those of the temperature that sampled, where something did.
-    `routed`: what the configuration says of routers is about this model."""
-    optimizer = config.optimizer
-    check_device(config, device_of(model))
-    return Learner(
-        model,
-        dtype=DTYPES[config.model.dtype],
-        temperature=config.rollout.temperature if isinstance(config, schema.RL) else 1.0,
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
-        gradient_checkpointing=config.learner.gradient_checkpointing,
-        offload=optimizer.offload == "cpu",
-        lora=lora_of(config),
-        ranks=ranks,
-        router_aux_coef=config.learner.router_aux_coef if routed else 0.0,
-        router_replay=routed and replays(config),
-    )
-
-
-def lora_of(config: schema.RL | schema.Stage) -> Lora | None:
-    lora = config.lora
-    if lora.rank == 0:
-        return None
-    return Lora(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), dora=lora.dora, seed=config.seed)
 
 
 def sampling(config: schema.Rollout) -> SamplingParams:

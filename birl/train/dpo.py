@@ -22,14 +22,15 @@ from birl.config import schema
 from birl.data.examples import Example, load_pairs
 from birl.data.pack import Batch, pack
 from birl.data.sequences import Tokens
-from birl.engine.policy import DTYPES, Policy
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.lora import digest
+from birl.learner.policy import DTYPES, Policy
 from birl.parallel.ranks import Ranks
 from birl.regular import read_json
 from birl.track.log import replace as write_whole
-from birl.train import build, offline
+from birl.train import offline
+from birl.train.learners import make_learner
 from birl.types import Sample
 
 FREE = ("simpo", "orpo")  # losses without a reference
@@ -101,7 +102,7 @@ class Preferences:
         if self.kind == "live":
             dtype = DTYPES[self.config.model.dtype]
             self.reference = Learner(deepcopy(policy.model), dtype=dtype, trainable=False, ranks=ranks)
-        self.trained = build.make_learner(self.config, policy.model, ranks)
+        self.trained = make_learner(self.config, policy.model, ranks)
         return self.trained
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:

@@ -24,12 +24,13 @@ from torch import nn
 from birl import kernels
 from birl.config import schema
 from birl.config.rules_algorithm import CRITIC
+from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
-from birl.engine.policy import DTYPES, SHARE
 from birl.engine.scheduler import PREFILL
 from birl.engines.teacher import served
 from birl.kernels import PAGE
 from birl.learner.lora import targets
+from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import CHUNK, GPU_CHUNK

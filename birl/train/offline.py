@@ -22,9 +22,9 @@ from birl.config.words import said_capacity, said_needed
 from birl.data.examples import Example, Examples
 from birl.data.pack import Batch, packing
 from birl.data.tasks import split_validation
-from birl.engine.policy import Policy, load_policy
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.policy import Policy, load_policy
 from birl.parallel.crew import Crew
 from birl.parallel.grid import rank_threads
 from birl.parallel.machine import compute_thread, peak_memory
@@ -32,11 +32,11 @@ from birl.parallel.ranks import Ranks
 from birl.signals import Stop, saving_signals
 from birl.spans import done
 from birl.track.tracker import Tracker
-from birl.train import build, ranks
+from birl.train import ranks
+from birl.train.given import Given
 from birl.train.ranks import crew
-from birl.train.run import Run
+from birl.train.run import Run, stream
 from birl.train.run_folder import claim, find_checkpoint, held
-from birl.train.tasks import stream
 from birl.train.worker import Worker
 
 
@@ -116,20 +116,20 @@ def train(
     config: schema.Stage,
     choices: dict[str, str] | None,
     dry_run: bool,
-    given: "build.Given | None",
+    given: Given | None,
     load: Load,
     objective: Callable[[Any, Policy, int], Objective],
 ) -> dict[str, Any]:
     """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary that is also in the run folder."""
     keep_memory()
-    return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given(), load, objective))
+    return asyncio.run(_main(config, choices or {}, dry_run, given or Given(), load, objective))
 
 
 async def _main(
     config: schema.Stage,
     choices: dict[str, str],
     dry_run: bool,
-    given: "build.Given",
+    given: Given,
     load: Load,
     objective: Callable[[Any, Policy, int], Objective],
 ) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def worker_of(config: schema.Stage, policy: Policy, objective: Objective, togeth
 def assembled(
     config: schema.Stage,
     run: Path,
-    given: "build.Given",
+    given: Given,
     load: Load,
     make: Callable[[Any, Policy, int], Objective],
     compute: Executor,

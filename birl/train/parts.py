@@ -10,17 +10,17 @@ from pathlib import Path
 from birl.config import schema
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.policy import Policy
 from birl.engines.servers import Servers
 from birl.engines.spread import Spread
+from birl.learner.policy import Policy
 from birl.rollout.group import Rollout
 from birl.seeds import derive_seed
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.train.evaluate import Plan, data_digest
 from birl.train.rewards import Progress
+from birl.train.run import stream
 from birl.train.step import RLWorker
-from birl.train.tasks import stream
 from birl.types import SamplingParams, Task
 from birl.weights.publish import Publisher
 

@@ -19,7 +19,7 @@ from birl.parallel.grid import grid_of
 from birl.parallel.machine import free_memory, peak_memory
 from birl.track.units import counted
 from birl.train import memory
-from birl.train.build import check_device
+from birl.train.learners import check_device
 from birl.train.memory import GIB, Phases
 from birl.train.parts import Parts
 

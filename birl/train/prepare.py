@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from birl.config import schema
-from birl.engine.policy import Policy, load_reader
 from birl.engines.kinds import Wanted
 from birl.engines.servers import wanted
 from birl.envs.open import World
 from birl.envs.single_turn import SingleTurn
 from birl.learner.export import resolved
+from birl.learner.policy import Policy, load_reader
 from birl.models.load import skeleton
 from birl.train.tasks import lengths, load_data
 

@@ -23,9 +23,9 @@ from birl.blocked import interrupting
 from birl.config import schema
 from birl.config.load import run_folder
 from birl.engine.engine import Counters
-from birl.engine.policy import load_policy
 from birl.engines.servers import learner_threads
 from birl.errors import BirlError
+from birl.learner.policy import load_policy
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.parallel.machine import compute_thread

@@ -12,12 +12,13 @@ from birl.algorithms.preference import bradley_terry
 from birl.config import schema
 from birl.data.examples import Example
 from birl.data.pack import Batch, pack
-from birl.engine.policy import Policy
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.policy import Policy
 from birl.models.heads import add_score_head
 from birl.parallel.ranks import Ranks
-from birl.train import build, offline
+from birl.train import offline
 from birl.train.dpo import pairs, preferred
+from birl.train.learners import make_learner
 from birl.train.scorer import scored
 
 
@@ -47,7 +48,7 @@ class Ranking:
 
     def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         add_score_head(policy.model, self.config.seed)
-        return build.make_learner(self.config, policy.model, ranks)
+        return make_learner(self.config, policy.model, ranks)
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from birl.config import schema
+from birl.data.stream import Source, Stream
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.signals import Stop
@@ -24,6 +25,7 @@ from birl.train.worker import Worker
 
 T = TypeVar("T")
 P = ParamSpec("P")
+S = TypeVar("S")
 REMEMBERED = (
     *("step", "position", "ahead", "best", "best_step", "spent"),
     *("first_validation", "last_validation"),
@@ -208,3 +210,15 @@ class Run:
         }
         self.tracker.finish(summary)
         return summary
+
+
+def stream(config: schema.RL | schema.Stage, sources: Sequence[Source[S]], position: int) -> Stream[S]:
+    """The training rows from `position` on: as many as the run takes, or endlessly where it counts steps."""
+    return Stream(
+        sources,
+        weights=config.data.weights,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        epochs=None if config.steps else config.epochs,
+        start=position,
+    )

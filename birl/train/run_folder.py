@@ -14,9 +14,9 @@ from typing import Any
 
 from birl.config import schema
 from birl.config.load import flatten, to_yaml
-from birl.engine.policy import Policy
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.policy import Policy
 from birl.learner.store import Store, location
 from birl.models.load import save_hf_config
 from birl.regular import check, read_json, read_text

@@ -14,10 +14,10 @@ from birl.config import schema
 from birl.data.messages import messages_of
 from birl.data.pack import pack
 from birl.data.sequences import Encoder, Tokens, Unfit
-from birl.engine.policy import DTYPES
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.learner import Learner
+from birl.learner.policy import DTYPES
 from birl.models.device import choose
 from birl.models.forward import verify
 from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer

@@ -12,10 +12,11 @@ from birl.algorithms.reduce import DENOMINATORS
 from birl.config import schema
 from birl.data.examples import Example, load_texts
 from birl.data.pack import Batch, pack
-from birl.engine.policy import Policy
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.policy import Policy
 from birl.parallel.ranks import Ranks
-from birl.train import build, offline
+from birl.train import offline
+from birl.train.learners import make_learner
 
 
 def train(
@@ -52,7 +53,7 @@ class Likelihood:
         self.capacity = offline.fitting(self.config, self.longest - 1, "row")
 
     def learner(self, policy: Policy, ranks: Ranks) -> Learner:
-        return build.make_learner(self.config, policy.model, ranks)
+        return make_learner(self.config, policy.model, ranks)
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass

@@ -18,9 +18,10 @@ from birl.config import schema
 from birl.config.rules_algorithm import CRITIC
 from birl.data.pack import Batch, pack, packing
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.policy import DTYPES, Policy
+from birl.engine.open import open_engine
 from birl.learner.learner import Learner, Stats
 from birl.learner.past import Past
+from birl.learner.policy import DTYPES, Policy
 from birl.models.device import device_of
 from birl.models.forward import weights_changed
 from birl.models.load import cast
@@ -33,6 +34,7 @@ from birl.server.serve import hosted, service_of
 from birl.train import checks
 from birl.train.comparison import compare
 from birl.train.credit import Credit, Credited
+from birl.train.learners import replays
 from birl.train.objective import Objective, critic_loss
 from birl.train.token_figures import Key, Watch
 from birl.train.worker import Worker
@@ -169,11 +171,11 @@ class RLWorker(Worker):
         keys, policy, learner = self.config, self.policy, self.learner
         among = self.crew.ranks.shares if device_of(policy.model).type == "cpu" else 1
         if not self.crew.ranks.sharded:
-            return policy.engine(keys.engine, context, lambda: learner.version, longest, replays(keys), among)
+            return open_engine(policy, keys.engine, context, lambda: learner.version, longest, replays(keys), among)
         self.engine_model = cast(sketched(policy.folder, device_of(policy.model)), DTYPES[keys.model.dtype])
         fill(self.engine_model.requires_grad_(False))
         own = replace(policy, model=self.engine_model)
-        return own.engine(keys.engine, context, lambda: self.engine_version, longest, replays(keys), among)
+        return open_engine(own, keys.engine, context, lambda: self.engine_version, longest, replays(keys), among)
 
     def host(self, token: str, context: int, longest: int) -> list[str]:
         """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""
@@ -220,7 +222,3 @@ def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
     pieces = min(parts, len(groups))
     piece_of = {g: n * pieces // len(groups) for n, g in enumerate(groups)}
     return [[s for s in samples if piece_of[s.group] == piece] for piece in range(pieces)]
-
-
-def replays(config: schema.RL | schema.Stage) -> bool:
-    return isinstance(config, schema.RL) and config.algorithm.router_replay == "rollout"

@@ -5,11 +5,11 @@ from typing import Any, TypeVar
 
 from birl.config import schema
 from birl.config.words import said_capacity, said_needed
-from birl.data.stream import Source, Stream
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
-from birl.engine.policy import Policy, longest_prompt
+from birl.engine.open import longest_prompt
 from birl.envs.open import World
 from birl.errors import BirlError
+from birl.learner.policy import Policy
 from birl.rollout.session import Limits
 from birl.text.bounds import cannot_fit
 from birl.text.chat import Chat
@@ -146,15 +146,3 @@ def lengths(
         answer = config.validation.max_tokens or config.rollout.max_tokens
         asked.append((longest_prompt(validation, policy.chat, context), answer))
     return asked
-
-
-def stream(config: schema.RL | schema.Stage, sources: Sequence[Source[T]], position: int) -> Stream[T]:
-    """The training rows from `position` on: as many as the run takes, or endlessly where it counts steps."""
-    return Stream(
-        sources,
-        weights=config.data.weights,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        epochs=None if config.steps else config.epochs,
-        start=position,
-    )

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from birl.config.schema import Model
-from birl.engine.policy import load_policy
 from birl.errors import BirlError
+from birl.learner.policy import load_policy
 from birl.models import attention
 from birl.models.forward import verify
 from birl.models.load import (

@@ -16,10 +16,11 @@ from birl.cli import main
 from birl.config import schema
 from birl.config.load import load
 from birl.data.pack import pack
-from birl.engine import policy
+from birl.engine import open as opening
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Stats
 from birl.learner.lora import Adapters
+from birl.learner.policy import load_policy
 from birl.models.decoder import decoder_for
 from birl.models.forward import packed
 from birl.models.load import cast, load_model, skeleton
@@ -219,13 +220,13 @@ def test_the_cache_is_as_large_as_needed_or_half_of_what_is_free(tiny: Path, mon
     model = load_model(tiny)
     page = Shape.of(model, "float32").page
     with ThreadPoolExecutor(1) as compute:
-        loaded = policy.load_policy(schema.Model(path=str(tiny)), compute)
+        loaded = load_policy(schema.Model(path=str(tiny)), compute)
 
         def pages(free: int, longest: int | None, **engine: float) -> int:
-            monkeypatch.setattr(policy, "free_memory", lambda device: free)
+            monkeypatch.setattr(opening, "free_memory", lambda device: free)
             config = schema.Engine(**engine)  # type: ignore[arg-type]
-            made = loaded.engine(config, 512, lambda: 0, longest)
-            policy.check_cache(config, made, 30, 30)
+            made = opening.open_engine(loaded, config, 512, lambda: 0, longest)
+            opening.check_cache(config, made, 30, 30)
             return made.scheduler.pages.total
 
         assert pages(2**40, 70, max_batch=5) == 15
@@ -246,6 +247,7 @@ from birl.config.load import load
 from birl.train import build, rl
 import birl.track.report, birl.track.tensorboard
 from birl.learner import checkpoint
+from birl.learner.policy import load_policy
 from birl.models.load import load_model, load_tokenizer
 
 def anonymous():

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from birl.config import schema
 from birl.config.load import load
-from birl.engine.policy import load_policy
 from birl.errors import BirlError
 from birl.learner import checkpoint, export
+from birl.learner.policy import load_policy
 from birl.text.chat import Chat
 from birl.train import build, dpo, rm, sft
 

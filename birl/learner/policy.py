@@ -1,7 +1,5 @@
 """A model that can be sampled from: `birl rl`, `eval` and `chat` all begin with one."""
 
-import math
-from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,13 +11,10 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from birl.config import schema
-from birl.engine.engine import EmbeddedEngine
-from birl.engine.pages import pages_for
 from birl.errors import BirlError
-from birl.kernels import PAGE
 from birl.learner.export import resolved
 from birl.models.device import choose
-from birl.models.forward import head, verify
+from birl.models.forward import verify
 from birl.models.load import (
     check_vocabulary,
     context_limit,
@@ -29,15 +24,10 @@ from birl.models.load import (
     skeleton,
 )
 from birl.models.slices import sketched, verify_small
-from birl.models.slots import page_bytes
-from birl.parallel.machine import free_memory
 from birl.parallel.ranks import Ranks
 from birl.planning.shape import Shape
-from birl.text.bounds import cannot_fit
 from birl.text.chat import PROBE, Chat
-from birl.types import Task
 
-SHARE = 0.5  # of the free memory, for keys and values
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -60,32 +50,6 @@ class Policy:
         """Of attention to one token, by that of a token's products with weights."""
         config: Any = self.model.config
         return Shape.of(config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}).pair_cost
-
-    def engine(
-        self,
-        config: schema.Generation,
-        context: int,
-        version: Callable[[], int] | None,
-        longest: int | None = None,
-        routes: bool = False,
-        among: int = 1,
-    ) -> EmbeddedEngine:
-        """`version` None: the engine has weights of its own. `longest`: no sequence will be longer [tokens]; `context`
-        where it is not known. `routes`: it says which experts computed a token. `among`: so many share the memory."""
-        return EmbeddedEngine(
-            self.model,
-            self.tokenizer,
-            end_ids=end_ids(self.model, self.tokenizer),
-            context=context,
-            compute=self.compute,
-            version=version,
-            recompute_kv=config.recompute_kv,
-            max_batch=config.max_batch,
-            kv_cache_gb=config.kv_cache_gb
-            or cache_bytes(self.model, config.max_batch, longest or context, among) / 2**30,
-            draft_rows=config.draft_rows,
-            routes=routes,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,35 +94,3 @@ def load_policy(config: schema.Model, compute: Executor, ranks: Ranks | None = N
     check_vocabulary(model, tokenizer)
     chat.end_ids = end_ids(model, tokenizer)
     return Policy(folder=folder, model=model, tokenizer=tokenizer, chat=chat, compute=compute)
-
-
-def cache_bytes(
-    model: nn.Module, sequences: int, longest: int, among: int = 1, device: torch.device | None = None
-) -> int:
-    """engine.kv_cache_gb=0: room for so many sequences of `longest` tokens, but at most `SHARE` of what is free now,
-    with the weights and the optimizer in memory. While something is trained there is no cache, so the activations may
-    have the same memory."""
-    need = sequences * pages_for(longest) * page_bytes(model)
-    free = free_memory(device or head(model).weight.device)
-    return min(need, int(SHARE * free / among)) if free else need
-
-
-def longest_prompt(tasks: Sequence[Task], chat: Chat, context: int) -> int:
-    lengths = [context if cannot_fit(t.prompt, context) else len(chat.render(t.prompt)) for t in tasks]
-    if full := sum(n >= context for n in lengths):
-        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no answers.")
-    return max(lengths)
-
-
-def check_cache(config: schema.Generation, engine: EmbeddedEngine, prompt: int, answer: int) -> None:
-    """The engine must be able to hold the longest possible sequence alone; better to know before sampling."""
-    longest = min(prompt + answer, engine.context)
-    pages, have = pages_for(longest), engine.scheduler.pages.total
-    if pages > have:
-        size = pages * page_bytes(engine.runner.model) / 2**30
-        what = f"engine.kv_cache_gb={config.kv_cache_gb:g}" if config.kv_cache_gb else "Half of the free memory"
-        raise BirlError(
-            f"{what} holds the keys and values of {have * PAGE} tokens, but one sequence may have {longest} (a prompt "
-            f"of {prompt} and an answer of {answer}). Set engine.kv_cache_gb={math.ceil(size * 1000) / 1000:g} or "
-            "more, or ask for shorter answers."
-        )
