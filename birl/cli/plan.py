@@ -38,7 +38,7 @@ def run(words: Sequence[str]) -> int:
         flags, words = taken("plan", words, (MEMORY, JSON, SIMULATE, CLUSTER))
         words = [f"model={word}" if is_model(word) else word for word in words]
         check_model("model.path", load(RL, ["data.train=unread.jsonl", *words]).model.path, whole=False)
-        from birl.train import plan
+        from birl.planning import run as plan
 
         plan.run(words, as_json=JSON.name in flags, available=flags.get(MEMORY.name))
     return 0

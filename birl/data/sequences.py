@@ -3,7 +3,7 @@ known by its characters."""
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from birl.config import schema
@@ -144,3 +144,17 @@ def _last_stretch(mask: tuple[bool, ...]) -> tuple[bool, ...]:
     while start > 0 and mask[start - 1]:
         start -= 1
     return tuple(m and start <= i for i, m in enumerate(mask))
+
+
+def scored(tokens: Tokens, group: int) -> Sample:
+    """A sequence whose score is asked for: it is read where the token behind the last one would be predicted. That
+    token only marks the place; nothing attends to it."""
+    sample = tokens.sample(group)
+    n = len(sample.tokens)
+    return replace(
+        sample,
+        tokens=(*sample.tokens, sample.tokens[-1]),
+        mask=(False,) * n + (True,),
+        logprobs=(0.0,) * (n + 1),
+        versions=(-1,) * (n + 1),
+    )

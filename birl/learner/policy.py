@@ -25,7 +25,7 @@ from birl.models.load import (
 )
 from birl.models.slices import sketched, verify_small
 from birl.parallel.ranks import Ranks
-from birl.planning.shape import Shape
+from birl.shape import Shape
 from birl.text.chat import PROBE, Chat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -7,9 +7,9 @@ from birl.errors import BirlError
 from birl.planning.cluster import Cluster
 from birl.planning.layout import Layout, check, layouts
 from birl.planning.memory import RESERVED, USABLE, memory
-from birl.planning.shape import Shape
 from birl.planning.step import Step, step
 from birl.planning.work import Work
+from birl.shape import Shape
 
 GIB = 2**30
 

@@ -7,8 +7,8 @@ from typing import Any
 from birl.errors import BirlError, did_you_mean
 from birl.planning.best import GIB, Plan, best, limits
 from birl.planning.cluster import Cluster, cluster_of
-from birl.planning.shape import Shape, shape_of
 from birl.planning.work import KEEPS, Work
+from birl.shape import Shape, shape_of
 
 SHOWN = 10
 CLUSTER = ("node", "flops", "memory", "hbm", "inside", "between", "efficiency")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from birl.errors import BirlError
 from birl.planning.cluster import Cluster
-from birl.planning.shape import Shape
+from birl.shape import Shape
 
 AXES = ("ddp", "fsdp", "cp", "tp", "ep", "pp")
 

@@ -5,8 +5,8 @@ bfloat16 weights are there beside them. Activations are split over cp and tp, no
 """
 
 from birl.planning.layout import Layout
-from birl.planning.shape import Shape
 from birl.planning.work import Work
+from birl.shape import Shape
 
 RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
 USABLE = 0.95  # of the memory; the allocator loses the rest between blocks; assumed

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from birl.planning.cluster import LINKS, Cluster
 from birl.planning.layout import Layout
 from birl.planning.memory import mlp_width, whole
-from birl.planning.shape import Shape
 from birl.planning.work import Work
+from birl.shape import Shape
 
 ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm
 LOGIT = 20  # bytes read and written for a logit, forward and backward

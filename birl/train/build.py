@@ -26,6 +26,7 @@ from birl.engines.spread import Spread
 from birl.engines.teacher import ServedTeacher, served
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError
+from birl.learner.comparison import KEPT
 from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.learner.past import Past
@@ -40,7 +41,6 @@ from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
 from birl.server.gateway import Gateway
 from birl.track.tracker import Tracker
-from birl.train.comparison import KEPT
 from birl.train.credit import Credit
 from birl.train.evaluate import Plan, plan
 from birl.train.given import Given

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,12 @@ def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], An
 
 def main() -> None:
     """python -m birl.train.ranks COMMAND < the configuration"""
-    from birl.train import dpo, rl, rm, sft
-
     command, text = sys.argv[1], sys.stdin.read()
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(text)
         file.flush()
         config: Any = load(schema.TRAINING[command], [file.name])
-    {"rl": rl, "sft": sft, "rm": rm, "dpo": dpo}[command].follow(config)
+    import_module(f"birl.train.{command}").follow(config)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from typing import Any
 
 from birl.config import schema
 from birl.config.rules_sandbox import at_once, reward_timeout
+from birl.learner.reward_model import RewardModel
 from birl.rewards.judge import read_template
 from birl.rewards.score import Rewards
 from birl.rollout.group import Reply, Scorer
 from birl.text.tools import as_dict
-from birl.train.scorer import RewardModel
 from birl.types import Task
 
 

@@ -26,9 +26,11 @@ from birl.engine.engine import Counters
 from birl.engines.servers import learner_threads
 from birl.errors import BirlError
 from birl.learner.policy import load_policy
+from birl.learner.token_figures import token_figures
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.parallel.machine import compute_thread
+from birl.planning import run as planning
 from birl.rollout import assemble, pipeline
 from birl.rollout.assemble import Usage
 from birl.rollout.ledger import Ledger, settle
@@ -37,7 +39,6 @@ from birl.signals import Stop, saving_signals
 from birl.spans import done
 from birl.track.units import counted
 from birl.train import build, checks, ranks
-from birl.train import plan as planning
 from birl.train.credit import Credited
 from birl.train.evaluate import answers, evaluate, versions_of
 from birl.train.metrics import episode_records, step_metrics
@@ -46,7 +47,6 @@ from birl.train.ranks import crew
 from birl.train.run import Run
 from birl.train.run_folder import held
 from birl.train.step import RLWorker
-from birl.train.token_figures import token_figures
 from birl.types import Group, Task
 from birl.waits import Watchdog, exit_at_once, spent
 from birl.weights.publish import Sender, Sent, published

@@ -12,6 +12,7 @@ from birl.algorithms.preference import bradley_terry
 from birl.config import schema
 from birl.data.examples import Example
 from birl.data.pack import Batch, pack
+from birl.data.sequences import scored
 from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.policy import Policy
 from birl.models.heads import add_score_head
@@ -19,7 +20,6 @@ from birl.parallel.ranks import Ranks
 from birl.train import offline
 from birl.train.dpo import pairs, preferred
 from birl.train.learners import make_learner
-from birl.train.scorer import scored
 
 
 def train(

@@ -19,9 +19,11 @@ from birl.config.rules_algorithm import CRITIC
 from birl.data.pack import Batch, pack, packing
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import open_engine
+from birl.learner.comparison import compare
 from birl.learner.learner import Learner, Stats
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy
+from birl.learner.token_figures import Key, Watch
 from birl.models.device import device_of
 from birl.models.forward import weights_changed
 from birl.models.load import cast
@@ -32,11 +34,9 @@ from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
 from birl.server.serve import hosted, service_of
 from birl.train import checks
-from birl.train.comparison import compare
 from birl.train.credit import Credit, Credited
 from birl.train.learners import replays
 from birl.train.objective import Objective, critic_loss
-from birl.train.token_figures import Key, Watch
 from birl.train.worker import Worker
 from birl.types import Group, Sample
 from birl.weights.canary import said

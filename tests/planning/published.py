@@ -9,9 +9,9 @@ from typing import Any
 from birl.planning.cluster import Cluster, cluster_of
 from birl.planning.layout import Layout, check
 from birl.planning.memory import memory
-from birl.planning.shape import KNOWN, Shape
 from birl.planning.step import step
 from birl.planning.work import Work
+from birl.shape import KNOWN, Shape
 
 FILE = Path(__file__).with_name("published.json")
 GIB = 2**30

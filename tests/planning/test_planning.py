@@ -17,9 +17,9 @@ from birl.planning.best import USABLE, best
 from birl.planning.cluster import KINDS, cluster_of
 from birl.planning.layout import Layout, check, layouts
 from birl.planning.memory import memory
-from birl.planning.shape import KNOWN, Shape, shape_of
 from birl.planning.step import step
 from birl.planning.work import Work
+from birl.shape import KNOWN, Shape, shape_of
 from tests.planning.published import efficiency, rows, table
 from tests.tiny import tiny_model
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from birl.config import schema
 from birl.config.load import load
+from birl.data.columns import behaviour, per_token
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.rollout.assemble import Usage
-from birl.train.credit import Credit, behaviour, per_token
+from birl.train.credit import Credit
 from birl.types import Completion, Group, Outcome, Sample, Stop, Task, Trajectory, Turn
 
 

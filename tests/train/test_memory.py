@@ -26,9 +26,10 @@ from birl.models.forward import packed
 from birl.models.load import cast, load_model, skeleton
 from birl.models.paged import Cache
 from birl.models.slots import slots_of
-from birl.train import memory, plan
+from birl.planning import run as plan
+from birl.planning import run_memory as memory
+from birl.planning.run_memory import Load, Shape
 from birl.train.build import make_learner
-from birl.train.memory import Load, Shape
 from tests.data.test_pack import groups
 from tests.learner.test_learner import reinforce
 from tests.tiny import tiny_model, tiny_tokenizer

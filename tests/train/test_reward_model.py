@@ -17,8 +17,8 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint, export
+from birl.learner.reward_model import RewardModel
 from birl.train import build, rl, rm
-from birl.train.scorer import RewardModel
 
 #: all that the policy may try: what the reward model has never seen it would reward by chance
 LETTERS = "".join(map(chr, range(32, 127))) + "éß中\n"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birl.data.columns import by_sample, per_token, trained
 from birl.data.pack import Batch
 from birl.learner.learner import Loss
 from birl.parallel.ranks import Ranks
-from birl.train.credit import by_sample, per_token, trained
 from birl.types import Sample
 
 #: which sample of which episode: two samples of one episode differ in their tokens

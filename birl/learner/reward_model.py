@@ -7,13 +7,13 @@ once for all its answers.
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
 from typing import Any
 
 from birl.config import schema
+from birl.data.columns import by_sample
 from birl.data.messages import messages_of
 from birl.data.pack import pack
-from birl.data.sequences import Encoder, Tokens, Unfit
+from birl.data.sequences import Encoder, Tokens, Unfit, scored
 from birl.errors import BirlError
 from birl.learner.export import resolved
 from birl.learner.learner import Learner
@@ -22,22 +22,6 @@ from birl.models.device import choose
 from birl.models.forward import verify
 from birl.models.load import context_limit, end_ids, load_reward_model, load_tokenizer
 from birl.text.chat import Chat
-from birl.train.credit import by_sample
-from birl.types import Sample
-
-
-def scored(tokens: Tokens, group: int) -> Sample:
-    """A sequence whose score is asked for: it is read where the token behind the last one would be predicted. That
-    token only marks the place; nothing attends to it."""
-    sample = tokens.sample(group)
-    n = len(sample.tokens)
-    return replace(
-        sample,
-        tokens=(*sample.tokens, sample.tokens[-1]),
-        mask=(False,) * n + (True,),
-        logprobs=(0.0,) * (n + 1),
-        versions=(-1,) * (n + 1),
-    )
 
 
 class RewardModel:

@@ -29,6 +29,7 @@ from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
 from birl.engines.teacher import served
 from birl.kernels import PAGE
+from birl.learner.comparison import KEPT
 from birl.learner.lora import targets
 from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
@@ -36,7 +37,6 @@ from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import CHUNK, GPU_CHUNK
 from birl.models.slots import slots_of
 from birl.models.tree_attention import SCORES
-from birl.train.comparison import KEPT
 from birl.train.objective import keeps_reference, surrogate_of
 
 GIB = 2**30
