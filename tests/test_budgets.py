@@ -1,0 +1,91 @@
+"""Sizes of the package, so that growth is a decision: a bound is lowered when code goes, and raised with a reason."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LONG = {
+    "run",
+    "training",
+    "__init__",
+}  # functions of more than 60 lines: pipeline.run, build.training, Trainer.__init__
+
+
+@cache
+def modules() -> dict[str, Path]:
+    names = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.glob("birl/**/*.py")
+    }
+    return {name.removesuffix(".__init__"): path for name, path in names.items()}
+
+
+def lines(paths: list[Path]) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """What a module imports of the package when it is imported itself."""
+    found: set[str] = set()
+
+    def visit(statements: list[ast.stmt]) -> None:
+        for node in statements:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("birl"):
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found.update(inside & modules().keys() or {str(node.module)})
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
+            elif isinstance(node, ast.If | ast.Try):
+                visit([*node.body, *node.orelse])
+
+    visit(ast.parse(modules()[name].read_bytes()).body)
+    return frozenset(found)
+
+
+def reached(name: str) -> set[str]:
+    todo, seen = [name], {name}
+    while todo:
+        new = imports(todo.pop()) - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def reading_path() -> list[Path]:
+    text = (ROOT / "docs/how_it_works.md").read_text(encoding="utf-8")
+    return [ROOT / name for name in sorted(set(re.findall(r"birl/[\w/]+\.py", text)))]
+
+
+@pytest.mark.parametrize(
+    ("what", "bound"),
+    [("lines", 64_200), ("files", 485), ("lines of train/", 3_950), ("lines to read", 13_600), ("files to read", 69)],
+)
+def test_the_package_does_not_grow_unnoticed(what: str, bound: int) -> None:
+    every = list(modules().values())
+    sizes = {
+        "lines": lines(every),
+        "files": len(every),
+        "lines of train/": lines([p for p in every if p.parent.name == "train"]),
+        "lines to read": lines(reading_path()),
+        "files to read": len(reading_path()),
+    }
+    assert sizes[what] <= bound
+
+
+@pytest.mark.parametrize(("loop", "bound"), [("sft", 120), ("rm", 123), ("dpo", 122), ("rl", 237)])
+def test_a_loop_imports_what_it_needs(loop: str, bound: int) -> None:
+    assert len(reached(f"birl.train.{loop}")) <= bound
+
+
+def test_functions_fit_a_screen() -> None:
+    functions = [
+        (node.name, path.name)
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+    ]
+    assert {name for name, _ in functions} <= LONG and len(functions) <= len(LONG), functions
