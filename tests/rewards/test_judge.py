@@ -77,13 +77,13 @@ BAD = {
     "garbage": "gave no JSON",
     "half": "gave no JSON",
     "list": "gave no chat completion",
-    "null": "said nothing",
+    "null": "is empty",
     "huge": "more than 4 MiB",
     "moved": "says 302",
     "cut": r"was cut after reward\.judge_tokens",
     "say:I like it.": "last line is no score .*I like it",
     "patience": "no answer within .* the last attempt: .* 429",
-    "hang": "no answer within 18 s",
+    "hang": "no answer within 7.2 s",
 }
 
 
@@ -91,7 +91,7 @@ def test_every_mishap_is_an_error_of_its_own_answer(server: Hostile, monkeypatch
     monkeypatch.setattr("birl.rewards.requests.FIRST_PAUSE", 0.01)
     words = [*BAD, "all is well"]
     start = time.monotonic()
-    found = judged(server, *words, timeout=20.0, concurrency=len(words))
+    found = judged(server, *words, timeout=8.0, concurrency=len(words))
     assert time.monotonic() - start < 40
     assert found[-1] == 0.25
     for (word, told), answer in zip(BAD.items(), found, strict=False):
@@ -152,11 +152,11 @@ def scored(functions: list[str], completions: list[str], timeout: float, **optio
 
 
 def test_through_the_worker_an_error_is_of_its_own_answer(server: Hostile) -> None:
-    options = {"judge": f"{server.url}/v1#m", "judge_template": "{completion}", "judge_timeout": 20.0}
-    good, bad, late = scored(["judge"], ["fine", "say:hm", "hang"], 20.0, **options)
+    options = {"judge": f"{server.url}/v1#m", "judge_template": "{completion}", "judge_timeout": 8.0}
+    good, bad, late = scored(["judge"], ["fine", "say:hm", "hang"], 8.0, **options)
     assert (good.value, good.parts, good.outcome) == (0.25, {"judge": 0.25}, "ok")
     assert bad.outcome == late.outcome == "env_error"
-    assert "reward judge: " in bad.detail and "no score" in bad.detail and "18 s" in late.detail
+    assert "reward judge: " in bad.detail and "no score" in bad.detail and "7.2 s" in late.detail
 
 
 def test_a_served_reward_model_is_asked_in_the_same_way(server: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_birls_own_server_as_the_judge(tiny: Path, tmp_path: Path) -> None:
     export.export(newest, tmp_path / "run", tmp_path / "judge", torch.float32)
     with running(tmp_path / "judge", model={"dtype": "float32"}) as served:
         name = served.service.name
-        options = {"judge": f"{served.url}/v1#{name}", "judge_template": "Judge {completion}", "judge_timeout": 20.0}
+        options = {"judge": f"{served.url}/v1#{name}", "judge_template": "Judge {completion}", "judge_timeout": 8.0}
         found = scored(["judge"], ["3", "17"], 20.0, **options, judge_tokens=20)
         assert [s.value for s in found] == [0.75, 0.75], found
         (other,) = scored(["judge"], ["3"], 20.0, **options | {"judge": f"{served.url}/v1#nobody"})
