@@ -22,6 +22,7 @@ from birl.allocator import keep_memory
 from birl.blocked import interrupting
 from birl.config import schema
 from birl.config.load import run_folder
+from birl.config.rules_algorithm import algorithm_notes
 from birl.engine.engine import Counters
 from birl.engines.servers import learner_threads
 from birl.errors import BirlError
@@ -141,6 +142,8 @@ class Loop:
         await self.publish()
         if self.run.validates and (plan := parts.plan_validation) and plan.greedy_repeats:
             parts.tracker.message(f"warning: {plan.greedy_repeats}")
+        for note in algorithm_notes(config):
+            parts.tracker.message(f"note: {note}")
         if self.run.validation_due() and (self.run.step > 0 or config.validation.at_start):
             await self.validate()
         self.run.clock, self.waited = time.perf_counter(), spent("training", "rollout")

@@ -16,14 +16,20 @@ from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.rollout.ledger import FILE, audit
+from birl.track.tracker import Tracker
 from tests.train.test_rl import any_a, log, many_a, run
 
 UNEVEN = ("rollout.max_tokens=40", "rollout.prompts=2", "rollout.group_size=4", "engine.max_batch=6")
 
 
 @pytest.mark.parametrize(("bound", "window"), [(1, 0), (2, 0), (4, 3)])
-def test_staleness_is_bounded_and_told(tiny: Path, tmp_path: Path, bound: int, window: int) -> None:
+def test_staleness_is_bounded_and_told(
+    tiny: Path, tmp_path: Path, bound: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Tracker, "message", lambda _, text: told.append(text))
     run(tiny, tmp_path, *UNEVEN, "steps=8", f"rollout.max_staleness={bound}", f"rollout.order_window={window}")
+    assert sum("bounds nothing in this run" in text for text in told) == 1  # one update a batch
     steps, records = log(tmp_path), log(tmp_path, "rollouts")
     assert 0 < max(s["staleness/max"] for s in steps) <= bound
     for step in steps:
