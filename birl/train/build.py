@@ -41,6 +41,7 @@ from birl.rollout.assemble import Usage
 from birl.rollout.group import Rollout
 from birl.server.gateway import Gateway
 from birl.track.tracker import Tracker
+from birl.train import checks
 from birl.train.credit import Credit
 from birl.train.evaluate import Plan, plan
 from birl.train.given import Given
@@ -124,6 +125,7 @@ async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, co
                 engine=engine,
                 limits=limits_of(config.env, tokens=context),
                 seed=config.seed,
+                saw=checks.Start(config.rollout).saw,
             ),
             params=sampling(config.rollout),
             train=train,
