@@ -1,6 +1,7 @@
 """Engine against learner: a few tokens of every version of the weights that a step trains on, scored under the weights
 that sampled them. Tokens of the current version are compared by the loss itself, at no cost."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,40 +27,46 @@ def compare(past: Past, samples: Sequence[Sample], computed: int, done: Collecti
     """(every rank) The versions among the samples' tokens but those of `done`, of `computed` tokens in the step; a
     sequence has at most `size` tokens."""
     learner = past.learner
-    present = sorted({v for s in samples for v in s.versions if v >= 0} - set(done))
+    count = Counter(v for s in samples for v in s.versions)
+    present = sorted((v for v in count if v >= 0 and v not in done), reverse=True)  # the weights of now come first
     held = [v for v in present if v == learner.version or v in past.versions]
     chosen = {v: few(samples, v, int(SHARE * computed) // len(held), start=learner.version) for v in held}
     gaps: dict[int, tuple[float, int]] = {}
     if chosen:
         with past.instead() as put:
             for version, few_ in chosen.items():
-                if version != learner.version:
-                    put(version)
+                put(version)
                 batches = pack(few_, [1.0] * len(few_), size, learner.ranks.shares)
                 said = [values.cpu() for values in learner.each(batches, learner.forward)]
                 apart = sum(float((own - b.logprobs).abs().sum()) for b, own in zip(batches, said, strict=True))
-                count = sum(map(len, said))
-                gaps[version] = apart / count, count
-    return Compared(gaps, sum(v in set(present) - set(held) for s in samples for v in s.versions))
+                compared = sum(map(len, said))
+                gaps[version] = apart / compared, compared
+    return Compared(gaps, sum(count[v] for v in present if v not in held))
 
 
 def few(samples: Sequence[Sample], version: int, room: int, start: int = 0) -> list[Sample]:
     """Samples up to their last token of this version, of at most `room` tokens in all; where none fits, the first
     tokens of one that has few before them. `start`: each step begins with others."""
-    own = [upto(s, version) for s in samples if version in s.versions]
+    own = [s for s in samples if version in s.versions]
     own = own[start % len(own) :] + own[: start % len(own)]
     found: list[Sample] = []
     for sample in own:
-        if len(sample.tokens) <= room:
-            found.append(sample)
-            room -= len(sample.tokens)
-    found = found or [min((upto(s, version, FEWEST) for s in own), key=lambda s: (-sum(s.mask), len(s.tokens)))]
+        if (end := end_of(sample, version)) <= room:
+            found.append(upto(sample, version, end))
+            room -= end
+    if not found:
+        first = [upto(s, version, end_of(s, version, FEWEST)) for s in own]
+        found = [min(first, key=lambda s: (-sum(s.mask), len(s.tokens)))]
     return [replace(s, group=number) for number, s in enumerate(found)]  # nothing in common
 
 
-def upto(sample: Sample, version: int, most: int | None = None) -> Sample:
-    """As far as its last token of this version, or the `most`-th; no others are trained."""
-    end = [n for n, v in enumerate(sample.versions) if v == version][:most][-1] + 1
+def end_of(sample: Sample, version: int, most: int | None = None) -> int:
+    """Where its last token of this version ends, or the `most`-th."""
+    return [n for n, v in enumerate(sample.versions) if v == version][:most][-1] + 1
+
+
+def upto(sample: Sample, version: int, end: int) -> Sample:
+    """Its first `end` tokens, of which those of this version alone are trained."""
     return Sample(
         tokens=sample.tokens[:end],
         mask=tuple(v == version for v in sample.versions[:end]),

@@ -23,9 +23,8 @@ class Past:
         self.learner, self.most = learner, most
         self.versions: dict[int, list[Tensor]] = {}
         self.parameters = [p for p in learner.model.parameters() if p.requires_grad]
-        self.plain = (
-            not learner.ranks.sharded and learner.device.type == "cpu"
-        )  # another memory will do, without a copy
+        # where parameters may point to other memory, without a copy
+        self.plain = not learner.ranks.sharded and learner.device.type == "cpu"
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -37,13 +36,21 @@ class Past:
 
     @contextmanager
     def instead(self) -> Iterator[Callable[[int], None]]:
-        """Gives a function that puts the weights of a kept version into the module (compute thread, between two steps
-        of an engine). At the end those of now are back, bit for bit."""
+        """Gives a function that puts the weights of a kept version, or those of now, into the module (compute thread,
+        between two steps of an engine). At the end those of now are back, bit for bit."""
         now = [p.data for p in self.parameters] if self.plain else self._copies()
+        inside = current = self.learner.version
+
+        def put(version: int) -> None:
+            nonlocal inside
+            if version != inside:
+                inside = version
+                self._put(now if version == current else self.versions[version])
+
         try:
-            yield lambda version: self._put(self.versions[version])
+            yield put
         finally:
-            self._put(now)
+            put(current)
 
     def _copies(self) -> list[Tensor]:
         return [_own(p).to("cpu", copy=True) for p in self.parameters]

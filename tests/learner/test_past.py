@@ -1,5 +1,6 @@
 """Weights of earlier versions: put into the module and taken out again, to the bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,22 @@ def test_what_a_version_gave_it_gives_again(tiny: Path, dtype: torch.dtype, lora
             put(version)
             assert torch.equal(learner.forward(batch[0]), given[version])
     assert torch.equal(learner.forward(batch[0]), now)
+
+
+def test_each_version_is_compared_under_its_own_weights(tiny: Path) -> None:
+    """The current one too, where tokens of earlier ones are compared beside it."""
+    learner = Learner(load_model(tiny), dtype=torch.float32)
+    past, batch, given = Past(learner, 2), pack([sample([0] * 6)], [1.0], 64)[0], []
+    for version in range(3):
+        given.append(learner.forward(batch).tolist())
+        if version < 2:
+            past.keep()
+            learner.learn([(batch, reinforce)], Stats())
+            learner.optim_step(1e-2)
+    versions = [0, 0, 1, 1, 2, 2]
+    logprobs = (*(0.0,) * 4, *(given[version][n] for n, version in enumerate(versions)))
+    gaps = compare(past, [replace(sample(versions), logprobs=logprobs)], 10_000, (), 64).gaps
+    assert gaps.keys() == {0, 1, 2} and all(gap < 1e-5 and n == 2 for gap, n in gaps.values())
 
 
 def test_versions_that_are_not_held_are_counted(tiny: Path) -> None:
