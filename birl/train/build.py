@@ -112,10 +112,8 @@ async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, co
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
         return Parts(
-            config=config,
             run=run,
             worker=worker,
-            policy=policy,
             engine=engine,
             rollout=Rollout(
                 chat=policy.chat,

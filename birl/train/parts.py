@@ -27,10 +27,8 @@ from birl.weights.publish import Publisher
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    config: schema.RL
     run: Path
     worker: RLWorker
-    policy: Policy
     engine: EmbeddedEngine | Spread | Servers
     rollout: Rollout
     params: SamplingParams
@@ -43,6 +41,14 @@ class Parts:
     reward_weights: Mapping[str, float]  # of each reward function
     progress: Progress
     opened: AsyncExitStack
+
+    @property
+    def config(self) -> schema.RL:
+        return self.worker.config
+
+    @property
+    def policy(self) -> Policy:
+        return self.worker.policy
 
     @property
     def chat(self) -> Chat:

@@ -81,7 +81,7 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
         try:
             if dry_run:
                 return planning.dry_run(parts)
-            loop = Loop(config=config, parts=parts, run=run_of(config, parts, stop))
+            loop = Loop(parts=parts, run=run_of(config, parts, stop))
             with Watchdog(config.watchdog or inf, exit_at_once, folder / "stall.txt"), interrupting(config.env.timeout):
                 return await loop.to_the_end()
         finally:
@@ -115,7 +115,6 @@ def follow(config: schema.RL) -> None:
 class Loop:
     """The algorithm, on rank 0."""
 
-    config: schema.RL
     parts: Parts
     run: Run
     greedy: dict[int, float] = field(default_factory=dict[int, float])  # reward of the greedy answer, until it is used
@@ -124,6 +123,10 @@ class Loop:
     sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
     waited: float = 0.0  # seconds that training has waited for groups, up to the last step
     counted: Counters = field(default_factory=Counters)  # what the engine had done at the last step
+
+    @property
+    def config(self) -> schema.RL:
+        return self.parts.config
 
     @property
     def worker(self) -> RLWorker:
