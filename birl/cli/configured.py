@@ -46,7 +46,7 @@ def run(command: str, words: list[str]) -> int:
         print(to_yaml(config), end="")
         return 0
     if RUNS[command] not in sys.modules:  # else it tells as soon
-        from birl.train.names import check_names
+        from birl.preflight import check_names
 
         check_names(config)
     if "--validate" in flags:

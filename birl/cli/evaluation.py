@@ -26,14 +26,15 @@ from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
+from birl.rollout import failures
 from birl.rollout.group import Rollout
+from birl.rollout.scorer import scorer
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.log import encode
 from birl.track.progress import source
-from birl.train import checks
 from birl.train.evaluate import Plan, answers, data_digest, evaluate, plan, right_from, versions_of
-from birl.train.rewards import make_rewards, scorer, started
+from birl.train.rewards import make_rewards, started
 from birl.train.tasks import limits_of, own_rows, tell_plain
 from birl.types import Group
 from birl.visible import visible
@@ -195,7 +196,7 @@ def check_failures(groups: Sequence[Group]) -> None:
     if failed:
         text = (
             f"{len(failed)} of {len(episodes)} answers could not be scored. Most frequent reasons:\n"
-            f"{checks.reasons(failed)}"
+            f"{failures.reasons(failed)}"
         )
         if len(failed) == len(episodes):
             raise BirlError(text)

@@ -22,8 +22,9 @@ from birl.errors import BirlError
 from birl.parallel.machine import compute_thread
 from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
+from birl.rollout.scorer import scorer
 from birl.rollout.session import Tools
-from birl.train.rewards import make_rewards, scorer, started
+from birl.train.rewards import make_rewards, started
 from birl.train.tasks import limits_of
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 

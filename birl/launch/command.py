@@ -16,7 +16,7 @@ from birl.errors import BirlError, did_you_mean
 from birl.flags import Flag, taken
 from birl.launch.job import Job, derive
 from birl.launch.launcher import FILE, WHERE, find, launcher
-from birl.train.names import check_names
+from birl.preflight import check_names
 
 PREFIX = "launch."
 HERE = ("local", "torchrun")  # what a configuration names must be on this machine

@@ -62,8 +62,8 @@ def run(argv: list[str]) -> int:
 def own(config: schema.RL, name: str, host: str) -> int:
     """`birl serve`, in this process unless engine.python is another interpreter."""
     from birl.engines.kinds import serve_words
+    from birl.launch.prepare import prepared
     from birl.server import serve
-    from birl.train.prepare import prepared
 
     words = [*serve_words(config.engine, prepared(config)), f"name={name}", f"host={host}", *config.engine.arguments]
     if config.engine.python:
@@ -76,8 +76,8 @@ async def other(config: schema.RL, name: str) -> int:
     """A server of another kind as our child, which ends with us."""
     from birl.engines import names
     from birl.engines.kinds import child, speak
+    from birl.launch.prepare import prepared
     from birl.process import free_port
-    from birl.train.prepare import prepared
 
     names.folder(name)
     stop, told, loop = asyncio.Event(), [], asyncio.get_running_loop()

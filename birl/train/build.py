@@ -38,10 +38,11 @@ from birl.models.slices import sketched, sketched_reward_model
 from birl.parallel.crew import Crew
 from birl.parallel.ranks import Ranks
 from birl.rollout.assemble import Usage
+from birl.rollout.failures import Start
 from birl.rollout.group import Rollout
+from birl.rollout.scorer import Progress, scorer
 from birl.server.gateway import Gateway
 from birl.track.tracker import Tracker
-from birl.train import checks
 from birl.train.credit import Credit
 from birl.train.evaluate import Plan, plan
 from birl.train.given import Given
@@ -49,7 +50,7 @@ from birl.train.learners import make_learner
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
 from birl.train.ranks import check_split
-from birl.train.rewards import Progress, make_rewards, scorer, started
+from birl.train.rewards import make_rewards, started
 from birl.train.run_folder import claim, find_checkpoint
 from birl.train.step import RLWorker
 from birl.train.tasks import (
@@ -123,7 +124,7 @@ async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, co
                 engine=engine,
                 limits=limits_of(config.env, tokens=context),
                 seed=config.seed,
-                saw=checks.Start(config.rollout).saw,
+                saw=Start(config.rollout.max_failure_rate).saw,
             ),
             params=sampling(config.rollout),
             train=train,

@@ -20,6 +20,7 @@ from birl.algorithms import advantages as estimate
 from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
 from birl.algorithms.custom import Part, part
+from birl.algorithms.estimators import ADVANTAGES, TENSORS
 from birl.config import schema
 from birl.config.rules_algorithm import BY_TOKEN
 from birl.data.columns import behaviour, by_sample, per_token, spread, trained
@@ -32,47 +33,6 @@ from birl.types import Group, Outcome, Sample
 
 Episode = tuple[Group, int]
 Unit = tuple[Group, int, int | None]  # what has an advantage of its own: an episode, or one of its turns
-
-
-def relative(rewards: Tensor, group: Tensor, *, lengths: Tensor, greedy: Tensor, baseline: str, scale_rewards: str):
-    """(r - baseline) / scale: algorithm.baseline and algorithm.scale_rewards."""
-    centred = estimate.centre(rewards, group, baseline, lengths=lengths, greedy=greedy)
-    return estimate.scale(centred, group, scale_rewards, rewards=rewards)
-
-
-def gdpo(rewards: Tensor, group: Tensor, *, parts: Tensor, weights: Tensor) -> Tensor:
-    return estimate.gdpo(parts, group, weights)
-
-
-def pass_at_k(rewards: Tensor, group: Tensor, *, pass_k: int) -> Tensor:
-    return estimate.pass_at_k(rewards, group, pass_k)
-
-
-def best_and_worst(rewards: Tensor, group: Tensor) -> Tensor:
-    """+1 for the first of the best, -1 for the first of the worst of a group, 0 for the others: the pairs of online DPO
-    (arXiv:2402.04792). A group of equal rewards has none."""
-    found = torch.zeros_like(rewards)
-    for g in group.unique():
-        where = (group == g).nonzero()[:, 0]
-        if rewards[where].max() > rewards[where].min():
-            found[where[rewards[where].argmax()]] = 1.0
-            found[where[rewards[where].argmin()]] = -1.0
-    return found
-
-
-def zero(rewards: Tensor, group: Tensor) -> Tensor:
-    """Nothing: the rewards are only watched (distillation)."""
-    return torch.zeros_like(rewards)
-
-
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "relative": relative,
-    "gdpo": gdpo,
-    "pass_at_k": pass_at_k,
-    "best_and_worst": best_and_worst,
-    "zero": zero,
-}
-TENSORS = ("lengths", "greedy", "parts", "weights", "right")  # what an advantage may ask for by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,12 +31,13 @@ from birl.parallel.machine import compute_thread, peak_memory
 from birl.parallel.ranks import Ranks
 from birl.signals import Stop, saving_signals
 from birl.spans import done
+from birl.track.folder_lock import held
 from birl.track.tracker import Tracker
 from birl.train import ranks
 from birl.train.given import Given
 from birl.train.ranks import crew
 from birl.train.run import Run, stream
-from birl.train.run_folder import claim, find_checkpoint, held
+from birl.train.run_folder import claim, find_checkpoint
 from birl.train.worker import Worker
 
 

@@ -14,11 +14,11 @@ from birl.engines.servers import Servers
 from birl.engines.spread import Spread
 from birl.learner.policy import Policy
 from birl.rollout.group import Rollout
+from birl.rollout.scorer import Progress
 from birl.seeds import derive_seed
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
 from birl.train.evaluate import Plan, data_digest
-from birl.train.rewards import Progress
 from birl.train.run import stream
 from birl.train.step import RLWorker
 from birl.types import SamplingParams, Task

@@ -32,21 +32,22 @@ from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.parallel.machine import compute_thread
 from birl.planning import run as planning
-from birl.rollout import assemble, pipeline
+from birl.rollout import assemble, failures, pipeline
 from birl.rollout.assemble import Usage
 from birl.rollout.ledger import Ledger, settle
+from birl.rollout.records import episode_records
 from birl.rollout.replay import replay, resample, row_of
 from birl.signals import Stop, saving_signals
 from birl.spans import done
+from birl.track.folder_lock import held
 from birl.track.units import counted
 from birl.train import build, checks, ranks
 from birl.train.credit import Credited
 from birl.train.evaluate import answers, evaluate, versions_of
-from birl.train.metrics import episode_records, step_metrics
+from birl.train.metrics import step_metrics
 from birl.train.parts import Parts
 from birl.train.ranks import crew
 from birl.train.run import Run
-from birl.train.run_folder import held
 from birl.train.step import RLWorker
 from birl.types import Group, Task
 from birl.waits import Watchdog, exit_at_once, spent
@@ -202,7 +203,7 @@ class Loop:
         """One step: rewards to advantages, advantages to updates, new weights to the engines, then reports."""
         run, rolled_out = self.run, time.perf_counter()
         self.parts.tracker.phase("training")
-        checks.failures(step, self.config.rollout.max_failure_rate)
+        failures.check(step, self.config.rollout.max_failure_rate)
         if few := checks.refill(step, self.config):
             self.parts.tracker.message(few)
         if self.parts.engine.version in versions_of(step.groups):
@@ -225,7 +226,7 @@ class Loop:
         self.last_metrics = metrics
         if self.config.track.rollouts:
             figures = token_figures(credited.samples, self.worker.seen)
-            records = episode_records(step, self.parts.chat, credited.by_episode, figures, self.parts.run)
+            records = episode_records(step, self.parts.chat.decode, credited.by_episode, figures, self.parts.run)
             self.parts.tracker.rollouts(self.run.step, records)
         await self.finish_step(metrics, time.perf_counter())
 

@@ -15,7 +15,7 @@ import pytest
 
 from birl.cli import main
 from birl.learner import checkpoint
-from birl.train import run_folder
+from birl.track import folder_lock
 from tests.tiny import tiny_model_folder
 
 REWARDS = """
@@ -449,7 +449,7 @@ def test_a_damaged_checkpoint_is_refused(bench: Bench) -> None:
 def test_two_runs_cannot_share_a_folder(bench: Bench) -> None:
     bench.done()
     before = contents("run")
-    with run_folder.held(Path("run")):
+    with folder_lock.held(Path("run")):
         said = bench.refused("steps=2")
         assert "run is in use by another birl process" in said and f"pid {os.getpid()}" in said and "run=..." in said
         assert main([*bench.command("steps=2"), "--dry-run"]) == 0

@@ -16,7 +16,8 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.train import checks, rl
+from birl.rollout.failures import Start
+from birl.train import rl
 from birl.types import Outcome, Task, Trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -339,7 +340,7 @@ class Broken:
     ],
 )
 def test_when_failures_from_the_start_are_no_chance(rate: float, details: list[str], stops: bool) -> None:
-    start = checks.Start(schema.Rollout(max_failure_rate=rate))
+    start = Start(rate)
     task = Task(id="t", prompt="Go")
     with pytest.raises(BirlError, match="failed alike") if stops else nullcontext():
         for why in details:

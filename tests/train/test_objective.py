@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from birl.algorithms import estimators
 from birl.config import schema
 from birl.config.load import load
 from birl.config.ranges import PARTS
 from birl.config.rules_algorithm import BY_TOKEN, proximal, remembers
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
-from birl.train import credit
 from birl.train.objective import ALL_SURROGATES, Known, Objective, surrogate_of
 from birl.types import Sample
 
@@ -276,4 +276,4 @@ def test_ratios_of_the_table_are_far_enough_to_be_bounded() -> None:
 def test_the_configuration_knows_the_parts_of_the_package() -> None:
     """So that a misspelt one is told before torch is imported."""
     assert set(PARTS["algorithm.surrogate"]) == set(ALL_SURROGATES)
-    assert set(PARTS["algorithm.advantage"]) == {*credit.ADVANTAGES, *BY_TOKEN}
+    assert set(PARTS["algorithm.advantage"]) == {*estimators.ADVANTAGES, *BY_TOKEN}

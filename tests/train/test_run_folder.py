@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from birl.errors import BirlError
-from birl.track import runs
-from birl.train import run_folder
-from birl.train.run_folder import held
+from birl.learner.resume import chosen_checkpoint
+from birl.track import folder_lock, runs
+from birl.track.folder_lock import held
 
 
 @pytest.fixture(params=["locks", "no locks"])
@@ -21,7 +21,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         def refused(handle: int, how: int) -> None:
             raise OSError(errno.ENOLCK, "No locks available")
 
-        monkeypatch.setattr(run_folder.fcntl, "flock", refused)
+        monkeypatch.setattr(folder_lock.fcntl, "flock", refused)
     return request.param
 
 
@@ -43,7 +43,7 @@ def test_what_a_killed_process_left_is_no_obstacle(tmp_path: Path, disk: str) ->
     (run / "metrics.jsonl").write_text("")
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, timeout=60)
     gone = int(done.stdout)
-    for left in ("", f"{gone}\n", f"{gone}\n17\n{run_folder.HOST}\n", f"{os.getpid()}\n17\n", "x"):
+    for left in ("", f"{gone}\n", f"{gone}\n17\n{folder_lock.HOST}\n", f"{os.getpid()}\n17\n", "x"):
         (run / ".lock").write_text(left)
         assert not runs.running(run)
         with held(run):
@@ -61,7 +61,7 @@ def test_a_deleted_lock_file_lets_no_second_run_in(tmp_path: Path) -> None:
 def test_a_process_of_another_machine_counts_where_there_are_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder.fcntl, "flock", lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSYS, "none")))
+    monkeypatch.setattr(folder_lock.fcntl, "flock", lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSYS, "none")))
     (tmp_path / ".lock").write_text("1\n5\nelsewhere\n")
     with pytest.raises(BirlError, match=r"runs on elsewhere; if it has ended there, delete .*\.lock"), held(tmp_path):
         pass
@@ -73,4 +73,4 @@ def test_a_circle_of_links_is_no_reason_to_stop(tmp_path: Path) -> None:
     (chosen / "manifest.json").write_text("{}")
     newest.symlink_to(newest.name)
     with pytest.raises(BirlError, match="has gone on to step-000002"):
-        run_folder.chosen_checkpoint(chosen, tmp_path, newest)
+        chosen_checkpoint(chosen, tmp_path, newest)

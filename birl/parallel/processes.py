@@ -1,0 +1,117 @@
+"""The processes of the ranks: those that rank 0 starts on this machine, which end with it, or those of a launcher
+(torchrun, srun, ...: RANK and WORLD_SIZE are set), each of which finds its place by itself.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from birl.allocator import keep_memory
+from birl.errors import BirlError
+from birl.parallel.crew import Crew, stop_at_once
+from birl.parallel.machine import compute_thread
+from birl.parallel.ranks import STORE, Grid, join
+from birl.process import free_port
+from birl.process_group import Group
+
+SHOWN = 4000  # characters of a rank's log that an error shows
+
+
+@contextmanager
+def rank_processes(
+    grid: Grid, device: torch.device, timeout: float, words: Sequence[str], text: str, threads: int, folder: Path
+) -> Iterator[Crew]:
+    """Rank 0's view of all ranks. Unless a launcher started the others, each is a process `words` that reads `text`
+    from its standard input, computes on `threads` threads and prints to rank-N.log in `folder`. When the body raises,
+    the others, which may wait for rank 0 anywhere, are not waited for. `timeout` [s]: of each exchange."""
+    with ExitStack() as stack:
+        children: list[Child] = []
+        if "WORLD_SIZE" not in os.environ:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(grid.size)}
+            place |= within_this_machine(stack.enter_context(tempfile.TemporaryDirectory(prefix="birl-ranks-")))
+            for name, value in {**place, "RANK": "0", "LOCAL_RANK": "0"}.items():
+                os.environ[name] = value
+                stack.callback(os.environ.pop, name, None)
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(1, grid.size):
+                env = place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
+                children.append(Child(rank, words, text, env, folder / f"rank-{rank}.log"))
+                stack.callback(children[-1].end)
+        stack.callback(leave)
+        crew = Crew(join(grid, device, timeout), timeout)
+        crew.ended = lambda: next((word for c in children if (word := c.word())), "")
+        crew.watch(stop_at_once)
+        try:
+            yield crew
+        except BaseException:
+            crew.abandon()
+            for child in children:
+                child.kill()
+            raise
+        crew.close()
+
+
+def within_this_machine(folder: str) -> dict[str, str]:
+    """Ranks meet in a file, and gloo's connections stay on the loopback: PyTorch's store over TCP listens on every
+    address of the machine, and what ranks send each other are pickles, without any authentication."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {STORE: f"{folder}/store"} | loopback
+
+
+def leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Child:
+    """One more rank on this machine. It ends when this process ends, however that ends."""
+
+    def __init__(self, rank: int, words: Sequence[str], text: str, env: dict[str, str], log: Path) -> None:
+        self.rank, self.log = rank, log
+        self.process = Group([*words], log=log, env=os.environ | env, text=text)
+        self.kill = self.process.kill
+
+    def word(self) -> str:
+        """What it printed last, if it has ended and should not have."""
+        if self.process.code in (None, 0):
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(self.process.said_from)
+            tail = file.read().decode(errors="replace").strip()[-SHOWN:]
+        return f"rank {self.rank} {self.process.how()}. The end of {self.log}:\n{tail or '(empty)'}"
+
+    def end(self, patience: float = 10.0) -> None:
+        self.process.wait(patience)
+        self.kill()
+
+
+def follow(
+    grid: Grid, device: torch.device, timeout: float, threads: int, make: Callable[[Crew, Executor], Any]
+) -> None:
+    """The life of a rank other than 0: `make` its worker, then do what rank 0 calls.
+
+    Launchers send SIGTERM to every rank. Rank 0 saves then, which needs the others, and ends them."""
+    keep_memory()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    crew = Crew(join(grid, device, timeout), timeout)
+    try:
+        with compute_thread(threads) as compute:
+            crew.follow(compute.submit(make, crew, compute).result(), compute)
+    except BaseException as error:
+        crew.report(error)
+        if not isinstance(error, BirlError):
+            raise
+        print(f"birl: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    leave()

@@ -1,0 +1,59 @@
+"""When failed episodes stop a run: too many of a step, or all of the first ones alike."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from birl.envs.tasks.rows import where
+from birl.errors import BirlError
+from birl.rollout.pipeline import Step
+from birl.track.units import counted
+from birl.types import UNSCORED, Outcome, Task, Trajectory
+
+
+def check(step: Step, most: float) -> None:
+    """Raises `BirlError` where more than this share of the episodes failed."""
+    episodes = [(g.task, t) for g in (*step.groups, *step.refused) for t in g.trajectories]
+    failed = [(task, t) for task, t in episodes if not t.outcome.scored and t.detail != UNSCORED]
+    if len(failed) <= most * len(episodes):
+        return
+    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(str(t.outcome) for _, t in failed).most_common())
+    raise BirlError(
+        f"Step {step.number}: {len(failed)} of {len(episodes)} episodes failed ({kinds}), more than "
+        f"rollout.max_failure_rate={most:g} allows. Most frequent reasons:\n{reasons(failed)}"
+    )
+
+
+ALIKE = 8  # episodes
+CHANCE = 0.01  # of so many failures in a row
+VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in what went wrong
+
+
+@dataclass(slots=True)
+class Start:
+    """Stops a run whose episodes all fail alike from the start (a command that is missing, say): after the first
+    `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance."""
+
+    most: float  # rollout.max_failure_rate
+    failed: list[tuple[Task, Trajectory]] = field(default_factory=list)
+    over: bool = False  # an episode ended otherwise
+
+    def saw(self, task: Task, trajectory: Trajectory) -> None:
+        """Raises `BirlError` where no episode up to this one has ended otherwise, and there are enough."""
+        self.failed += [] if self.over else [(task, trajectory)]
+        kinds = {(t.outcome, VARIES.sub("", t.detail)) for _, t in self.failed}
+        self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
+        rate, n = self.most, len(self.failed)
+        if not self.over and n >= ALIKE and rate**n < CHANCE:
+            raise BirlError(
+                f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops "
+                f"(rollout.max_failure_rate={rate:g} would let so many fail by chance only):\n{reasons(self.failed)}"
+            )
+
+
+def reasons(failed: Sequence[tuple[Task, Trajectory]]) -> str:
+    """The three most frequent, each with the first row that it happened to."""
+    first = {t.detail: task for task, t in reversed(failed)}
+    common = Counter(t.detail for _, t in failed).most_common(3)
+    return "\n".join(f"  {n} x {why} (first with {where(first[why])})" for why, n in common)

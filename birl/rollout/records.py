@@ -1,0 +1,100 @@
+"""What groups of episodes say about themselves: figures for metrics.jsonl, and every episode for rollouts.jsonl."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from birl.rollout import assemble, pipeline
+from birl.types import Group, Outcome, Sample
+
+
+def episode_records(
+    step: pipeline.Step,
+    decode: Callable[[Sequence[int]], str],
+    advantages: Mapping[tuple[int, int], float],
+    figures: Callable[[Sample], dict[str, Any]],
+    run: Path,
+) -> list[dict[str, Any]]:
+    """Every episode of the step as rollouts.jsonl holds it. `decode`: ids -> text. `advantages`: by group and episode.
+    `figures`: what is known of a sample's tokens besides. The tokens come last, as readers look at the rest alone."""
+    return [
+        {
+            "group": g.index,
+            "episode": i,
+            "task": g.task.id,
+            "source": g.task.source,
+            "answer": g.task.answer,
+            "outcome": str(t.outcome),
+            "detail": t.detail,
+            "reward": t.reward,
+            "score": t.score,
+            "parts": dict(t.parts),
+            "advantage": advantages.get((g.index, i)),
+            "text": "".join(decode(turn.completion.tokens) for turn in t.turns),
+            "turns": [
+                {"agent": turn.agent, "reward": turn.reward, "text": decode(turn.completion.tokens)}
+                for turn in (t.turns if len(t.turns) > 1 else ())
+            ],
+            "rewards": dict(t.rewards),
+            **({"extra": dict(t.extra)} if t.extra else {}),
+            **({"pictures": [_within(path, run) for path in t.pictures]} if t.pictures else {}),
+            "samples": [
+                {
+                    "tokens": s.tokens,
+                    "mask": [int(m) for m in s.mask],
+                    "logprobs": s.logprobs,
+                    "versions": s.versions,
+                    **figures(s),
+                }
+                for s in assemble.samples(t, 0.0, g.index, i)
+            ],
+        }
+        for g in (*step.groups, *step.refused)
+        for i, t in enumerate(g.trajectories)
+    ]
+
+
+def _within(path: str, run: Path) -> str:
+    """Relative to the run folder, if it is in there: a run may be moved."""
+    whole = Path(path).resolve()
+    return whole.relative_to(run.resolve()).as_posix() if whole.is_relative_to(run.resolve()) else path
+
+
+def outcome_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How many episodes were asked for, and how each ended: the counts close, always."""
+    episodes = [t for g in groups for t in g.trajectories]
+    counts = Counter(t.outcome for t in episodes)
+    lengths = [len(turn.completion.tokens) for t in episodes for turn in t.turns]
+    return {
+        "outcome/asked": float(len(episodes)),
+        **{f"outcome/{o}": float(counts[o]) for o in Outcome},
+        "length/mean": sum(lengths) / max(len(lengths), 1),
+        "length/max": float(max(lengths, default=0)),
+        "turns/mean": sum(len(t.turns) for t in episodes) / max(len(episodes), 1),
+    }
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Over the episodes that have a reward; those that failed are counted elsewhere."""
+    scored = [t for g in groups for t in g.trajectories if t.outcome.scored]
+    rewards, scores = [t.reward for t in scored] or [nan], [t.score for t in scored] or [nan]
+    return {
+        **_means("reward/agent/", (t.rewards for t in scored)),
+        **_means("reward/", (t.parts for t in scored)),
+        **_means("reward/logged/", (t.logged for t in scored)),
+        "reward/mean": fmean(rewards),  # behind the parts: a function may be called mean
+        "reward/std": pstdev(rewards) if scored else nan,
+        "score/mean": fmean(scores),
+    }
+
+
+def _means(prefix: str, columns: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the mappings that have it."""
+    values = defaultdict[str, list[float]](list)
+    for row in columns:
+        for name, value in row.items():
+            values[name].append(value)
+    return {prefix + name: fmean(each) for name, each in values.items()}
