@@ -18,7 +18,9 @@ from birl.regular import open_regular
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-MOST, RATIO = 2**32, 1000  # bytes that a Parquet file may come to, or so many times its own size
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+MOST, RATIO = 2**30, 1000  # bytes that a Parquet file may come to, or so many times its own size
+WIDE = 256  # columns above which a row's absent ones cost more than reading JSON in plain Python
 
 
 def no_column(name: str) -> bool:
@@ -42,15 +44,18 @@ def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_colu
 
 def check_readable(path: Path) -> str:
     """The format of a file. Raises `BirlError` where it has none, is empty or cannot be opened."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(8)
+    except OSError as error:
+        raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if packed := next((name for magic, name in PACKED.items() if head.startswith(magic)), ""):
+        raise BirlError(f"{path} is compressed ({packed}). Decompress it first.")
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise BirlError(f"{path}: unknown file type {path.suffix!r}. Known are {' '.join(FORMATS)}.")
-    try:
-        with open_regular(path) as file:
-            if not file.read(1):
-                raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
-    except OSError as error:
-        raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not head:
+        raise BirlError(f"{path} is empty: it needs one row a line (docs/data.md).")
     return kind
 
 
@@ -60,11 +65,13 @@ def _read_json(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
         return list(parse_json(path))
     try:
         table = _load(path, kind)
+    except BirlError:
+        raise
     except Exception:
         return list(parse_json(path))
     # JSON has no dates, so these were text; and of a column with text and lists, text such as "7." has become a number
     changed = any(kind in str(table.features) for kind in ("timestamp[", "Json("))
-    return list(parse_json(path)) if changed else table
+    return list(parse_json(path)) if changed or len(table.column_names) > WIDE else table
 
 
 def _read_csv(path: Path, kind: str, text: Callable[[str], bool]) -> Sequence[Mapping[str, Any]]:
@@ -75,6 +82,8 @@ def _read_csv(path: Path, kind: str, text: Callable[[str], bool]) -> Sequence[Ma
     try:
         # "None" and "NA" are answers
         return _load(path, kind, keep_default_na=False, converters=dict.fromkeys(written, str) or None)
+    except BirlError:
+        raise
     except Exception:
         return list(parse_csv(path))
 
@@ -91,11 +100,13 @@ def _read_binary(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raises `BirlError` where rows that name one long text again and again come to far more than the file."""
+    """Raises `BirlError` where there are no rows, or where rows that name one long text again and again come to far more than the file."""
     import pyarrow.parquet as parquet
 
     most = max(MOST, RATIO * path.stat().st_size)
     with open_regular(path) as source, parquet.ParquetFile(source) as file:
+        if not file.metadata.num_rows:
+            raise BirlError(f"{path} has no rows.")
         groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
         chunks = (group.column(i) for group in groups for i in range(group.num_columns))
         if sum(chunk.num_values * chunk.total_uncompressed_size for chunk in chunks) <= most:
@@ -111,8 +122,11 @@ def _check_parquet(path: Path) -> None:
 def _load(path: Path, kind: str, **options: Any) -> Any:
     from datasets import load_dataset
 
+    digest = _digest(path)
     with quiet():
-        table = load_dataset(kind, _digest(path), data_files=str(path), split="train", **options)
+        table = load_dataset(kind, digest, data_files=str(path), split="train", **options)
+    if _digest(path) != digest:
+        raise BirlError(f"{path} changed while it was read. Start again when it is complete.")
     return undecoded(table)
 
 

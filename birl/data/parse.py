@@ -55,8 +55,8 @@ def _depth(line: bytes, depth: int, path: Path, number: int) -> int:
 
 
 def begins_with_row(path: Path) -> bool:
-    """Whether the first thing in it is an object or a list."""
-    return _head(path)[:1] in (b"{", b"[")
+    """Whether the first thing in it is an object, or a list of them."""
+    return re.match(rb"\{|\[\s*\{", _head(path)) is not None
 
 
 def _head(path: Path) -> bytes:

@@ -52,7 +52,8 @@ class Rows(Sequence[dict[str, Any]]):
             raise BirlError(
                 f"{self.where(index)} cannot be read: {reason(error)}. Correct or remove the row."
             ) from error
-        return {column: plain(row.get(column)) for column in self.columns}
+        own = {str(column): plain(value) for column, value in row.items() if value is not None}
+        return dict.fromkeys(self.columns) | own
 
     def where(self, index: int) -> str:
         """For messages; counts from 1."""

@@ -32,7 +32,7 @@ def read(
     """
     split, place = _parse(path)
     local = Path(place).expanduser()
-    if local.is_file():
+    if os.path.lexists(local) and not local.is_dir():
         if split not in ("", "train"):
             raise BirlError(f"{path}: one file has no splits. Write {place} alone, or put the splits into a folder.")
         return Rows(str(local), [read_file(local, text=text)], limit)

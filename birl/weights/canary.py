@@ -22,8 +22,7 @@ from birl.errors import Malformed, WeightsFailed
 from birl.learner.learner import Learner
 from birl.types import Completion, Engine, Sample, SamplingParams
 
-LONGEST = 16  # tokens of a prompt that are used, its last ones
-GIVEN = 4  # of these, what the others are scored given
+LONGEST = 12  # tokens of a prompt that are used, its last ones; all but the first are scored
 DRAWN = 16  # tokens that are sampled after each prompt
 TIMES = 5.0  # the first proof's gap is what an engine may show later
 LEAST = 5e-3  # nats a token that are always allowed,
@@ -35,7 +34,7 @@ SURE = 5.0  # standard errors at which a version counts as recognised
 
 @dataclass(slots=True)
 class Canary:
-    """`prompts`: token ids, at least two each. The last ones of each are scored given those before."""
+    """`prompts`: token ids, at least two each."""
 
     learner: Learner
     prompts: Sequence[tuple[int, ...]]
@@ -54,7 +53,7 @@ class Canary:
         samples = [
             Sample(
                 tokens=ids,
-                mask=tuple(i >= _given(ids) for i in range(len(ids))),
+                mask=tuple(i > 0 for i in range(len(ids))),
                 logprobs=(0.0,) * len(ids),
                 versions=(-1,) * len(ids),
                 advantage=0.0,
@@ -114,7 +113,7 @@ class Canary:
 
     async def scored(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[float]:
         """What the engine says of a prompt's scored tokens."""
-        return list((await self.given(engine, name, ids[: _given(ids)], ids[_given(ids) :])).logprobs)
+        return list((await self.given(engine, name, ids[:1], ids[1:])).logprobs)
 
     async def drawn(self, engine: Engine, name: str, ids: tuple[int, ...]) -> list[tuple[float, float]] | None:
         """Log-probs of tokens that the engine samples after a prompt: as it reports them then, and when they are given.
@@ -191,7 +190,3 @@ def said(learner: Learner, batches: list[Batch]) -> list[list[float]]:
         return [values.tolist() for values in learner.each(batches, learner.forward)]
     finally:
         learner.outputs.temperature = before
-
-
-def _given(ids: tuple[int, ...]) -> int:
-    return max(min(len(ids) // 2, GIVEN), 1)

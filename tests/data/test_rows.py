@@ -1,4 +1,5 @@
 import csv
+import gzip
 import json
 import os
 import sys
@@ -441,13 +442,49 @@ def test_an_integer_beyond_64_bits_is_refused_where_it_is_no_text(tmp_path: Path
         ("a.jsonl", b'null\n{"prompt": "a"}\n', "line 1: a row is a JSON object"),
         ("a.jsonl", ("{" + ",".join(f'"k{i}": 1' for i in range(4097)) + "}\n").encode(), "4,097 columns"),
         ("a.csv", (",".join(f"k{i}" for i in range(4097)) + "\n").encode(), "4,097 columns"),
+        ("a.jsonl", gzip.compress(b'{"prompt": "a"}'), "is compressed (gzip). Decompress it first"),
+        ("a.csv.gz", gzip.compress(b"prompt"), "is compressed (gzip)"),
+        ("a.json", b'[[{"prompt": "a"}]]', "row 1: a row is a JSON object"),  # datasets reads a column `text`
     ],
-    ids=["null", "null first", "columns", "columns of CSV"],
+    ids=["null", "null first", "columns", "columns of CSV", "gzip", "CSV in gzip", "lists"],
 )
 def test_what_ends_or_holds_up_pyarrow_is_refused(tmp_path: Path, name: str, content: bytes, what: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     assert what in refused(path)
+
+
+def test_absent_columns_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that each have a column of their own: `datasets` would make all columns of each row."""
+    path, seen = write(tmp_path / "a.jsonl", [{"prompt": "a", f"k{i}": i} for i in range(300)]), []
+    monkeypatch.setattr("birl.data.rows.plain", lambda value: seen.append(value) or value)
+    rows = list(read(str(path)))
+    assert len(seen) == 600
+    assert rows[7] == {"prompt": "a"} | {f"k{i}": 7 if i == 7 else None for i in range(300)}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "circle", "device"])
+def test_what_is_no_file_is_named_and_not_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.jsonl"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("a.jsonl" if kind == "circle" else "/dev/zero")
+    assert "a.jsonl cannot be read: " in refused(path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def slow(*args: object, load=datasets.load_dataset, **keys: object) -> object:
+        table = load(*args, **keys)
+        path.write_text('{"prompt": "c"}\n')
+        return table
+
+    path = write(tmp_path / "a.jsonl")
+    monkeypatch.setattr(datasets, "load_dataset", slow)
+    assert "changed while it was read" in refused(path)
+
+
+def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:
+    assert "a.parquet has no rows" in refused(write(tmp_path / "a.parquet", []))
 
 
 @pytest.mark.parametrize("decoded", [False, True])
