@@ -100,7 +100,8 @@ def _read_binary(path: Path, kind: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _check_parquet(path: Path) -> None:
-    """Raises `BirlError` where there are no rows, or where rows that name one long text again and again come to far more than the file."""
+    """Raises `BirlError` where there are no rows, or where those that name one long text again and again come to far
+    more than the file."""
     import pyarrow.parquet as parquet
 
     most = max(MOST, RATIO * path.stat().st_size)
