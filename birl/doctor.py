@@ -61,7 +61,7 @@ REQUIRED = (
     Package("llguidance", "llguidance", "1.9", "answers of a form: JSON schemas, forced tool calls"),
     Package("math_verify", "math-verify", "0.8", "the math reward"),
     Package("sympy", "sympy", "1.13", "numbers of the math reward"),
-    Package("regex", "regex", "2024.4", "search in birl rollouts"),
+    Package("duckdb", "duckdb", "2.0", "search in birl rollouts"),
     Package("rich", "rich", "13.7", "the live view in the terminal"),
     Package("tensorboard", "tensorboard", "2.17", "writes curves; track.tensorboard=false does without"),
     Package("xxhash", "xxhash", "3.4", "digests of weights"),

@@ -1,255 +1,205 @@
-"""The query language of the rollout list.
+"""Conditions on episodes in SQL, as DuckDB has it:
 
-    reward>=1 -/\\d/ outcome:ok step:10..20 flag:repetition sort:-tokens "exact words"
+    reward < 0.5 and step > 3 order by tokens desc
+    'repetition' in flags and text ilike '%apples%'
 
-Terms are separated by spaces, and a row has to fit all of them; `-` before a term turns it round.
-
-    step>=10  tokens<5  reward=1  step:10..20  step:10..  group:7      numbers: FIELDS
-    outcome:ok,truncated  source:gsm8k  flag:any  flag:repetition      one of the names
-    task:train.jsonl:1                                                 text within the task's name
-    prompt:word  prompt:"two words"                                    text within the prompt, in any case
-    word  "two words"                                                  text within the model's output, in any case
-    /regular expression/  /in any case/i                               of the module `regex`
-    sort:reward  sort:-tokens                                          the order; without it that of the file
-
-Numbers and names are looked up in the index; only for text is the file read again (search.py).
+A condition may come with a link from elsewhere, so it is no SELECT of its own: DuckDB parses it, and every node of the
+tree has to be one that computes with the values of one row. Nothing names a file, a table or a setting, or makes more
+of a text than it is. What runs is written anew from the tree.
 """
 
-import math
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, isnan
-from typing import Any
+from functools import cache
+from threading import Timer
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import regex
 
 from birl.errors import BirlError, did_you_mean
-from birl.view import flags
-from birl.view.episodes import BITS, OUTCOMES, Episodes
 
-FIELDS = ("step", "group", "episode", "turns", "tokens", "prompt", "reward", "score", "advantage")
-NAMED = ("outcome", "source", "flag", "task")
-LONGEST = 300  # characters of a regular expression
-REPEATED = 10_000  # product of all counts such as {3,20} in a regular expression
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow
 
-RANGE = regex.compile(r"[\d.eE+-]*")  # of numbers
-COUNTS = regex.compile(r"\{\s*(?:\d*\s*,)?\s*0*([1-9]\d*)\s*,?\s*\}")
-TERM = regex.compile(
-    r"""(?P<field>[a-z_]+)(?P<op>>=|<=|!=|>|<|=|:)(?P<value>"(?:[^"\\]|\\.)*"|[^\s"]*)(?=\s|\Z)
-    | /(?P<pattern>(?:[^/\\]|\\.)+)/(?P<mode>[a-z]*)(?=\s|\Z)
-    | (?P<quoted>"(?:[^"\\]|\\.)*")(?=\s|\Z)
-    | (?P<word>[^\s"/]\S*)""",
-    regex.VERBOSE,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Between:
-    """A number from `low` to `high`, without the bounds themselves where they are open. NaN fits nothing."""
-
-    field: str
-    low: float = -inf
-    high: float = inf
-    low_open: bool = False
-    high_open: bool = False
-    negated: bool = False
-
-    def fits(self, rows: np.ndarray, episodes: Episodes) -> np.ndarray:
-        values = rows[self.field]
-        above = values > self.low if self.low_open else values >= self.low
-        below = values < self.high if self.high_open else values <= self.high
-        return above & below
-
-    def __str__(self) -> str:
-        name = f"{'-' * self.negated}{self.field}"
-        if self.low == self.high:
-            return f"{name}={_figure(self.low)}"
-        if not (self.low_open or self.high_open or inf in (-self.low, self.high)):
-            return f"{name}:{_figure(self.low)}..{_figure(self.high)}"
-        if self.low > -inf:
-            return f"{name}>{'=' * (not self.low_open)}{_figure(self.low)}"
-        return f"{name}<{'=' * (not self.high_open)}{_figure(self.high)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneOf:
-    """An outcome, source or flag that has one of the names; of a task, a part of its name."""
-
-    field: str
-    names: tuple[str, ...]
-    negated: bool = False
-
-    def fits(self, rows: np.ndarray, episodes: Episodes) -> np.ndarray:
-        match self.field:
-            case "outcome":
-                return np.isin(rows["outcome"], [OUTCOMES.index(n) for n in self.names])
-            case "source":
-                return np.isin(rows["source"], [n for n, s in enumerate(episodes.sources) if s in self.names])
-            case "task":
-                # one look at each name, and then at the places: there may be a million of both
-                good = np.array([any(n in task for n in self.names) for task in episodes.tasks], bool)
-                return good[rows["task"]] if len(good) else np.zeros(len(rows), bool)
-        wanted = BITS if "any" in self.names else set(self.names) - {"none"}
-        found = (rows["flags"] & sum(BITS[n] for n in wanted)) != 0
-        return found | (rows["flags"] == 0) if "none" in self.names else found
-
-    def __str__(self) -> str:
-        value = ",".join(self.names)
-        plain = regex.fullmatch(r'[^\s"]+', value) is not None
-        return f"{'-' * self.negated}{self.field}:{value if plain else _quote(value)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """Text within the model's output or its prompt, in any case; or a regular expression, with its mode (i, m, s)."""
-
-    text: str
-    is_pattern: bool = False
-    mode: str = ""
-    negated: bool = False
-    of: str = ""  # "prompt": within the prompt instead
-
-    def __str__(self) -> str:
-        of = f"{self.of}:" * bool(self.of)
-        return f"{'-' * self.negated}{of}" + (f"/{self.text}/{self.mode}" if self.is_pattern else _quote(self.text))
-
-    def compiled(self) -> Any:
-        """Raises `BirlError`."""
-        if len(self.text) > LONGEST:
-            raise BirlError(f"/{self.text[:20]}…/: a regular expression may have {LONGEST} characters here.")
-        if math.prod(int(n) for n in COUNTS.findall(self.text)) > REPEATED:  # would take the memory of this machine
-            raise BirlError(f"/{self.text}/: repeats something more than {REPEATED} times; write * or + instead.")
-        if unknown := set(self.mode) - set("ims"):
-            raise BirlError(f"/{self.text}/{self.mode}: there is no mode {unknown.pop()}; there are i, m and s.")
-        try:
-            modes = sum({"i": regex.IGNORECASE, "m": regex.MULTILINE, "s": regex.DOTALL}[m] for m in set(self.mode))
-            return regex.compile(self.text, regex.VERSION0 | modes)
-        except (regex.error, OverflowError, RecursionError, ValueError, MemoryError) as error:
-            raise BirlError(f"/{self.text}/ is no regular expression: {error}.") from None
-
-
-Column = Between | OneOf
+NUMBERS = ("row", "step", "group", "episode", "turns", "tokens", "prompt_tokens", "reward", "score", "advantage")
+NAMES = ("outcome", "source", "task", "flags")
+TEXTS = ("text", "prompt", "answer", "detail")  # are read from the file for each row that the other conditions leave
+COLUMNS = (*NUMBERS, *NAMES, *TEXTS)
+LONGEST = 1000  # characters
+PATIENCE = 5.0  # s for one table
+SHAPES = {
+    "BETWEEN",
+    "CASE",
+    "CAST",
+    "COLUMN_REF",
+    "COMPARISON",
+    "CONJUNCTION",
+    "CONSTANT",
+    "FUNCTION",
+    "OPERATOR",
+    "TYPE",
+}
+TYPES = {"bigint", "boolean", "double", "integer", "varchar"}
+FUNCTIONS = {
+    *("+", "-", "*", "/", "//", "%", "abs", "ceil", "floor", "round", "greatest", "least"),
+    *("~~", "!~~", "~~*", "!~~*", "regexp_matches", "regexp_full_match", "contains", "prefix", "suffix", "starts_with"),
+    *("ends_with", "lower", "upper", "trim", "left", "right", "substring", "strpos", "len", "length"),
+    *("list_contains", "list_has", "list_has_any", "list_has_all", "list_value"),
+}
+HINT = "Write a condition in SQL, as in: reward < 0.5 and step > 3 order by step desc"
+Node = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What to look for, and the order: a field of FIELDS, with `-` before it for the largest first, or "".
+    """SELECTs of `row` from a table `rollouts`: by the columns of `columns` alone, by texts too, and in order; "" where
+    there is nothing to ask.
 
-    Example: Query.parse("reward>=1 -/\\\\d/ sort:-tokens")
+    Example: Query.parse("reward >= 1 order by tokens desc", words="apples")
     """
 
-    columns: tuple[Column, ...] = ()
-    said: tuple[Said, ...] = ()
-    sort: str = ""
+    by_columns: str
+    by_texts: str
+    ordered: str
+    columns: frozenset[str]
 
     @classmethod
-    def parse(cls, text: str) -> "Query":
-        """Raises `BirlError` with the term that cannot be understood."""
-        columns: list[Column] = []
-        said: list[Said] = []
-        sort, place = "", 0
-        while (place := _past_spaces(text, place)) < len(text):
-            negated = text[place] == "-" and text[place + 1 : place + 2].strip() != ""
-            found = TERM.match(text, place + negated)
-            if found is None:
-                raise BirlError(
-                    f"{text[place:][:40]}: this quotation mark or slash is not closed, or something stands right "
-                    'behind it. To look for the sign itself write it in quotes, as in "/" or "\\"".'
-                )
-            place = found.end()
-            if found["field"] == "sort":
-                sort = _sort(found["op"], found["value"])
-            elif found["field"] == "prompt" and found["op"] == ":" and _is_text(found["value"]):
-                said.append(Said(text=_unquote(found["value"]), negated=negated, of="prompt"))
-            elif found["field"] is not None:
-                columns.append(_column(found["field"], found["op"], found["value"], negated))
-            elif found["pattern"] is not None:
-                said.append(Said(text=found["pattern"], is_pattern=True, mode=found["mode"], negated=negated))
-            else:
-                said.append(Said(text=_unquote(found["quoted"] or found["word"]), negated=negated))
-        for one in said:
-            if one.is_pattern:
-                one.compiled()
-        return cls(columns=tuple(columns), said=tuple(said), sort=sort)
-
-    def __str__(self) -> str:
-        return " ".join([*map(str, self.columns), *map(str, self.said), *([f"sort:{self.sort}"] if self.sort else [])])
-
-
-def _column(field: str, op: str, value: str, negated: bool) -> Column:
-    whole, value = f"{field}{op}{value}", _unquote(value)
-    if field in NAMED:
-        if op not in (":", "="):
-            raise BirlError(f"{whole}: {field} has names, not numbers; write {field}:NAME.")
-        names = tuple(sorted(set(filter(None, value.split(",")))))
-        known = {"outcome": OUTCOMES, "flag": (*flags.NAMES, "any", "none")}.get(field, names)
-        if wrong := [n for n in names if n not in known] or ([""] if not names else []):
-            raise BirlError(
-                f"{whole}: {field} is one of {', '.join(known) or 'the names'}.{did_you_mean(wrong[0], known)}"
-            )
-        return OneOf(field=field, names=names, negated=negated)
-    if field not in FIELDS:
-        fields = (*FIELDS, *NAMED, "sort")
-        raise BirlError(
-            f"{whole}: there is no {field}; there are {', '.join(fields)}.{did_you_mean(field, fields)} To look for "
-            "the text, write it in quotes."
+    def parse(cls, condition: str, words: str = "", order: str = "row") -> "Query":
+        """`words`: what prompt or answer must have, in any case. `order`: where the condition has none. Raises
+        `BirlError` with what is not understood."""
+        if max(len(condition), len(words)) > LONGEST:
+            raise BirlError(f"A condition and the words each have at most {LONGEST} characters.")
+        where, orders = _parsed(condition)
+        if words:
+            quoted = "'" + words.replace("'", "''") + "'"
+            has = (f"contains(lower({name}), lower({quoted}))" for name in ("text", "prompt"))
+            where = where + _parsed(" or ".join(has))[0]
+        orders = (orders or _parsed(f"order by {order}")[1]) + _parsed("order by row")[1]
+        if texts := _named(orders) & set(TEXTS):
+            raise BirlError(f"order by {min(texts)}: the order is of {', '.join((*NUMBERS, *NAMES))}.")
+        by_columns = [one for one in where if not _named(one) & set(TEXTS)]
+        return cls(
+            by_columns=_written(by_columns) if by_columns else "",
+            by_texts=_written([one for one in where if one not in by_columns]) if len(by_columns) < len(where) else "",
+            ordered=_written([], orders),
+            columns=frozenset(_named(where) | _named(orders)),
         )
-    if op == "!=":
-        op, negated = "=", not negated
-    low, dots, high = value.partition("..") if op == ":" else (value, "", value)
-    low, high = (
-        _number(low, whole, -inf if dots else None),
-        _number(high if dots else low, whole, inf if dots else None),
-    )
-    if low > high:
-        raise BirlError(f"{whole}: nothing is from {_figure(low)} to {_figure(high)}; the smaller number comes first.")
-    return Between(
-        field=field,
-        low=-inf if op in ("<", "<=") else low,
-        high=inf if op in (">", ">=") else high,
-        low_open=op == ">",
-        high_open=op == "<",
-        negated=negated,
-    )
 
 
-def _number(text: str, whole: str, absent: float | None) -> float:
-    if not text and absent is not None:
-        return absent
+def select(sql: str, table: "pyarrow.Table") -> np.ndarray:
+    """The column `row` of what a SELECT from `rollouts` gives. Raises `BirlError`."""
+    import duckdb
+
+    with _connection().cursor() as cursor:
+        cursor.register("rollouts", table)
+        timer = Timer(PATIENCE, cursor.interrupt)
+        timer.start()
+        try:
+            return cursor.execute(sql).fetchnumpy()["row"].astype(np.int64)
+        except duckdb.InterruptException:
+            raise BirlError(
+                f"The search took more than {PATIENCE:g} s for a part. Write a simpler condition."
+            ) from None
+        except duckdb.Error as error:
+            raise BirlError(f"{str(error).splitlines()[0]}. {HINT}") from None
+        finally:
+            timer.cancel()
+
+
+@cache
+def _connection() -> "duckdb.DuckDBPyConnection":
+    """A database in memory that reads no file, loads nothing and sees no variable of ours."""
+    import duckdb
+
+    off = ("enable_external_access", "autoinstall_known_extensions", "autoload_known_extensions")
+    options = {**dict.fromkeys((*off, "python_enable_replacements"), "false"), "threads": "1", "memory_limit": "1GB"}
+    connection = duckdb.connect(":memory:", config={**options, "temp_directory": ""})
+    return connection.execute("set lock_configuration = true")
+
+
+def _translated(function: str, text: str) -> str:
+    """Between SQL and its tree as JSON. Raises `BirlError`."""
+    import duckdb
+
     try:
-        found = float(text)
-    except ValueError:
-        found = float("nan")
-    if isnan(found):
-        raise BirlError(f"{whole}: {text or 'nothing'} is no number. Write step:10..20, reward>=0.5 or tokens:100.. ")
-    return found
+        with _connection().cursor() as cursor:
+            return cursor.execute(f"select {function}(?)", [text]).fetchall()[0][0]
+    except (duckdb.Error, UnicodeError) as error:
+        raise BirlError(f"This condition cannot be read: {str(error).splitlines()[0]}. {HINT}") from None
 
 
-def _is_text(value: str) -> bool:
-    """`prompt:10..20` is about its tokens, `prompt:apples` and `prompt:"10"` about its text."""
-    return value != "" and RANGE.fullmatch(value) is None
+def _tree(sql: str) -> Node:
+    try:
+        return json.loads(_translated("json_serialize_sql", sql))
+    except RecursionError:
+        raise BirlError(f"This condition is nested too deeply. {HINT}") from None
 
 
-def _sort(op: str, value: str) -> str:
-    name = value.removeprefix("-")
-    if op != ":" or name not in FIELDS:
-        raise BirlError(f"sort{op}{value}: write sort:reward or sort:-tokens, with one of {', '.join(FIELDS)}.")
-    return value
+def _parsed(condition: str) -> tuple[list[Node], list[Node]]:
+    """The conditions that all have to hold, and what the order is by. Raises `BirlError`."""
+    condition, plain = condition.strip(), "select row from rollouts"
+    begin = " " if not condition or condition.casefold().split()[0] == "order" else " where "
+    tree = _tree(plain + begin + condition)
+    if tree["error"]:
+        quotes = '. group is a word of SQL: write it in double quotes, "group"' * (
+            'near "group"' in tree["error_message"]
+        )
+        raise BirlError(f"{condition}: {tree['error_message']}{quotes}. {HINT}")
+    (empty,), statements = _tree(plain)["statements"], tree["statements"]
+    node = statements[0]["node"] if len(statements) == 1 else {}
+    where, modifiers = node.get("where_clause"), node.get("modifiers", [])
+    alone = {**node, "where_clause": None, "modifiers": []} == empty["node"]
+    if not alone or any(one["type"] != "ORDER_MODIFIER" for one in modifiers):
+        raise BirlError(f"{condition}: only a condition can stand here, and `order by` behind it. {HINT}")
+    orders = [one for modifier in modifiers for one in modifier["orders"]]
+    for one in _expressions([where, orders]):
+        _check(one)
+    if where is None:
+        return [], orders
+    return (where["children"] if where["type"] == "CONJUNCTION_AND" else [where]), orders
 
 
-def _past_spaces(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _check(one: Node) -> None:
+    """Raises `BirlError` for what is not of one row."""
+    if one["class"] == "COLUMN_REF":
+        name = ".".join(one["column_names"])
+        if name.lower() not in COLUMNS:
+            raise BirlError(
+                f"There is no column {name}; there are {', '.join(COLUMNS)}.{did_you_mean(name, COLUMNS)} Text "
+                "stands in single quotes; for words of prompt and answer there is --text, or the page's first box."
+            )
+        return
+    kind = {"FUNCTION": FUNCTIONS, "TYPE": TYPES}.get(one["class"])
+    name = (one.get("function_name") or one.get("type_name") or "").lower()
+    if one["class"] not in SHAPES or (kind is not None and (name not in kind or one.get("children"))):
+        what, functions = name or one["type"].lower().replace("_", " "), sorted(filter(str.isidentifier, FUNCTIONS))
+        raise BirlError(
+            f"{what} is not for conditions here; there are comparisons, and, or, not, in, between, like, case and the "
+            f"functions {', '.join(functions)}."
+        )
 
 
-def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _expressions(tree: Any) -> Iterator[Node]:
+    waiting = [tree]
+    while waiting:
+        match waiting.pop():
+            case dict() as node:
+                if "class" in node:
+                    yield node
+                waiting += node.values()
+            case list() as nodes:
+                waiting += nodes
 
 
-def _unquote(text: str) -> str:
-    return regex.sub(r"(?s)\\(.)", r"\1", text[1:-1]) if text.startswith('"') else text
+def _named(tree: Any) -> set[str]:
+    return {one["column_names"][0].lower() for one in _expressions(tree) if one["class"] == "COLUMN_REF"}
 
 
-def _figure(value: float) -> str:
-    return repr(int(value)) if value == value // 1 and abs(value) < 1e15 else repr(value)
+def _written(where: list[Node], orders: list[Node] | None = None) -> str:
+    tree = _tree("select row from rollouts where true and true order by row")
+    node = tree["statements"][0]["node"]
+    node["where_clause"] = node["where_clause"] | {"children": where} if where else None
+    node["modifiers"] = [node["modifiers"][0] | {"orders": orders}] if orders else []
+    return _translated("json_deserialize_sql", json.dumps(tree))

@@ -7,7 +7,6 @@ they are, and the page asks again until they are done.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,11 @@ class Inspector:
         self.prompts = Prompts(self.episodes, self.vocabulary)
         self.searches: OrderedDict[Query, Search] = OrderedDict()
 
-    def search(self, text: str, patience: float) -> tuple[Search, bool]:
-        """The search as far as it is, and whether that is all; the newest step first, unless the text says how to sort.
-        Raises `BirlError`."""
-        query = Query.parse(text)
-        query = query if query.sort else replace(query, sort="-step")
+    def search(self, request: Request, patience: float) -> tuple[Search, bool]:
+        """The search as far as it is, and whether that is all; the newest step first, unless the condition has an
+        order. Raises `BirlError`."""
+        asked = request.query_params
+        query = Query.parse(asked.get("q", ""), asked.get("text", ""), order="step desc")
         whole = self.episodes.read_on(patience)
         found = self.searches.pop(query, None) or Search(self.episodes, query, self.prompts)
         self.searches[query] = found
@@ -90,7 +89,7 @@ def routes(runs: Runs) -> list[Route]:
 def _list(of: Inspector, request: Request) -> Response:
     if not of.episodes.path.exists():
         return Answer({"run": of.run.name, "missing": NONE, "running": of.run.running})
-    search, done = of.search(request.query_params.get("q", ""), PATIENCE)
+    search, done = of.search(request, PATIENCE)
     rows = search.rows
     offset = min(_number(request, "offset", 0), len(rows))
     page = rows[offset : offset + min(_number(request, "limit", PAGE), PAGE)]
@@ -98,7 +97,6 @@ def _list(of: Inspector, request: Request) -> Response:
     return Answer(
         {
             "run": of.run.name,
-            "query": str(search.query),
             "total": len(rows),
             "rows": [listed(of, int(row)) for row in page],
             "offset": offset,
@@ -106,7 +104,6 @@ def _list(of: Inspector, request: Request) -> Response:
             "indexed": episodes.count,
             "indexed_share": episodes.read / episodes.size if episodes.size else 1.0,
             "looked_share": search.looked / episodes.count if episodes.count else 1.0,
-            "slow": search.slow,
             "begun": episodes.begun,
             "skipped": episodes.skipped,
             "broken": [{"line": line, "problem": visible(why)} for line, why in episodes.broken.items()],
@@ -168,7 +165,7 @@ def _picture(of: Inspector, request: Request) -> Response:
 
 def _export(of: Inspector, request: Request) -> Response:
     form = request.query_params.get("format", "jsonl")
-    search, _ = of.search(request.query_params.get("q", ""), patience=float("inf"))
+    search, _ = of.search(request, patience=float("inf"))
     name = f"{Path(of.run.folder).name}.{form}".encode("ascii", "replace").decode().replace('"', "")
     return StreamingResponse(
         lines(of.episodes, search.rows.tolist(), form),

@@ -1,109 +1,100 @@
-"""A search in the rollouts of a run, which goes on piece by piece: only for text is the file read again.
-
-A regular expression may take 50 ms on an answer; where it takes longer, the answer is counted as not looked at.
-"""
+"""A search in the rollouts of a run, which goes on piece by piece: only for texts is the file read again."""
 
 import time
-from functools import cache, partial
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from birl.errors import BirlError
-from birl.view.episodes import Episodes
+from birl.view import flags
+from birl.view.episodes import BITS, OUTCOMES, Episodes
 from birl.view.prompts import Prompts
-from birl.view.query import Query, Said
+from birl.view.query import NUMBERS, TEXTS, Query, select
 from birl.view.tokens import Vocabulary
 
-PATTERN = 0.05  # seconds that a regular expression may take on one answer
-SLOW = 20  # answers on which it may take longer before the search is given up
-LOOK = 256  # rows between looks at the clock
+FIRST = 4  # rows whose texts are looked at together at first, so that an expression that takes long shows early
+MOST = 1024  # twice as many each time that it was quick
+QUICK = 0.05  # s
+LARGE = 1 << 19  # characters that are enough for one look
+NAMED = [[name for name in flags.NAMES if BITS[name] & bits] for bits in range(1 << len(flags.NAMES))]
 
 
 class Search:
-    """The rows that fit a query, found piece by piece. `looked`: rows that were looked at; `slow`: rows on which a
-    regular expression took too long, which are not among those found.
+    """The rows that fit a query, found piece by piece. `looked`: rows that were looked at.
 
-    Example: search = Search(episodes, Query.parse("flag:any")); search.go_on(); search.rows
+    Example: search = Search(episodes, Query.parse("len(flags) > 0")); search.go_on(); search.rows
     """
 
     def __init__(self, episodes: Episodes, query: Query, prompts: Prompts | None = None) -> None:
-        """Raises `BirlError` for a regular expression that is none."""
         self.episodes, self.query = episodes, query
         self.prompts = prompts or Prompts(episodes, Vocabulary(episodes.path.parent / "model"))
-        self._tests: list[tuple[Any, Said]] = [
-            (said.compiled() if said.is_pattern else said.text.casefold(), said) for said in query.said
-        ]
         self._begin()
 
     def _begin(self) -> None:
-        self.looked, self.slow, self._begun = 0, 0, self.episodes.begun
-        self._found: list[np.ndarray] = []
-        self._order: tuple[int, np.ndarray] | None = None  # how many were found, and they in the query's order
+        self.looked, self._begun = 0, self.episodes.begun
+        self._found = np.zeros(0, np.int64)
+        self._order: np.ndarray | None = None
 
     def go_on(self, seconds: float = inf) -> bool:
         """Look at rows that were not looked at, for about so many seconds; False where more are left. Raises
-        `BirlError` where a regular expression takes too long too often."""
+        `BirlError` where the condition fails on a row or takes too long."""
         if self._begun != self.episodes.begun:
             self._begin()
-        until, rows = time.monotonic() + seconds, self.episodes.rows[: self.episodes.settled]
-        new = rows[self.looked :]
-        good = np.ones(len(new), bool)
-        for column in self.query.columns:
-            good &= column.fits(new, self.episodes) ^ column.negated
-        candidates = np.flatnonzero(good) + self.looked
-        if not self._tests:
-            self._keep(candidates)
-            self.looked = len(rows)
-            return True
-        for start in range(0, len(candidates), LOOK):
-            piece = candidates[start : start + LOOK]
-            self._keep(np.array([row for row in piece.tolist() if self._says(row)], np.int64))
+        until, end, many = time.monotonic() + seconds, self.episodes.settled, FIRST
+        rows = np.arange(self.looked, end)
+        if self.query.by_columns and len(rows):
+            rows = select(self.query.by_columns, self._table(rows))
+        while self.query.by_texts and len(rows):
+            texts, start = self._texts(rows[:many]), time.monotonic()
+            piece, rows = np.split(rows, [len(next(iter(texts.values())))])
+            self._keep(select(self.query.by_texts, self._table(piece, texts)))
+            many = min(2 * many, MOST) if time.monotonic() - start < QUICK else max(many // 2, 1)
             self.looked = int(piece[-1]) + 1
             if time.monotonic() > until:
                 return False
-        self.looked = len(rows)
+        self._keep(rows)
+        self.looked = end
         return True
 
-    def _keep(self, found: np.ndarray) -> None:
-        if len(found):
-            self._found.append(found)
+    def _keep(self, rows: np.ndarray) -> None:
+        if len(rows):
+            self._found, self._order = np.concatenate([self._found, rows]), None
 
-    def _says(self, row: int) -> bool:
-        answer, prompt = cache(partial(self._answer, row)), cache(partial(self.prompts.text, row))
-        for test, said in self._tests:
-            text = (prompt if said.of else answer)()
-            if said.is_pattern:
-                try:
-                    fits = test.search(text, timeout=PATTERN) is not None
-                except TimeoutError:
-                    self.slow += 1
-                    if self.slow >= SLOW:
-                        raise BirlError(
-                            f"{said}: this regular expression took more than {PATTERN:g} s on {SLOW} answers. Write it "
-                            "without repetitions inside repetitions, or narrow the search, as with step:10..20."
-                        ) from None
-                    return False
-            else:
-                fits = test in text.casefold()
-            if fits == said.negated:
-                return False
-        return True
+    def _texts(self, rows: np.ndarray) -> dict[str, list[str]]:
+        """The texts of some of the rows, from the first on."""
+        texts: dict[str, list[str]] = {name: [] for name in TEXTS if name in self.query.columns}
+        size = 0
+        for row in rows.tolist():
+            head = self.episodes.head(row) if texts.keys() - {"prompt"} else {}
+            for name, values in texts.items():
+                values.append(_text(self.prompts.text(row) if name == "prompt" else head.get(name)))
+                size += len(values[-1])
+            if size > LARGE:
+                break
+        return texts
 
-    def _answer(self, row: int) -> str:
-        return str(self.episodes.head(row).get("text") or "")
+    def _table(self, rows: np.ndarray, texts: dict[str, list[str]] | None = None) -> Any:
+        """The columns of the query that are known of these rows; a number that there is not is null."""
+        import pyarrow
+
+        known, wanted = self.episodes.rows[rows], self.query.columns
+        columns: dict[str, Any] = {"row": rows, **(texts or {})}
+        for name in wanted & set(NUMBERS) - {"row"}:
+            columns[name] = pyarrow.array(known["prompt" if name == "prompt_tokens" else name], from_pandas=True)
+        of = {"outcome": OUTCOMES, "source": self.episodes.sources, "task": self.episodes.tasks, "flags": NAMED}
+        for name in wanted & set(of):
+            values = of[name] if name in ("outcome", "flags") else list(map(_text, of[name]))
+            columns[name] = pyarrow.array(values).take(pyarrow.array(known[name]))
+        return pyarrow.table(columns)
 
     @property
     def rows(self) -> np.ndarray:
         """Numbers of the rows that fit, in the query's order."""
-        if len(self._found) > 1:
-            self._found = [np.concatenate(self._found)]
-        found = self._found[0] if self._found else np.zeros(0, np.int64)
-        if not self.query.sort:
-            return found
-        if self._order is None or self._order[0] != len(found):
-            values = self.episodes.rows[self.query.sort.removeprefix("-")][found].astype(np.float64)
-            signed = -values if self.query.sort.startswith("-") else values
-            self._order = len(found), found[np.argsort(signed, kind="stable")]
-        return self._order[1]
+        if self._order is None:
+            self._order = select(self.query.ordered, self._table(self._found)) if len(self._found) else self._found
+        return self._order
+
+
+def _text(value: Any) -> str:
+    """Half an emoji, which is no text for DuckDB, becomes a question mark."""
+    return str(value or "").encode("utf-8", "replace").decode()

@@ -36,20 +36,18 @@ def test_the_prompt_is_the_users_message(episodes: Episodes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "rows"),
+    ("query", "words", "rows"),
     [
-        ("prompt:APPLES", [1]),
-        ('prompt:"3 + 4"', [0]),
-        ('prompt:"3"', [0]),  # text, as it is in quotes
-        ("-prompt:what step<3", [1]),
-        ("prompt:what prompt:anna", []),
-        ("prompt:helpful", []),  # the system's
-        ("prompt:anna 7", [1]),
-        ("7 prompt:1..", [0, 1, 2]),  # tokens
+        ("prompt ilike '%APPLES%'", "", [1]),
+        ("contains(prompt, '3 + 4')", "", [0]),
+        ("prompt not ilike '%what%' and step < 3", "", [1]),
+        ("prompt ilike '%helpful%'", "", []),  # the system's
+        ("prompt ilike '%anna%'", "It is 7", [1]),
+        ("prompt_tokens > 0", "7", [0, 1, 2]),
+        ("", "ANNA HAS", [1]),
     ],
 )
-def test_a_prompt_is_searched_by_its_text(episodes: Episodes, query: str, rows: list[int]) -> None:
-    search = Search(episodes, Query.parse(query))
+def test_a_prompt_is_searched_by_its_text(episodes: Episodes, query: str, words: str, rows: list[int]) -> None:
+    search = Search(episodes, Query.parse(query, words))
     search.go_on()
     assert search.rows.tolist() == rows
-    assert Query.parse(str(search.query)) == search.query

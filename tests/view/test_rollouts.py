@@ -48,12 +48,12 @@ def page(tmp_path: Path) -> Iterator[Asked]:
 
 
 def test_a_list_of_what_was_found(page: Asked) -> None:
-    found = page.json(q="step:2 sort:-reward", limit=3)
+    found = page.json(q="step = 2 order by reward desc", limit=3)
     assert (found["total"], found["indexed"], found["done"]) == (8, 25, True)
     assert [row["row"] for row in found["rows"]] == [11, 15, 10]
     assert found["rows"][0]["reward"] == 3.0 and found["rows"][0]["task"] == "train.jsonl:20"
-    assert [row["row"] for row in page.json(q="step:2 sort:-reward", offset=6)["rows"]] == [8, 12]
-    last = page.json(q="step:4")["rows"][0]
+    assert [row["row"] for row in page.json(q="step = 2 order by reward desc", offset=6)["rows"]] == [8, 12]
+    last = page.json(q="step = 4")["rows"][0]
     assert last["reward"] is None and last["text"] == "It is ⟪U+001B⟫ seven 🙂"
 
 
@@ -85,10 +85,10 @@ def test_new_rows_and_broken_lines_are_told(page: Asked) -> None:
 
 
 def test_exports_are_files(page: Asked) -> None:
-    answer = page.get("/export", q="step:1 reward>=3", format="jsonl")
+    answer = page.get("/export", q="step = 1 and reward >= 3", format="jsonl")
     assert [json.loads(line)["reward"] for line in answer.content.splitlines()] == [3.0, 3.0]
     assert answer.headers["content-disposition"] == 'attachment; filename="demo.jsonl"'
-    answer = page.get("/export", q="step:1", format="csv")
+    answer = page.get("/export", q="step = 1", format="csv")
     assert len(list(csv.DictReader(io.StringIO(answer.text)))) == 8
     assert answer.headers["content-type"].startswith("text/csv")
 
@@ -97,7 +97,7 @@ def test_exports_are_files(page: Asked) -> None:
     ("path", "query", "said"),
     [
         ("", {"q": "rewrad>=1"}, "Did you mean reward"),
-        ("", {"q": "/(/"}, "no regular expression"),
+        ("", {"q": "true; drop table rollouts"}, "Only SELECT"),
         ("", {"offset": "-1"}, "offset=-1: must be a whole number"),
         ("", {"limit": "many"}, "limit=many"),
         ("/one", {"row": "99"}, "no row 99; there are 25"),
@@ -136,10 +136,10 @@ def test_a_long_search_is_answered_piece_by_piece(page: Asked, monkeypatch: pyte
     from birl.view import rollouts, search
 
     monkeypatch.setattr(rollouts, "PATIENCE", 0.0)
-    monkeypatch.setattr(search, "LOOK", 4)
+    monkeypatch.setattr(search, "MOST", 4)
     write(page.folder / "rollouts.jsonl", [record(step=1, text="x")] * 40)
-    answers = [page.json(q="x")]
+    answers = [page.json(text="x")]
     while not answers[-1]["done"]:
-        answers.append(page.json(q="x"))
+        answers.append(page.json(text="x"))
     assert len(answers) > 5 and answers[-1]["total"] == 40
     assert [a["total"] for a in answers] == sorted(a["total"] for a in answers)

@@ -16,7 +16,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_search_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", str(run), "reward>=1 sort:-step", "--limit", "2"]) == 0
+    assert main(["rollouts", str(run), "reward>=1 order by step desc", "--limit", "2"]) == 0
     head, first, second, last = capsys.readouterr().out.splitlines()
     assert head.split() == ["row", "step", "outcome", "reward", "tokens", "flags", "text"]
     assert first.split()[:5] == ["38", "39", "ok", "1", "5"] and first.endswith("It is 39 ⟪U+001B⟫[31m")
@@ -24,7 +24,7 @@ def test_a_search_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_words_of_a_query_need_no_quotes_around_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rollouts", str(run), "step:41", "outcome:timeout"]) == 0
+    assert main(["rollouts", str(run), "step = 41 and", "outcome = 'timeout'"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == "1 of 41 episodes" and out[1].split()[2:5] == ["timeout", "-", "5"]
 
@@ -48,8 +48,8 @@ def test_exports(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["RUN", "--export", "a.txt"], "ends in .jsonl or .csv"),
         (["RUN", "--export", "gone/a.csv"], "cannot write"),
         (["RUN", "--export=RUN/rollouts.jsonl"], "the run's own file"),
-        (["RUN", "--all"], "has --limit N, --export FILE"),
-        (["RUN", "/(/"], "no regular expression"),
+        (["RUN", "--all"], "has --text WORDS, --limit N, --export FILE"),
+        (["RUN", "flag:any"], 'near ":". Write a condition in SQL'),
     ],
 )
 def test_mistakes(run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +61,7 @@ def test_mistakes(run: Path, words: list[str], said: str, capsys: pytest.Capture
 def test_broken_lines_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (run / "rollouts.jsonl").open("ab") as file:
         file.write(b"{\n")
-    assert main(["rollouts", str(run), "step:41"]) == 0
+    assert main(["rollouts", str(run), "step=41"]) == 0
     assert "1 broken lines passed over, such as line 42" in capsys.readouterr().err
 
 

@@ -98,10 +98,10 @@ def chosen(page: Any) -> str:
 def test_the_list_is_searched_and_sorted(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url) as page:
         loaded(page, "155 of 155 episodes")
-        page.fill("#query", "outcome:env_error")
+        page.fill("#where", "outcome = 'env_error'")
         page.keyboard.press("Enter")
         loaded(page, "1 of 155")
-        assert page.locator(".rows .row").count() == 1 and "q=outcome%3Aenv_error" in page.url
+        assert page.locator(".rows .row").count() == 1 and "q=outcome+%3D+%27env_error%27" in page.url
         page.get_by_role("button", name="longest").click()
         loaded(page, "155 of 155")
         tokens = [int(text) for text in page.locator(".rows .row > :nth-child(5)").all_inner_texts()]
@@ -111,16 +111,16 @@ def test_the_list_is_searched_and_sorted(chromium: Any, url: str) -> None:  # no
         until(page, "() => document.querySelector('.rows .row .step')?.textContent === '39'")
         page.reload()
         loaded(page, "155 of 155")
-        assert page.input_value("#query") == "sort:-step"
+        assert page.input_value("#where") == "order by step desc"
 
 
 def test_a_mistake_in_the_query_is_told(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url, quiet=["400"]) as page:
         loaded(page)
-        page.fill("#query", "rewrad>=1")
+        page.fill("#where", "rewrad>=1")
         page.keyboard.press("Enter")
         assert "Did you mean reward?" in page.locator("[role=alert]").inner_text()
-        page.fill("#query", "reward>=1")
+        page.fill("#where", "reward>=1")
         page.keyboard.press("Enter")
         loaded(page, "153 of 155")
         assert page.locator("[role=alert]").count() == 0
@@ -130,7 +130,8 @@ def test_everything_by_keyboard(chromium: Any, url: str) -> None:  # noqa: F811
     with opened(chromium, url) as page:
         loaded(page, "155")
         page.keyboard.press("/")
-        page.keyboard.type("step>1 sort:step")
+        page.keyboard.press("Tab")
+        page.keyboard.type("step>1 order by step")
         page.keyboard.press("Enter")
         loaded(page, "152 of 155")
         page.keyboard.press("Escape")
@@ -155,7 +156,7 @@ def test_everything_by_keyboard(chromium: Any, url: str) -> None:  # noqa: F811
         page.keyboard.press("Escape")
         loaded(page, "152 of 155")
         assert page.locator(".row.now").get_attribute("data-at") == "1"
-        assert page.input_value("#query") == "step>1 sort:step"
+        assert page.input_value("#where") == "step>1 order by step"
 
 
 def test_an_episode_shows_turns_calls_pictures_and_values(chromium: Any, url: str) -> None:  # noqa: F811
@@ -204,7 +205,7 @@ def test_a_link_selects_its_token(chromium: Any, url: str) -> None:  # noqa: F81
 
 
 def test_hostile_text_is_only_text(chromium: Any, url: str) -> None:  # noqa: F811
-    for view in ("&q=sort:step", "&row=1"):
+    for view in ("&q=order by step", "&row=1"):
         with opened(chromium, url + view) as page:
             page.wait_for_selector(".cards" if "row" in view else ".rows .row .start")
             shown = page.locator("main").inner_text()
@@ -377,6 +378,7 @@ def test_a_hundred_thousand_rows_scroll(chromium: Any, tmp_path: Path, monkeypat
         grid.focus()
         page.keyboard.press("End")
         page.wait_for_selector(".row.now .start bdi:text-is('row 99')")
-        page.fill("#query", '"row 77777" step>700')
+        page.fill("#where", "step>700")
+        page.fill("#has", "row 77777")
         page.keyboard.press("Enter")
         loaded(page, "1 of")

@@ -1,17 +1,14 @@
-import time
 from pathlib import Path
 
-import numpy as np
+import pyarrow
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from birl.errors import BirlError
 from birl.view import episodes as reader
+from birl.view import query as module_query
 from birl.view import search as module
-from birl.view.episodes import OUTCOMES, Episodes
-from birl.view.flags import NAMES
-from birl.view.query import FIELDS, Between, OneOf, Query, Said
+from birl.view.episodes import Episodes
+from birl.view.query import Query, select
 from birl.view.search import Search
 from tests.view.made import record, write
 
@@ -44,48 +41,34 @@ def rows(episodes: Episodes, query: str) -> list[int]:
     [
         ("", [0, 1, 2, 3, 4, 5]),
         ("reward>=1", [0, 2]),
-        ("reward>=1 -/\\d/", [2]),
+        ("reward>=1 and not regexp_matches(text, '\\d')", [2]),
         ("reward<1", [1, 4, 5]),
-        ("-reward>=0", [3, 5]),
-        ("reward=0.5", [4]),
-        ("reward!=1", [1, 3, 4, 5]),
-        ("reward:-1..0", [1, 5]),
-        ("step:2", [2, 3]),
-        ("step:2..3", [2, 3, 4]),
-        ("step:3..", [4, 5]),
-        ("step:..1", [0, 1]),
-        ("step>1 step<30", [2, 3, 4]),
-        ("advantage<-1", [4]),
-        ("outcome:truncated", [1]),
-        ("outcome:truncated,env_error", [1, 3]),
-        ("-outcome:ok", [1, 3]),
-        ("source:gsm8k", [1]),
-        ("source:nowhere", []),
-        ("task:other", [5]),
-        ("task:train.jsonl:1", [1]),
-        ("seven", [1, 2]),
-        ("SEVEN -course", [1]),
-        ('"of course"', [2]),
-        ('"It is"', [0, 1]),
-        ("/seven/", [2]),
-        ("/seven/i", [1, 2]),
-        ("/^no$/m", [5]),
-        ("/no.no/s", [5]),
-        (r"/a\/b/", [4]),
-        ("🙂", [4]),
-        ("½", [4]),
-        ("flag:format", [4]),
-        ("flag:any", [1, 2, 4, 5]),
-        ("flag:none", [0, 3]),
-        ("flag:none,format", [0, 3, 4]),
-        ("flag:any,format", [1, 2, 4, 5]),
-        ("flag:any,none", [0, 1, 2, 3, 4, 5]),
-        ("-flag:any", [0, 3]),
-        ("sort:-tokens", [1, 4, 2, 0, 5, 3]),
-        ("sort:reward", [5, 1, 4, 0, 2, 3]),
-        ("sort:-reward", [0, 2, 4, 1, 5, 3]),
-        ("reward>=0.5 sort:-tokens", [4, 2, 0]),
-        ("  step:2\t reward>=1 ", [2]),
+        ("reward is null or reward < 0", [3, 5]),
+        ("reward <> 1", [1, 4, 5]),
+        ("reward is distinct from 1", [1, 3, 4, 5]),
+        ("step between 2 and 3", [2, 3, 4]),
+        ("STEP in (1, 30) and advantage > -1", [0, 1, 5]),
+        ('"group" = 4 and row = 4 and turns = 1 and prompt_tokens = 3 and episode = 0 and score = 1', [4]),
+        ("outcome = 'truncated'", [1]),
+        ("outcome not in ('ok', 'truncated')", [3]),
+        ("source like 'gsm%'", [1]),
+        ("task = 'other:1'", [5]),
+        ("text ilike '%seven%'", [1, 2]),
+        ("contains(text, 'seven') or contains(text, '🙂')", [2, 4]),
+        ("regexp_matches(text, 'SEVEN', 'i') and reward = 1", [2]),
+        ("text ~ 'no\\nno'", [5]),
+        ("text = ''", [3]),
+        ("answer = '7' and text = ''", [3]),
+        ("'format' in flags", [4]),
+        ("len(flags) > 0", [1, 2, 4, 5]),
+        ("flags = []", [0, 3]),
+        ("order by tokens desc", [1, 4, 2, 0, 5, 3]),
+        ("order by reward", [5, 1, 4, 0, 2, 3]),
+        ("order by reward desc, step desc", [2, 0, 4, 1, 5, 3]),
+        ("reward >= 0.5 order by -tokens", [4, 2, 0]),
+        ("reward >= 0.5 -- and more;", [0, 2, 4]),
+        ("case when step > 1 then reward else 0 end = 1", [2]),
+        ("(text = '' or reward > 0.5) and step > 1", [2, 3]),
     ],
 )
 def test_queries(episodes: Episodes, query: str, wanted: list[int]) -> None:
@@ -93,125 +76,102 @@ def test_queries(episodes: Episodes, query: str, wanted: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("words", "wanted"),
+    [("SEVEN", [1, 2]), ("it's %' or true --", []), ("'X' \\\"y", [4]), ("½ 🙂", [4]), ("", [0, 1, 2, 3, 4, 5])],
+)
+def test_words_are_text_and_nothing_else(episodes: Episodes, words: str, wanted: list[int]) -> None:
+    search = Search(episodes, Query.parse("", words))
+    assert search.go_on() and search.rows.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
     [
-        ("rewrad>=1", "there is no rewrad.*Did you mean reward"),
-        ("reward>=one", "reward>=one: one is no number"),
-        ("reward>=", "nothing is no number"),
-        ("reward:nan", "nan is no number"),
-        ("step:1...2", "the smaller number comes first"),
-        ("outcome:good", "outcome is one of ok, truncated"),
-        ("outcome:trunkated", "Did you mean truncated"),
-        ("outcome>ok", "outcome has names, not numbers"),
-        ("outcome:", "outcome is one of"),
-        ("flag:loud", "flag is one of repetition"),
-        ("sort:text", "write sort:reward or sort:-tokens"),
-        ("sort>tokens", "write sort:reward or sort:-tokens"),
-        ("/(/", r"/\(/ is no regular expression"),
-        ("/a/x", "there is no mode x"),
-        (f"/{'a' * 301}/", "may have 300 characters"),
-        ("/never closed", "not closed"),
-        ('"never closed', "not closed"),
-        ('"a"b', "stands right"),
-        ("x=3", "there is no x; .*write it in quotes"),
+        ("rewrad>=1", "no column rewrad.*Did you mean reward"),
+        ("apples", "no column apples.*--text"),
+        ("reward >=", "syntax error.*Write a condition in SQL"),
+        ("flag:any sort:-step", 'near ":"'),
+        ("group = 1", 'write it in double quotes, "group"'),
+        ("text::integer = 1", "Could not convert string"),
+        ("regexp_matches(text, '(')", "missing \\)"),
+        ("order by text", "order by text: the order is of row"),
+        ("not " * 200 + "true", "nesting depth"),
+        ("1 = 1 and " * 150 + "true", "at most 1000 characters"),
+        ("\ud800", "cannot be read"),
+        ("$1 > 2", "not for conditions"),
+        ("x.reward > 2", "no column x.reward"),
     ],
 )
-def test_what_cannot_be_understood_is_named(query: str, said: str) -> None:
-    with pytest.raises(BirlError, match=said):
-        Query.parse(query)
+def test_what_cannot_be_understood_is_named(episodes: Episodes, query: str, problem: str) -> None:
+    with pytest.raises(BirlError, match=problem):
+        rows(episodes, query)
 
 
-NUMBERS = st.one_of(st.integers(-(10**6), 10**6).map(float), st.floats(allow_nan=False, allow_infinity=False))
-NEGATED = st.booleans()
-BETWEEN = st.one_of(
-    st.builds(
-        lambda f, a, b, n: Between(field=f, low=min(a, b), high=max(a, b), negated=n),
-        st.sampled_from(FIELDS),
-        NUMBERS,
-        NUMBERS,
-        NEGATED,
-    ),
-    st.builds(
-        lambda f, a, o, n: Between(field=f, low=a, low_open=o, negated=n),
-        st.sampled_from(FIELDS),
-        NUMBERS,
-        NEGATED,
-        NEGATED,
-    ),
-    st.builds(
-        lambda f, a, o, n: Between(field=f, high=a, high_open=o, negated=n),
-        st.sampled_from(FIELDS),
-        NUMBERS,
-        NEGATED,
-        NEGATED,
-    ),
+@pytest.mark.parametrize(
+    "query",
+    [
+        "true; drop table rollouts",
+        "true; select 1",
+        "true; attach 'other.db'",
+        "true union select 1",
+        "true union select size from read_text('FILE')",
+        "step in (select 1 from 'FILE')",
+        "exists (from glob('*'))",
+        "true limit 1",
+        "true group by row",
+        "true using sample 1",
+        "true qualify sum(reward) over () > 0",
+        "sum(reward) over () > 0",
+        "count(*) > 1",
+        "columns(*) > 1",
+        "true order by all",
+        "true order by random()",
+        "getenv('HOME') = 'x'",
+        "current_setting('memory_limit') = 'x'",
+        "nextval('s') > 1",
+        "len(repeat('a', 3000000000)) > 1",
+        "len(range(1000000000)) > 1",
+        "len(lpad('a', 1000000000, 'b')) > 1",
+        "text || text = 'a'",
+        "list_transform(flags, lambda x: x) = []",
+        "[x for x in flags] = []",
+        "text::json = '{}'",
+        "text::varchar[100000000] = 'a'",
+        "{'a': text} is null",
+        "main.len(text) > 1 and error('x')",
+    ],
 )
-ANY = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=","), min_size=1)
+def test_a_condition_from_elsewhere_only_looks_at_its_row(episodes: Episodes, tmp_path: Path, query: str) -> None:
+    (tmp_path / "secret").write_text("secret")
+    with pytest.raises(BirlError, match=r"here|Only SELECT|syntax error"):
+        Query.parse(query.replace("FILE", str(tmp_path / "secret")))
 
 
-def names(values: st.SearchStrategy[str]) -> st.SearchStrategy[tuple[str, ...]]:
-    return st.sets(values, min_size=1, max_size=3).map(sorted).map(tuple)
+def test_the_database_itself_reads_no_file_and_no_variable(tmp_path: Path) -> None:
+    """Behind the check of the condition there is a second lock."""
+    (tmp_path / "secret.csv").write_text("row\n1\n")
+    secret = pyarrow.table({"row": [1]})
+    for sql in (f"select row from read_csv('{tmp_path}/secret.csv')", "select row from secret", "attach 'x.db'"):
+        with pytest.raises(BirlError):
+            select(sql, pyarrow.table({"row": [2]}))
+    with pytest.raises(BirlError, match="locked"):
+        select("set enable_external_access = true", secret)
 
 
-ONE_OF = st.one_of(
-    st.builds(OneOf, field=st.just("outcome"), names=names(st.sampled_from(OUTCOMES)), negated=NEGATED),
-    st.builds(OneOf, field=st.just("flag"), names=names(st.sampled_from([*NAMES, "any", "none"])), negated=NEGATED),
-    st.builds(OneOf, field=st.sampled_from(["source", "task"]), names=names(NAME), negated=NEGATED),
-)
-SAID = st.one_of(
-    st.builds(Said, text=ANY, negated=NEGATED),
-    st.builds(
-        Said,
-        text=st.sampled_from(["a+", r"\d", "x y", r"a\/b", "^$"]),
-        is_pattern=st.just(True),
-        mode=st.sampled_from(["", "i", "ims"]),
-        negated=NEGATED,
-    ),
-)
-QUERIES = st.builds(
-    lambda columns, said, sort: Query(columns=tuple(columns), said=tuple(said), sort=sort),
-    st.lists(st.one_of(BETWEEN, ONE_OF), max_size=4),
-    st.lists(SAID, max_size=3),
-    st.sampled_from(["", *FIELDS, *(f"-{f}" for f in FIELDS)]),
-)
-
-
-@given(QUERIES)
-def test_a_query_that_is_written_is_read_as_the_same(query: Query) -> None:
-    assert Query.parse(str(query)) == query
-
-
-@given(st.text())
-def test_any_text_is_a_query_or_a_named_mistake(text: str) -> None:
-    try:
-        query = Query.parse(text)
-    except BirlError as error:
-        assert str(error)
-    else:
-        assert Query.parse(str(query)) == query
-
-
-@given(BETWEEN)
-def test_a_term_and_its_opposite_share_the_rows_out(between: Between) -> None:
-    values = np.array([-1e6, -1.5, 0, 0.5, 1, 7, 1e6, np.nan])
-    table = np.zeros(len(values), [(name, "<f8") for name in FIELDS])
-    table[between.field] = values
-    fits = between.fits(table, None)  # type: ignore[arg-type]
-    assert not fits[-1]  # no number is in no range
-    inside = [between.low <= v <= between.high for v in values[:-1]]
-    edge = [(between.low_open and v == between.low) or (between.high_open and v == between.high) for v in values[:-1]]
-    assert fits[:-1].tolist() == [i and not e for i, e in zip(inside, edge, strict=True)]
+def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_query, "PATIENCE", 0.05)
+    with pytest.raises(BirlError, match=r"took more than 0\.05 s"):
+        select("select count(*) as row from range(100000000) a, range(100000000) b", pyarrow.table({"row": [1]}))
 
 
 def test_a_search_goes_on_where_it_stopped_and_finds_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOOK", 8)
+    monkeypatch.setattr(module, "MOST", 8)
     path = write(tmp_path / "rollouts.jsonl", [record(step=n, text=f"number {n % 3}") for n in range(60)])
     episodes = Episodes(path)
     episodes.read_on()
-    search = Search(episodes, Query.parse('"number 1" sort:-step'))
+    search = Search(episodes, Query.parse("order by step desc", "number 1"))
     looks = 1
     while not search.go_on(0):
         looks += 1
@@ -226,7 +186,7 @@ def test_a_search_begins_anew_when_rows_were_taken_back(tmp_path: Path) -> None:
     path = write(tmp_path / "rollouts.jsonl", [record(step=n, text="old") for n in range(9)])
     episodes = Episodes(path)
     episodes.read_on()
-    search = Search(episodes, Query.parse("old"))
+    search = Search(episodes, Query.parse("", "old"))
     search.go_on()
     write(path, [record(step=1, text="new"), record(step=2, text="old")])
     episodes.read_on()
@@ -239,42 +199,8 @@ def test_a_search_in_a_file_that_is_being_read_sees_flags_of_groups_that_are_rea
     monkeypatch.setattr(reader, "BLOCK", 3000)
     path = write(tmp_path / "rollouts.jsonl", [record(group=n // 5, text=f"{LONG} {n // 5}") for n in range(80)])
     episodes = Episodes(path)
-    search, looks = Search(episodes, Query.parse("flag:duplicate")), 1
+    search, looks = Search(episodes, Query.parse("'duplicate' in flags")), 1
     while not episodes.read_on(0):
         search.go_on()
         looks += 1
     assert search.go_on() and search.rows.tolist() == list(range(80)) and looks > 5
-
-
-@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", r"(.*a){25}", r"(?:a?){60}a{60}x"])
-def test_a_catastrophic_expression_is_given_up(tmp_path: Path, pattern: str) -> None:
-    """Each of them would take longer than anybody waits."""
-    path = write(tmp_path / "rollouts.jsonl", [record(text="a" * 2000 + "!b") for _ in range(30)])
-    episodes = Episodes(path)
-    episodes.read_on()
-    search, start = Search(episodes, Query.parse(f"/{pattern}/")), time.monotonic()
-    try:
-        search.go_on()
-    except BirlError as error:
-        assert "took more than 0.05 s on 20 answers" in str(error)
-    assert time.monotonic() - start < 300
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "((a{1,9999}){1,9999}){1,9999}",
-        "a{99999999}",
-        "(?R)",
-        "(" * 150 + "a" + ")" * 150,
-        "[[:alpha:]--[a]]",
-        "(?e)(abc){e<=9}",
-    ],
-)
-def test_a_strange_expression_does_no_harm(episodes: Episodes, pattern: str) -> None:
-    start = time.monotonic()
-    try:
-        rows(episodes, f"/{pattern}/")
-    except BirlError as error:
-        assert str(error)
-    assert time.monotonic() - start < 200

@@ -7,7 +7,7 @@ import { COLOURS, paint, tokenNode, tokensOf, values } from "./tokens.js";
 const NAMES = { assistant: "model", prompt: "prompt", environment: "environment" };
 
 export async function showEpisode(root, params, api) {
-  const run = params.get("run"), row = params.get("row"), query = params.get("q") || "";
+  const run = params.get("run"), row = params.get("row"), q = params.get("q") || "", text = params.get("text") || "";
   const episode = await api("rollouts/one", { run, row });
   const tokens = tokensOf(episode);
   let at = params.has("token") ? Number(params.get("token")) : -1;
@@ -105,27 +105,26 @@ export async function showEpisode(root, params, api) {
     }
   }
 
+  /** The run and what is searched there, and more. */
+  function address(more) {
+    return new URLSearchParams({ run, ...(q && { q }), ...(text && { text }), ...more });
+  }
+
   function listAddress() {
-    const words = new URLSearchParams({ run });
-    if (query) words.set("q", query);
-    words.set("at", params.get("at") || "0");
-    return `#/rollouts?${words}`;
+    return `#/rollouts?${address({ at: params.get("at") || "0" })}`;
   }
 
   /** To the next, or the one before: from where the key before this one wanted to go. */
   async function go(by) {
     if (aim + by < 0) return;
     aim += by;
-    const mine = ++turn, { rows } = await api("rollouts", { run, q: query, offset: aim, limit: 1 }).catch((problem) => {
+    const mine = ++turn, { rows } = await api("rollouts", { run, q, text, offset: aim, limit: 1 }).catch((problem) => {
       trouble(problem.message);
       return { rows: [] };
     });
     if (mine !== turn || gone) return;
     if (!rows.length) { aim -= by; return; }
-    const words = new URLSearchParams({ run, row: rows[0].row });
-    if (query) words.set("q", query);
-    words.set("at", aim);
-    location.hash = `/rollouts?${words}`;
+    location.hash = `/rollouts?${address({ row: rows[0].row, at: aim })}`;
   }
 }
 

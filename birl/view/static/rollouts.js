@@ -7,15 +7,15 @@ import { chart, outcome } from "./flags.js";
 import { grid } from "./grid.js";
 
 const READY = [ // what people look for first
-  ["right without a digit", "reward>=1 -/\\d/"],
-  ["truncated", "outcome:truncated"],
-  ["longest", "sort:-tokens"],
-  ["failed", "-outcome:ok,truncated"],
-  ["flagged", "flag:any"],
+  ["right without a digit", "reward >= 1 and not regexp_matches(text, '\\d')"],
+  ["truncated", "outcome = 'truncated'"],
+  ["longest", "order by tokens desc"],
+  ["failed", "outcome not in ('ok', 'truncated')"],
+  ["flagged", "len(flags) > 0"],
 ];
 const COLUMNS = [ // name, what it sorts by, class
   ["row", "", "n number"], ["step", "step", "n step"], ["outcome", "", "outcome"], ["reward", "reward", "n"],
-  ["tokens", "tokens", "n"], ["flags", "", "marks"], ["prompt", "group", "asked"], ["answer", "", "start"],
+  ["tokens", "tokens", "n"], ["flags", "", "marks"], ["prompt", '"group"', "asked"], ["answer", "", "start"],
 ];
 // Seconds between questions to the server: while it is searching, while the run goes on, when nothing is to come.
 const SEARCHING = 0.05, WATCHED = 4, ENDED = 60, FAILED = 30;
@@ -38,20 +38,22 @@ function sheet() {
 }
 
 function list(root, params, api) {
-  const it = { api, run: params.get("run"), query: params.get("q") || "", turn: 0, done: false, wrong: false };
-  it.input = el("input", { type: "search", id: "query", value: it.query, spellcheck: "false",
-    autocomplete: "off", autocapitalize: "off", placeholder: "prompt:apples reward>=1 -/\\d/ outcome:ok step:10..20" });
-  const form = el("form", { class: "bar search", role: "search", on: { submit: (e) => { e.preventDefault(); seek(it, it.input.value); } } },
-    el("label", { class: "wide" }, el("span", { class: "unseen" }, "Search"), it.input),
-    el("button", { type: "submit" }, "Search"));
+  const it = { api, run: params.get("run"), query: params.get("q") || "", words: params.get("text") || "", turn: 0, done: false, wrong: false };
+  const box = (id, label, value, placeholder) => {
+    it[id] = el("input", { type: "search", id, value, placeholder, spellcheck: "false", autocomplete: "off", autocapitalize: "off" });
+    return el("label", { class: "wide" }, el("span", { class: "unseen" }, label), it[id]);
+  };
+  const form = el("form", { class: "bar search", role: "search", on: { submit: (e) => { e.preventDefault(); seek(it, it.where.value, it.has.value); } } },
+    box("has", "Words of prompt or answer", it.words, "words of prompt or answer"),
+    box("where", "Condition in SQL", it.query, "SQL: reward < 0.5 and step > 3 order by tokens desc"), el("button", { type: "submit" }, "Search"));
   it.heads = COLUMNS.map(([label, sort, kind]) => el("div", { role: "columnheader", class: kind },
     sort ? el("button", { type: "button", tabindex: "-1", on: { click: () => sortBy(it, sort) } }, label) : label));
   it.rows = grid("Episodes", it.heads, { page: (first, count) => page(it, first, count), cells, chosen: () => remember(it),
     open: (row, at) => open(it, row, at), failed: (error) => wrong(it, error),
-    none: () => (it.wrong ? "" : it.done ? "No matches. Try fewer terms." : "…") });
+    none: () => (it.wrong ? "" : it.done ? "No matches. Try fewer conditions." : "…") });
   it.place = { title: el("h1", {}, "Rollouts"), problem: el("div", {}), bars: el("div", {}), exports: el("p", { class: "small" }),
     status: el("p", { class: "muted small counts" }), ready: el("div", { class: "bar ready", role: "group", "aria-label": "Ready searches" },
-      [...READY, ["all", ""]].map(([label, query]) => el("button", { type: "button", class: "chip", data: { query }, on: { click: () => seek(it, query) } }, label))) };
+      [...READY, ["all", ""]].map(([label, query]) => el("button", { type: "button", class: "chip", data: { query }, on: { click: () => seek(it, query, query ? it.words : "") } }, label))) };
   const { title, ready, problem, bars, status, exports } = it.place;
   fill(root, title, form, ready, problem, bars, status, it.rows.element, exports,
     el("details", { class: "small muted help" }, el("summary", {}, "How to search, and keys"), helpText()));
@@ -73,9 +75,10 @@ function list(root, params, api) {
 }
 
 /** A new query. */
-function seek(it, query) {
-  it.input.value = query;
-  Object.assign(it, { query, done: false, wrong: false, return: false });
+function seek(it, query, words = it.words) {
+  it.where.value = query;
+  it.has.value = words;
+  Object.assign(it, { query, words, done: false, wrong: false, return: false });
   it.turn += 1;
   it.rows.clear(0);
   remember(it);
@@ -83,30 +86,39 @@ function seek(it, query) {
   it.stop = repeat(() => ask(it), WATCHED);
 }
 
-/** The address, and what else follows from the query. */
+/** The run and what is searched there. */
+function address({ run, query, words }) {
+  return new URLSearchParams({ run, ...(query && { q: query }), ...(words && { text: words }) });
+}
+
+/** The address of the page, and what else follows from the query. */
 function remember(it) {
-  const now = new URLSearchParams({ run: it.run });
-  if (it.query) now.set("q", it.query);
+  const now = address(it);
   if (it.rows.at) now.set("at", it.rows.at);
   keep(now);
-  const words = new URLSearchParams({ run: it.run, q: it.query });
+  const words = address(it);
   fill(it.place.exports, "Export what was found: ", ["jsonl", "csv"].map((form, n) => [n ? " · " : "",
     el("a", { href: `/api/rollouts/export?${words}&format=${form}`, download: "" }, form.toUpperCase())]));
   for (const chip of it.place.ready.children) chip.setAttribute("aria-pressed", String(chip.dataset.query === it.query));
 }
 
-const sorted = (query) => /(?:^|\s)sort:(-?)(\w+)/.exec(query) || ["", "", ""];
+const ORDER = /(?:^|\s)order\s+by\s+("?\w+"?)(\s+desc)?[^']*$/i, STEPS = /^step between \d+ and \d+(?: and \((.*)\))?$/s;
+const sorted = (query) => ORDER.exec(query) || ["", "", ""];
 
 function sortBy(it, field) {
-  const [, down, by] = sorted(it.query);
-  seek(it, `${it.query.replace(/(?:^|\s)sort:\S+/, "")} sort:${by === field && down ? "" : "-"}${field}`.trim());
+  const [, by, down] = sorted(it.query);
+  seek(it, `${it.query.replace(ORDER, "")} order by ${field}${by === field && down ? "" : " desc"}`.trim());
 }
 
-const narrow = (it, from, to) => seek(it, `${it.query.replace(/(?:^|\s)step:\S+/, "")} step:${from}..${to}`.trim());
+function narrow(it, from, to) {
+  const order = sorted(it.query)[0], where = it.query.replace(ORDER, "");
+  const others = STEPS.test(where) ? STEPS.exec(where)[1] || "" : where;
+  seek(it, `step between ${from} and ${to}${others && ` and (${others})`}${order}`);
+}
 
 /** What the server says to the query; null where that is not wanted any more. */
 async function asked(it, words) {
-  const { turn } = it, found = await it.api("rollouts", { run: it.run, q: it.query, ...words });
+  const { turn } = it, found = await it.api("rollouts", { run: it.run, q: it.query, text: it.words, ...words });
   if (turn !== it.turn) return null;
   if (it.begun !== undefined && found.begun !== it.begun) it.rows.forget(); // a resume cut the file back
   it.begun = found.begun;
@@ -135,7 +147,7 @@ async function ask(it) {
   it.done = found.done;
   fill(bars, chart(found.chart, (from, to) => narrow(it, from, to)));
   tell(it, found);
-  it.rows.grow(found.total, !sorted(found.query)[2]);
+  it.rows.grow(found.total, !sorted(it.query)[1]);
   if (it.return && (found.done || it.rows.at < found.total)) {
     it.return = false;
     it.rows.select(it.rows.at);
@@ -157,13 +169,12 @@ function tell(it, found) {
   const words = [`${whole(found.total)} of ${whole(found.indexed)} episodes`];
   if (found.indexed_share < 1) words.push(`reading the file: ${Math.floor(100 * found.indexed_share)} %`);
   else if (!found.done) words.push(`searching: ${Math.floor(100 * found.looked_share)} %`);
-  if (found.slow) words.push(`${found.slow} answers not looked at: the expression took too long`);
   const first = found.broken[0];
   fill(it.place.status, words.join(" · "), found.skipped
     ? el("span", { class: "warn" }, ` · ${found.skipped} broken line${found.skipped > 1 ? "s" : ""} passed over, first line ${first.line}: ${first.problem}`)
     : null);
   if (found.done) say(words[0]);
-  const [, down, by] = sorted(found.query);
+  const [, by, down] = sorted(it.query);
   it.heads.forEach((head, n) => {
     if (COLUMNS[n][1] && by === COLUMNS[n][1]) head.setAttribute("aria-sort", down ? "descending" : "ascending");
     else head.removeAttribute("aria-sort");
@@ -171,8 +182,8 @@ function tell(it, found) {
 }
 
 function open(it, row, at) {
-  const there = new URLSearchParams({ run: it.run, row: row.row });
-  if (it.query) there.set("q", it.query);
+  const there = address(it);
+  there.set("row", row.row);
   there.set("at", at);
   location.hash = `/rollouts?${there}`;
 }
@@ -180,10 +191,10 @@ function open(it, row, at) {
 function slash(it, event) {
   if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
     event.preventDefault();
-    it.input.focus();
-  } else if (event.key === "Escape" && event.target === it.input) {
+    it.has.focus();
+  } else if (event.key === "Escape" && (event.target === it.has || event.target === it.where)) {
     event.preventDefault(); // Chromium would empty it
-    it.input.value = it.query;
+    [it.has.value, it.where.value] = [it.words, it.query];
     it.rows.element.focus();
   }
 }
@@ -198,14 +209,13 @@ function cells(one) {
 
 function helpText() {
   const rows = [
-    ["reward>=1 tokens<50 step:10..20 step:300..", "numbers: step, group, episode, turns, tokens, prompt, reward, score, advantage"],
-    ["outcome:ok,truncated source:gsm8k flag:any", "one of the names; flag: repetition, length, format, duplicate, unbacked, script, any, none"],
-    ["task:train.jsonl:17", "part of the task's name"],
-    ['prompt:apples prompt:"3 + 4"', "text in the prompt, in any case"],
-    ['word "two words"', "text in the model's output, in any case"],
-    ["/\\d+ apples?/ /yes|no/i", "a regular expression; i: in any case"],
-    ["-outcome:ok -/\\d/", "a minus turns a term round"],
-    ["sort:-tokens sort:step", "the order: largest first, oldest first; without it the newest step first"],
+    ["reward >= 1 and tokens < 50", "numbers: row, step, group (in double quotes, as it is a word of SQL), episode, turns, tokens, prompt_tokens, reward, score, advantage"],
+    ["outcome in ('ok', 'truncated')", "names: outcome, source, task"],
+    ["len(flags) > 0 and not 'length' in flags", "flags: repetition, length, format, duplicate, unbacked, script"],
+    ["prompt ilike '%apples%'", "texts: text (the model's output), prompt, answer (the right one), detail; ilike: in any case"],
+    ["regexp_matches(text, '\\d+ apples?', 'i')", "a regular expression"],
+    ["reward is null", "an episode that failed has no reward"],
+    ["order by tokens desc", "the order; without it the newest step first"],
   ];
   return el("div", {}, el("table", {}, el("tbody", {}, rows.map(([term, what]) => el("tr", {}, el("td", {}, el("code", {}, term)), el("td", {}, what))))),
     el("p", {}, "Keys: / search · j k ↓ ↑ move · Enter open · in an episode: j k next and previous, ← → tokens, Escape back."));
