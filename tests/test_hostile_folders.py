@@ -12,6 +12,7 @@ import pytest
 
 from birl.cli import main
 from birl.errors import BirlError
+from birl.launch.launcher import find
 from birl.learner.store import COMPLETE
 from tests.tiny import tiny_model_folder
 
@@ -140,3 +141,55 @@ def test_no_pickle_of_a_folder_runs(
     except BirlError as error:
         pytest.fail(f"not told by the command line: {error}")
     assert not world["harm"].exists()
+
+
+GOOD_LAUNCH = {"where": "local", "id": "1", "run": "/elsewhere", "name": "x", "more": {}}
+DAMAGE = {
+    "deep": "[" * 100_000,
+    "empty": "",
+    "list": "[]",
+    "number": json.dumps(GOOD_LAUNCH | {"run": 3}),
+    "more": json.dumps(GOOD_LAUNCH | {"more": [1]}),
+    "place": json.dumps(GOOD_LAUNCH | {"where": "../local"}),
+    "key": json.dumps(GOOD_LAUNCH | {"further": 1}),
+    "pipe": os.mkfifo,
+    "circle": lambda path: path.symlink_to(path.name),
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "folder": os.mkdir,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("file", ["launch.json", "launch/state.json", "launch/supervisor.lock", "launch/learner-0.log"])
+def test_a_damaged_launched_run_is_told_in_a_line(
+    file: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch").mkdir()
+    for name, text in (("launch.json", json.dumps(GOOD_LAUNCH)), ("launch/learner-0.log", "hello\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / file).unlink(missing_ok=True)
+    content: Any = DAMAGE[damage]
+    (tmp_path / file).write_text(content) if isinstance(content, str) else content(tmp_path / file)
+    for command in ("status", "logs", "stop", "scale"):
+        code = main([command, str(tmp_path), *(["engines=2"] if command == "scale" else [])])
+        out, err = capsys.readouterr()
+        assert code in (0, 2) and "Traceback" not in out + err
+        if file == "launch.json" or command in ("stop", "scale"):
+            assert code == 2 and str(tmp_path) in err or damage == "place"
+
+
+def test_a_copy_of_a_launched_run_is_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`birl stop COPY` must not stop the run that it was copied from."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/launch.json").write_text(json.dumps(GOOD_LAUNCH | {"run": str(tmp_path / "run")}))
+    assert find(str(tmp_path / "copy")).run == str(tmp_path / "copy")
+    assert main(["stop", str(tmp_path / "copy")]) == 2 and f"{tmp_path}/copy does not run" in capsys.readouterr().err
+
+
+def test_what_the_file_system_refuses_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("one", "two"):
+        (tmp_path / run / "validation.jsonl").mkdir(parents=True)
+        for name in ("config.yaml", "config.json"):
+            (tmp_path / run / name).write_text("{}")
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 2
+    assert "one/validation.jsonl: it is a folder, not a regular file." in capsys.readouterr().err

@@ -46,10 +46,12 @@ def main(argv: list[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
         return 0
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+    except OSError as error:  # damage, a full disk, missing rights: the file and the reason say all
+        if error.filename is None:
             raise
-        tell(BirlError(f"{str(error.filename)[:80]}...: this name is too long for a file."))
+        name = str(error.filename)
+        why = "this name is too long for a file" if error.errno == errno.ENAMETOOLONG else error.strerror or error
+        tell(BirlError(f"{name if len(name) < 200 else f'{name[:80]}...'}: {why}."))
         return MISTAKE
 
 

@@ -2,15 +2,18 @@
 to find the job again is in launch.json of the run folder, without any secret."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from birl.errors import BirlError, did_you_mean
 from birl.launch.job import Job
+from birl.launch.plan import typed
+from birl.regular import read_json
 
 FILE = "launch.json"
 #: modules of birl.launch, and what they start a job on
@@ -24,6 +27,7 @@ WHERE = {
     "kubernetes": "a RayJob of KubeRay",
     "skypilot": "machines of whichever cloud has them, by SkyPilot",
 }
+HERE = ("local", "torchrun", "slurm", "ray")  # the run folder is where `birl status` is asked for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +96,18 @@ def launcher(where: str) -> Launcher:
 
 
 def find(run: str) -> Handle:
-    """The job of a run folder. Raises `BirlError` where none was launched from there."""
+    """The job of a run folder. Raises `BirlError` where none was launched from there. A folder that is read here may be
+    a copy, and is none of the run that it was copied from."""
     file = Path(run) / FILE
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        return Handle(**data)
+        handle: Handle = typed(Handle, read_json(file))
+        launcher(handle.where)
+        return replace(handle, run=os.path.abspath(run)) if handle.where in HERE else handle
     except FileNotFoundError:
         if not Path(run).exists():
             raise BirlError(f"there is no folder {run}; `birl runs` lists the runs there are") from None
         raise BirlError(f"{run} was not started by `birl launch`: it has no {FILE}") from None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error
 
 

@@ -7,12 +7,13 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from birl.errors import BirlError
+from birl.regular import open_regular, read_json, read_text
 
 FOLDER = "launch"  # of a run
 PLAN, STATE, LOCK, LOG, WANTED = "plan.json", "state.json", "supervisor.lock", "supervisor.log", "engines.wanted"
@@ -117,25 +118,40 @@ def save(plan: Plan) -> Path:
 def load(file: Path) -> Plan:
     """Raises `BirlError`."""
     try:
-        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        lists: dict[str, Any] = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
-        return Plan(**data | lists)
-    except (OSError, ValueError, TypeError) as error:
+        return typed(Plan, read_json(file))
+    except (OSError, ValueError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error
 
 
 def read_state(folder: Path) -> State | None:
     try:
-        data = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return State(**data | {"parts": tuple(Part(**part) for part in data["parts"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        return typed(State, read_json(folder / STATE))
+    except (OSError, ValueError):
         return None
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """What JSON held, as a `kind`: a dataclass, a tuple, or a plain type. Raises `ValueError` where it is another."""
+    base: Any = get_origin(kind) or kind
+    if value.__class__ is dict and is_dataclass(base):
+        kinds = get_type_hints(base)
+        try:
+            return kind(**{key: typed(kinds.get(key, Any), v) for key, v in value.items()})
+        except TypeError as error:  # a field too many, or too few
+            raise ValueError(str(error)) from error
+    if base is tuple and isinstance(value, list):
+        return tuple(typed(get_args(kind)[0], v) for v in value)
+    if base is Any:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float) if base is float else base):
+        raise ValueError(f"{json.dumps(value)[:80]} is not of the type {base.__name__}")
+    return value
 
 
 def wanted(folder: Path, most: int) -> int | None:
     """How many engines `birl scale` asked for; None without one, or where what is there is no such number."""
     with contextlib.suppress(OSError, ValueError):
-        text = (folder / WANTED).read_text(encoding="ascii").strip()
+        text = read_text(folder / WANTED).strip()
         if len(text) <= 4 and 1 <= int(text) <= most:
             return int(text)
     return None
@@ -145,11 +161,11 @@ def supervised(folder: Path) -> int:
     """The process that supervises the run now; 0 where there is none. It has a lock, which ends with it. Those who look
     share theirs: else two who look at once would take each other for a supervisor that ended long ago."""
     try:
-        with (folder / LOCK).open() as file:
+        with open_regular(folder / LOCK) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = file.read().strip()
+                text = file.read(20).strip()
                 return int(text) if text.isdigit() else -1
     except FileNotFoundError:
         pass

@@ -15,6 +15,7 @@ from birl.errors import BirlError
 from birl.launch.command import PREFIX, keys_of
 from birl.launch.job import derive
 from birl.launch.launcher import Handle, Launcher, launcher
+from birl.regular import parse_json, read_bytes
 
 #: parameters of the Trainer that are a key of a launcher, where it has that key
 GPUS = {"actor_gpu": "gpu", "rollout_gpu": "engine_gpu"}
@@ -75,7 +76,7 @@ def summary(place: Launcher, handle: Handle) -> dict[str, Any]:
     fetch: Callable[[Handle, str], bytes] | None = getattr(place, "fetch", None)
     file = Path(handle.run) / "summary.json"
     try:
-        return json.loads(fetch(handle, "summary.json") if fetch else file.read_bytes())
+        return parse_json(fetch(handle, "summary.json") if fetch else read_bytes(file))
     except (OSError, ValueError) as error:
         raise BirlError(f"{handle.name} has ended, but left no summary.json: {error}") from error
 

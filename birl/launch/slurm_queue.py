@@ -11,6 +11,7 @@ from pathlib import Path
 from birl.errors import BirlError
 from birl.launch import tail
 from birl.launch.launcher import Handle, Status
+from birl.regular import read_text
 
 STATE = "state"
 DEADLINE = 60.0  # seconds for one command; Slurm repeats by itself while its controller is away
@@ -137,7 +138,7 @@ def state_of(job: Seen | None, run: Path) -> tuple[str, str]:
 
 def last_word(run: Path) -> tuple[str, str]:
     with suppress(OSError, ValueError):
-        _, state, *detail = (run / "launch" / STATE).read_text(encoding="utf-8").split(maxsplit=2)
+        _, state, *detail = read_text(run / "launch" / STATE).split(maxsplit=2)
         return state, " ".join(detail).strip()
     return "", ""
 

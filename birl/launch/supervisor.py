@@ -23,6 +23,7 @@ from birl.exits import MISTAKE, STOPPED
 from birl.launch import plan as files
 from birl.launch.child import Child
 from birl.launch.plan import Plan, State
+from birl.regular import read_text
 from birl.track.runs import last_record
 
 POLL = 0.1  # s between two looks
@@ -182,7 +183,7 @@ class Supervisor:
     def leader(self) -> int:
         """Rank 0, where the learner is torchrun: it has the run folder."""
         with contextlib.suppress(OSError, ValueError, IndexError):
-            pid = int((Path(self.plan.run) / ".lock").read_text())
+            pid = int(read_text(Path(self.plan.run) / ".lock"))
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             return pid if parent == self.learner.pid else 0
         return 0

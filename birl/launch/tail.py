@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from birl.regular import open_regular
+
 POLL = 0.2  # s between two looks
 
 
@@ -25,7 +27,7 @@ def lines(files: Callable[[], Mapping[str, Path]], follow: bool, over: Callable[
 def _new(file: Path, read: dict[Path, int], last: bool) -> list[str]:
     """Whole lines since the last look; at the last one the rest too."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             opened.seek(read.get(file, 0))
             found = opened.read()
     except OSError:

@@ -38,7 +38,7 @@ def app(runs: Runs, port: int) -> "Guard":
     """The page for these runs, for a server that listens on 127.0.0.1:`port`."""
     routes: list[Any] = [Route("/", _index), Mount("/static", StaticFiles(directory=STATIC))]
     routes += [route for part in (listing, metrics, rollouts, timeline) for route in part.routes(runs)]
-    handlers: dict[Any, Any] = {BirlError: _mistake, HTTPException: _refused, Exception: _broken}
+    handlers: dict[Any, Any] = {BirlError: _mistake, OSError: _unreadable, HTTPException: _refused, Exception: _broken}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), port)
 
 
@@ -48,6 +48,11 @@ async def _index(request: Request) -> Response:
 
 async def _mistake(request: Request, problem: Exception) -> Response:
     return error(str(problem))
+
+
+async def _unreadable(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, OSError)
+    return error(f"{problem.filename}: {problem.strerror or problem}.")
 
 
 async def _refused(request: Request, problem: Exception) -> Response:

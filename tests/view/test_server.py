@@ -1,7 +1,9 @@
 import http.client
 import json
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -52,6 +54,16 @@ def test_the_report_of_a_run_is_served_and_runs_nothing(url: str) -> None:
     for wrong in ("", "?run=none"):
         status, headers, _ = ask(url, f"/report{wrong}")
         assert status == 400 and headers["content-security-policy"].startswith("default-src 'self'")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "demo")
+    (tmp_path / "demo/validation.jsonl").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "demo/validation.jsonl")
+    with serving(tmp_path) as address:
+        run = json.loads(ask(address, "/api/runs")[2])["runs"][0]
+        status, _, body = ask(address, f"/report?run={run['id']}")
+    assert status == 400 and b"validation.jsonl: it is a named pipe" in body
 
 
 def test_the_figures_of_a_run_are_told_in_order_and_those_that_never_change(url: str) -> None:
