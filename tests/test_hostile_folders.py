@@ -175,7 +175,7 @@ def test_a_damaged_launched_run_is_told_in_a_line(
         out, err = capsys.readouterr()
         assert code in (0, 2) and "Traceback" not in out + err
         if file == "launch.json" or command in ("stop", "scale"):
-            assert code == 2 and str(tmp_path) in err or damage == "place"
+            assert (code == 2 and str(tmp_path) in err) or damage == "place"
 
 
 def test_a_copy_of_a_launched_run_is_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
