@@ -127,7 +127,7 @@ def memory(bench: Bench, model: nn.Module, name: str, count: int) -> None:
         bench.add("memory", name, "not measured on a CPU")
         return
     from birl.config import schema
-    from birl.planning.run_memory import predict
+    from birl.plan.run_memory import predict
 
     config = schema.RL()
     config.learner.tokens_per_microbatch, config.engine.max_batch = 16384, count

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from birl.shape import Shape
+from birl.models.shape import Shape
 
 #: of n ranks: bytes that a ring brings to each of them, from the bytes of the whole
 SHARES: dict[str, Callable[[int], float]] = {

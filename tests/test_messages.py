@@ -206,7 +206,7 @@ def test_what_is_not_there_is_told_before_torch_is_imported(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in [n for n in sys.modules if n.partition(".")[0] in ("torch", "transformers", "datasets")]:
         monkeypatch.setitem(sys.modules, name, None)  # an import would be an ImportError
-    for name in [*RUNS.values(), "birl.planning.run", "birl.parallel.machine"]:
+    for name in [*RUNS.values(), "birl.plan.run", "birl.parallel.machine"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     row = '{"prompt": "1 + 1?", "answer": "2"}\n'
     for name, text in {

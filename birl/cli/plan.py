@@ -25,20 +25,20 @@ def run(words: Sequence[str]) -> int:
     """Raises `BirlError`."""
     named = {word.partition("=")[0] for word in words}
     if named & {SIMULATE.name, MEASURED.name}:
-        from birl.simulation import command as simulation
+        from birl.plan import simulate_command
 
         flags, words = taken("plan --simulate", words, (SIMULATE, MEASURED, JSON))
-        simulation.run(words, measured=flags.get(MEASURED.name, ""), as_json=JSON.name in flags)
+        simulate_command.run(words, measured=flags.get(MEASURED.name, ""), as_json=JSON.name in flags)
     elif CLUSTER.name in named:
-        from birl.planning import command as planning
+        from birl.plan import cluster_command
 
         flags, words = taken("plan --cluster", words, (CLUSTER, JSON))
-        planning.run(words, as_json=JSON.name in flags)
+        cluster_command.run(words, as_json=JSON.name in flags)
     else:
         flags, words = taken("plan", words, (MEMORY, JSON, SIMULATE, CLUSTER))
         words = [f"model={word}" if is_model(word) else word for word in words]
         check_model("model.path", load(RL, ["data.train=unread.jsonl", *words]).model.path, whole=False)
-        from birl.planning import run as plan
+        from birl.plan import run as plan
 
         plan.run(words, as_json=JSON.name in flags, available=flags.get(MEMORY.name))
     return 0

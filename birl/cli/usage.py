@@ -24,10 +24,10 @@ Usage: birl plan [MODEL or RUN] [FILE.yaml] [key=value ...] [--memory GIB] [--js
 Takes what `birl rl` takes, but reads neither weights nor data. Predicts the memory of generation and training,
 and the largest micro-batch and batch that fit into --memory (default: what is free).
 
-       birl plan --simulate [RUN, FILE or PRESET] [section.key=value ...] [--measured FILE] [--json]
+       birl plan --simulate [RUN or FILE] [section.key=value ...] [--measured FILE] [--json]
 
 How to split GPUs into engines and learners, simulated from the times of the parts, and who would wait for whom.
-PRESET: smollm2_cpu (default), h200_8b.
+Default: SmolLM2-135M on two CPU cores.
 
        birl plan --cluster [MODEL] [gpu=KIND] [gpus=N] [batch=TOKENS] [sequence=TOKENS] [key=value] [--json]
 

@@ -4,7 +4,6 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +22,9 @@ from birl.models.load import (
     load_tokenizer,
     skeleton,
 )
+from birl.models.shape import Shape
 from birl.models.slices import sketched, verify_small
 from birl.parallel.ranks import Ranks
-from birl.shape import Shape
 from birl.text.chat import PROBE, Chat
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -48,8 +47,7 @@ class Policy:
     @property
     def pair_cost(self) -> float:
         """Of attention to one token, by that of a token's products with weights."""
-        config: Any = self.model.config
-        return Shape.of(config.to_dict() | {name: getattr(config, name) for name in config.attribute_map}).pair_cost
+        return Shape.of_model(self.model).pair_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from birl.learner.token_figures import token_figures
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
 from birl.parallel.machine import compute_thread
-from birl.planning import run as planning
+from birl.plan import run as planning
 from birl.rollout import assemble, failures, pipeline
 from birl.rollout.assemble import Usage
 from birl.rollout.ledger import Ledger, settle

@@ -11,7 +11,7 @@ from birl.config.help import documentation, presets
 from birl.config.load import SHORTHANDS
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 from birl.envs.open import BUILT_IN
-from birl.simulation import scenario
+from birl.plan import scenario
 from tests.docs.pages import CODE, FENCE, OTHERS, PAGES, PEERS, ROOT, preset_rows, spans
 
 SCHEMAS = (RL, Eval, SFT, RM, DPO, Serve)

@@ -8,8 +8,8 @@ from benchmarks.traffic import Traffic, least
 from birl.data.pack import pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
+from birl.models.shape import Shape
 from birl.parallel.ranks import Grid, Ranks
-from birl.shape import Shape
 from tests.data.test_pack import groups
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_learner import reinforce

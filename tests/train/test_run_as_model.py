@@ -102,7 +102,7 @@ def test_what_is_no_model_is_told_at_once(
     words: str, said: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(runs)
-    for name in [*RUNS.values(), "birl.planning.run"]:
+    for name in [*RUNS.values(), "birl.plan.run"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert main(words.split()) == 2
     error = capsys.readouterr().err

@@ -17,7 +17,6 @@ Sizes of an architecture come from its modules and its configuration, so a model
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -35,6 +34,7 @@ from birl.learner.policy import DTYPES
 from birl.models.decoder import shaped
 from birl.models.fused_decoder import fused_for
 from birl.models.logprobs import CHUNK, GPU_CHUNK
+from birl.models.shape import Shape
 from birl.models.slots import slots_of
 from birl.models.tree_attention import SCORES
 from birl.train.objective import keeps_reference, surrogate_of
@@ -62,44 +62,34 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Numbers of an architecture, and whether it will run on birl's kernels. `wide`: bytes of the compute type."""
+class Module:
+    """A model as it is computed: numbers that only its modules have, and whether it runs on birl's kernels. `wide`:
+    bytes of the compute type."""
 
+    shape: Shape
     parameters: int
     linear: int  # parameters that products read, the head included
-    vocabulary: int
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
+    kv_heads: int  # as the cache has them
     head_dim: int
     cached: int  # numbers that the cache holds of a token
     wide: int
-    tied: bool  # the head is the embedding
     on_kernels: bool
     paged_kernels: bool  # whether at least attention over the cache does
     on_fused: bool  # the kernels for CUDA
 
     @classmethod
-    def of(cls, model: nn.Module, dtype: str) -> "Shape":
-        config: Any = model.config.get_text_config()  # pyright: ignore
+    def of(cls, model: nn.Module, dtype: str) -> "Module":
         slots, kind = slots_of(model), DTYPES[dtype]
         size = max(s.key for s in slots)
         compiled = kernels.load(kind, size) is not None
         return cls(
+            shape=Shape.of_model(model),
             parameters=sum(p.numel() for p in model.parameters()),
             linear=sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)),
-            vocabulary=model.get_output_embeddings().weight.shape[0],  # pyright: ignore
-            hidden=config.hidden_size,
-            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
             kv_heads=max(s.kv_heads for s in slots),
             head_dim=size,
             cached=sum(s.elements for s in slots),
             wide=kind.itemsize,
-            tied=bool(config.tie_word_embeddings),
             on_kernels=compiled and shaped(model),
             paged_kernels=compiled,
             on_fused=fused_for(model) is not None,
@@ -111,30 +101,26 @@ class Shape:
         return PAGE * self.cached * self.wide
 
     @property
-    def embedding(self) -> int:
-        return self.vocabulary * self.hidden
-
-    @property
     def kept(self) -> int:
         """Bytes of a token that a layer keeps for its backward pass: `Kept` in models/decoder.py, or what autograd
         keeps of transformers' layer."""
-        rows = 2 * (self.heads + self.kv_heads) * self.head_dim  # queries, keys, values and their result
+        rows = 2 * (self.shape.heads + self.kv_heads) * self.head_dim  # queries, keys, values and their result
         if self.on_kernels:
-            return 8 * self.hidden + 8 + self.wide * (rows + 2 * self.inner) + 4 * self.heads
+            return 8 * self.shape.hidden + 8 + self.wide * (rows + 2 * self.shape.inner) + 4 * self.shape.heads
         if self.on_fused:  # keys and values once more, gathered
-            more = (self.heads + 2 * self.kv_heads) * self.head_dim
-            return self.wide * (4 * self.hidden + rows + more + 3 * self.inner) + 4 * (2 + self.heads)
-        return 8 * self.hidden + self.wide * (4 * self.hidden + rows + 4 * self.inner)
+            more = (self.shape.heads + 2 * self.kv_heads) * self.head_dim
+            return self.wide * (4 * self.shape.hidden + rows + more + 3 * self.shape.inner) + 4 * (2 + self.shape.heads)
+        return 8 * self.shape.hidden + self.wide * (4 * self.shape.hidden + rows + 4 * self.shape.inner)
 
     @property
     def input(self) -> int:
         """The same with checkpointing: the layer's input alone. The residual stream of the kernels is float32."""
-        return self.hidden * (4 if self.on_kernels else self.wide)
+        return self.shape.hidden * (4 if self.on_kernels else self.wide)
 
     @property
     def backward(self) -> int:
         """Bytes of a token that one layer's backward pass computes with."""
-        return 4 * self.hidden + self.wide * 4 * (self.hidden + self.inner)
+        return 4 * self.shape.hidden + self.wide * 4 * (self.shape.hidden + self.shape.inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,28 +163,28 @@ def load_of(config: schema.RL, prompt: int, longest: int) -> Load:
 
 def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     """Bytes of one process by phase and purpose; of several, that of the first. `model` may be on the meta device."""
-    shape = Shape.of(model, config.model.dtype)
+    module = Module.of(model, config.model.dtype)
     split = config.parallel.fsdp * config.parallel.cp * config.parallel.tp
-    sampled, trained, lora = shape, Trained.of(model, config.lora), config.lora.rank > 0
+    sampled, trained, lora = module, Trained.of(model, config.lora), config.lora.rank > 0
     if split > 1:  # the learner's layers are transformers', and it has a part of each weight
-        shape = replace(shape, on_kernels=False, on_fused=False)
+        module = replace(module, on_kernels=False, on_fused=False)
         trained = replace(trained, gradient=trained.gradient // split, stepped=trained.stepped // split)
-    parameters = shape.parameters // split
-    separate = shape.wide == 2 and split == 1  # from the float32 masters
+    parameters = module.parameters // split
+    separate = module.wide == 2 and split == 1  # from the float32 masters
     # of LoRA: the base weights beside the merged ones, in the compute type, and A and B
-    beside = shape.wide * trained.gradient + 4 * trained.stepped if lora else 0
-    laid_out = shape.wide * shape.linear
+    beside = module.wide * trained.gradient + 4 * trained.stepped if lora else 0
+    laid_out = module.wide * module.linear
     always = {
         "process": PROCESS,
         "weights, float32": beside + (0 if lora and separate else 4 * parameters),
-        "weights, bfloat16": shape.wide * shape.parameters if separate else 0,
+        "weights, bfloat16": module.wide * module.parameters if separate else 0,
         "optimizer state, float32": 8 * trained.stepped,
     }
     if earlier := min(config.rollout.max_staleness, KEPT):
-        always["weights of earlier versions"] = earlier * (shape.wide if split == 1 else 4) * trained.gradient
+        always["weights of earlier versions"] = earlier * (module.wide if split == 1 else 4) * trained.gradient
     if split > 1 and config.engine.kind == "embedded":
-        always["the engine's own weights"] = shape.wide * shape.parameters
-    frozen = shape.wide * parameters + (laid_out if shape.on_kernels else 0)
+        always["the engine's own weights"] = module.wide * module.parameters
+    frozen = module.wide * parameters + (laid_out if module.on_kernels else 0)
     if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
         always["reference model"] = frozen
     if config.algorithm.teacher and not served(config.algorithm.teacher):
@@ -210,16 +196,16 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
         state = 8 * trained.stepped + (beside if lora else 4 * parameters + 4 * trained.gradient)
         always["critic and its optimizer"] = frozen + state
     generating, stale = generation(sampled, config.engine, load), config.rollout.max_staleness > 0
-    computing = training(shape, trained, load, config.learner.gradient_checkpointing)
+    computing = training(module, trained, load, config.learner.gradient_checkpointing)
     if split > config.parallel.tp:
-        computing["gathered weights and gradients"] = gathered(shape) // config.parallel.tp
-    phases = {"training": always | {"weights laid out": laid_out if shape.on_kernels else 0} | computing}
+        computing["gathered weights and gradients"] = gathered(module) // config.parallel.tp
+    phases = {"training": always | {"weights laid out": laid_out if module.on_kernels else 0} | computing}
     if config.engine.kind == "embedded":
         phases = {"generation": always | {"weights laid out": laid_out} | generating} | phases
         if stale:
             phases["training"] |= {"weights laid out": laid_out, "keys and values": generating["keys and values"]}
     elif not config.engine.attach:
-        weights = {f"weights, {config.model.dtype}": shape.wide * shape.parameters, "weights laid out": laid_out}
+        weights = {f"weights, {config.model.dtype}": module.wide * module.parameters, "weights laid out": laid_out}
         server = {"process": PROCESS} | weights | generating
         phases["servers"] = {name: config.engine.count * size for name, size in server.items()}
     for phase, purposes in phases.items():
@@ -228,47 +214,47 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     return phases
 
 
-def gathered(shape: Shape) -> int:
+def gathered(module: Module) -> int:
     """Bytes that FSDP has of other processes' weights: two layers, the embedding and an untied head; of their
     gradients the largest, in the compute type and in float32."""
-    ends = shape.embedding * (1 if shape.tied else 2)
-    layer = (shape.parameters - ends) // shape.layers
-    return shape.wide * (2 * layer + ends) + (shape.wide + 4) * max(layer, ends)
+    ends = module.shape.embedding * (1 if module.shape.tied else 2)
+    layer = (module.parameters - ends) // module.shape.layers
+    return module.wide * (2 * layer + ends) + (module.wide + 4) * max(layer, ends)
 
 
-def generation(shape: Shape, engine: schema.Engine, load: Load) -> dict[str, int]:
+def generation(module: Module, engine: schema.Engine, load: Load) -> dict[str, int]:
     own = pages_for(load.longest) - load.prompt // PAGE  # pages that no other answer has
     prompts = -(-load.sequences // load.group)
-    cache = shape.page * (load.sequences * own + prompts * (load.prompt // PAGE))
-    if not shape.paged_kernels:  # zeros are written into all of it; otherwise it is taken page by page
-        cache = shape.page * engine.max_batch * pages_for(load.longest)
+    cache = module.page * (load.sequences * own + prompts * (load.prompt // PAGE))
+    if not module.paged_kernels:  # zeros are written into all of it; otherwise it is taken page by page
+        cache = module.page * engine.max_batch * pages_for(load.longest)
     if engine.kv_cache_gb:
         cache = min(int(engine.kv_cache_gb * GIB), cache)
     rows = load.sequences + min(PREFILL, prompts * load.prompt)
-    row = 4 * shape.hidden + shape.wide * (4 * shape.hidden + 3 * shape.inner)
-    if not shape.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
-        row += 4 * shape.wide * pages_for(load.longest) * PAGE * shape.kv_heads * shape.head_dim
+    row = 4 * module.shape.hidden + module.wide * (4 * module.shape.hidden + 3 * module.shape.inner)
+    if not module.paged_kernels:  # PyTorch's attention gets its keys and values in copies, for each row
+        row += 4 * module.wide * pages_for(load.longest) * PAGE * module.kv_heads * module.head_dim
     return {
         "keys and values": cache,
-        "hidden states and logits": rows * row + 2 * 4 * load.sequences * shape.vocabulary,
+        "hidden states and logits": rows * row + 2 * 4 * load.sequences * module.shape.vocabulary,
     }
 
 
-def training(shape: Shape, trained: Trained, load: Load, checkpointing: bool) -> dict[str, int]:
+def training(module: Module, trained: Trained, load: Load, checkpointing: bool) -> dict[str, int]:
     """The backward pass of a first micro-batch begins with all activations and the head's gradient, and ends with the
     whole gradient and no activations: the larger of the two counts. A later micro-batch begins with both."""
     gradient, tokens = 4 * trained.gradient, load.microbatch
-    activations = tokens * (shape.layers * (shape.input if checkpointing else shape.kept))
-    activations += tokens * shape.hidden * (4 + 2 * shape.wide)  # before and behind the last norm
-    layer = tokens * (shape.backward + (shape.kept if checkpointing else 0))
-    chunk = CHUNK * (10 if shape.on_kernels else 18)  # logits, and what is computed from them
-    if shape.on_fused:
-        chunk = GPU_CHUNK * shape.wide
-    if not shape.on_kernels:
-        layer += 4 * 4 * min(SCORES, shape.heads * tokens**2)
+    activations = tokens * (module.shape.layers * (module.input if checkpointing else module.kept))
+    activations += tokens * module.shape.hidden * (4 + 2 * module.wide)  # before and behind the last norm
+    layer = tokens * (module.backward + (module.kept if checkpointing else 0))
+    chunk = CHUNK * (10 if module.on_kernels else 18)  # logits, and what is computed from them
+    if module.on_fused:
+        chunk = GPU_CHUNK * module.wide
+    if not module.on_kernels:
+        layer += 4 * 4 * min(SCORES, module.shape.heads * tokens**2)
     if load.several:
         return {"gradient, float32": gradient, "activations": activations + max(chunk, layer)}
-    head = (4 if shape.on_kernels else shape.wide) * shape.embedding * trained.head
+    head = (4 if module.on_kernels else module.wide) * module.shape.embedding * trained.head
     return {"activations, then gradient": max(activations + head + max(chunk, layer), gradient + layer)}
 
 

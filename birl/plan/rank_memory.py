@@ -4,9 +4,8 @@ Float32 weights, gradients and optimizer state are split over all ranks but copi
 bfloat16 weights are there beside them. Activations are split over cp and tp, norms included (sequence parallelism).
 """
 
-from birl.planning.layout import Layout
-from birl.planning.work import Work
-from birl.shape import Shape
+from birl.models.shape import Shape
+from birl.plan.layout import Layout, Work
 
 RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
 USABLE = 0.95  # of the memory; the allocator loses the rest between blocks; assumed

@@ -26,9 +26,9 @@ from birl.models.forward import packed
 from birl.models.load import cast, load_model, skeleton
 from birl.models.paged import Cache
 from birl.models.slots import slots_of
-from birl.planning import run as plan
-from birl.planning import run_memory as memory
-from birl.planning.run_memory import Load, Shape
+from birl.plan import run as plan
+from birl.plan import run_memory as memory
+from birl.plan.run_memory import Load, Module
 from birl.train.build import make_learner
 from tests.data.test_pack import groups
 from tests.learner.test_learner import reinforce
@@ -52,8 +52,8 @@ def size(tensors: list[Tensor]) -> int:
 def test_a_skeleton_has_the_shape_of_the_model(folder: str, dtype: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(folder)
     model = load_model(path)
-    found = Shape.of(skeleton(path), dtype)
-    assert found == Shape.of(model, dtype) and all(p.is_meta for p in skeleton(path).parameters())
+    found = Module.of(skeleton(path), dtype)
+    assert found == Module.of(model, dtype) and all(p.is_meta for p in skeleton(path).parameters())
     assert found.on_kernels == (decoder_for(cast(model, DTYPES[dtype])) is not None)
     cache = Cache.make(3, slots_of(model), DTYPES[dtype], torch.device("cpu"))
     assert size([*cache.keys, *cache.values]) == 3 * found.page
@@ -62,25 +62,25 @@ def test_a_skeleton_has_the_shape_of_the_model(folder: str, dtype: str, request:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_layer_keeps_is_what_is_counted(dtype: str) -> None:
     model = cast(tiny_model(), DTYPES[dtype])
-    decoder, shape = decoder_for(model), Shape.of(model, dtype)
+    decoder, module = decoder_for(model), Module.of(model, dtype)
     if decoder is None:
         pytest.skip("no kernels here")
     (batch,) = pack(groups(4), [1.0] * len(groups(4)), 10_000)
     layout = packed(batch.trees, torch.device("cpu"))
-    x = torch.zeros(len(batch.tokens), shape.hidden)
+    x = torch.zeros(len(batch.tokens), module.shape.hidden)
     with torch.no_grad():
         _, kept = decoder.forward(decoder.layers[0], x, *decoder.rotations(batch.positions), layout, in_place=False)
     assert kept is not None
-    assert size([getattr(kept, f.name) for f in fields(kept)]) == len(x) * shape.kept
+    assert size([getattr(kept, f.name) for f in fields(kept)]) == len(x) * module.kept
     if dtype == "bfloat16":
         matrices = [m for layer in decoder.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        assert size([m.layout().data for m in (*matrices, decoder.head)]) == shape.wide * shape.linear
+        assert size([m.layout().data for m in (*matrices, decoder.head)]) == module.wide * module.linear
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_autograd_keeps_of_other_models_is_what_is_counted(plain: Path, dtype: str) -> None:
     learner = Learner(load_model(plain), dtype=DTYPES[dtype])
-    shape = Shape.of(learner.model, dtype)
+    module = Module.of(learner.model, dtype)
     (batch,) = pack(groups(30), [1.0] * len(groups(30)), 10_000)
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no address is used twice
@@ -93,7 +93,7 @@ def test_what_autograd_keeps_of_other_models_is_what_is_counted(plain: Path, dty
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         learner.forward_backward(batch, reinforce, Stats())
     weights = size(list(learner.model.parameters()))
-    assert (sum(kept.values()) - weights) / (len(batch.tokens) * shape.layers * shape.kept) == pytest.approx(1, abs=0.2)
+    assert (sum(kept.values()) - weights) / (len(batch.tokens) * module.shape.layers * module.kept) == pytest.approx(1, abs=0.2)
 
 
 def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:
@@ -219,7 +219,7 @@ def test_an_optimizer_that_is_in_cpu_memory_cannot_be_offloaded_there() -> None:
 
 def test_the_cache_is_as_large_as_needed_or_half_of_what_is_free(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(tiny)
-    page = Shape.of(model, "float32").page
+    page = Module.of(model, "float32").page
     with ThreadPoolExecutor(1) as compute:
         loaded = load_policy(schema.Model(path=str(tiny)), compute)
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from birl.errors import BirlError
+from birl.plan.draws import Floats
+from birl.plan.scenario import Engine, step_seconds
 from birl.regular import read_json
-from birl.simulation.draws import Floats
-from birl.simulation.scenario import Engine, step_seconds
 from birl.track.growing import Growing
 from birl.track.log import parsed, read_jsonl
 

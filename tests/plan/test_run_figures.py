@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from birl.errors import BirlError
-from birl.simulation import sweep
-from birl.simulation.read import read
-from birl.simulation.run_figures import decoding_steps, from_run, nonnegative
+from birl.plan import sweep
+from birl.plan.run_figures import decoding_steps, from_run, nonnegative
+from birl.plan.scenario_words import read
 
 
 def a_run(folder: Path, steps: int = 12, size: int = 4, prompts: int = 2, machines: int = 1) -> Path:

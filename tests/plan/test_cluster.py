@@ -13,14 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from birl.cli import main
 from birl.errors import BirlError
-from birl.planning.best import USABLE, best
-from birl.planning.cluster import KINDS, cluster_of
-from birl.planning.layout import Layout, check, layouts
-from birl.planning.memory import memory
-from birl.planning.step import step
-from birl.planning.work import Work
-from birl.shape import KNOWN, Shape, shape_of
-from tests.planning.published import efficiency, rows, table
+from birl.models.shape import KNOWN, Shape, shape_of
+from birl.plan.best import USABLE, best
+from birl.plan.cluster import KINDS, cluster_of
+from birl.plan.layout import Layout, Work, check, layouts
+from birl.plan.rank_memory import memory
+from birl.plan.step import step
+from tests.plan.published import efficiency, rows, table
 from tests.tiny import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -240,7 +239,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 
 
 def test_every_key_of_the_command_changes_something(capsys: pytest.CaptureFixture[str]) -> None:
-    from birl.planning.command import Question
+    from birl.plan.cluster_command import Question
 
     base = ["plan", "--cluster", "--json", "model=qwen3-30b-a3b", "gpus=16", "sequence=4096"]
 

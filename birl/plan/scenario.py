@@ -102,23 +102,8 @@ class Episodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failures:
-    """A failing engine begins its open answers again after `restart`. A failing learner ends the run, which goes on
-    from the last checkpoint after `restart`; what was not trained by then is rolled out again."""
-
-    hours_between: float = 0.0
-    """Mean time between the failures of one GPU [h]; 0: there are none."""
-    restart: float = 120.0
-    """[s]"""
-    checkpoint_every: int = 10
-    """Training steps."""
-    checkpoint: float = 0.0
-    """To write one; nothing else happens on the learner meanwhile [s]."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
-    gpus: tuple[int, ...] = (8, 64, 1024, 16384)
+    gpus: tuple[int, ...] = (8, 64)
     """Numbers of GPUs to split."""
     prompts_per_gpu: float = 1.0
     """Prompts of a training step, for each GPU."""
@@ -161,7 +146,6 @@ class Scenario:
     learner: Learner = field(default_factory=Learner)
     sync: Sync = field(default_factory=Sync)
     episodes: Episodes = field(default_factory=Episodes)
-    failures: Failures = field(default_factory=Failures)
     run: Run = field(default_factory=Run)
     result: Result = field(default_factory=Result)
     sources: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -17,8 +17,8 @@ from birl.learner.export import resolved
 from birl.models.load import context_limit, skeleton
 from birl.parallel.grid import grid_of
 from birl.parallel.machine import free_memory, peak_memory
-from birl.planning import run_memory as memory
-from birl.planning.run_memory import GIB, Phases
+from birl.plan import run_memory as memory
+from birl.plan.run_memory import GIB, Phases
 from birl.track.units import counted
 from birl.train.learners import check_device
 from birl.train.parts import Parts

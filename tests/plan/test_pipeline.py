@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from birl.plan.draws import Draws
+from birl.plan.scenario_words import read
 from birl.rollout import pipeline
-from birl.simulation.draws import Draws
-from birl.simulation.read import read
 from birl.types import Group, Task
-from tests.simulation.plain import simulated
+from tests.plan.plain import simulated
 
 BASE, EACH = 0.008, 0.001  # seconds of a decode step: always, and for each sequence
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from birl.errors import BirlError
-from birl.simulation.draws import Draws
-from birl.simulation.read import read
-from birl.simulation.scenario import COMPONENTS, Scenario, source
-from birl.simulation.sweep import Row, best_of, compare, compared_with, sweep
+from birl.plan.draws import Draws
+from birl.plan.scenario import COMPONENTS, Scenario, source
+from birl.plan.scenario_words import read
+from birl.plan.sweep import Row, best_of, compare, compared_with, sweep
 
 LITTLE = 0.05  # of the time; less waiting is called balance
 
@@ -100,8 +100,6 @@ def render(
     """The lines that are printed. `advised`: the best row of each number of GPUs, with its advice."""
     lines = ["Figures (a scenario file or section.key=value replaces them)"]
     lines += [f"  {key:<26}{_short(key, value):<40}{source(scenario, key)}" for key, value in figures(scenario)]
-    if scenario.failures.hours_between:
-        lines.append(f"  {'failures.hours_between':<26}{scenario.failures.hours_between:<40g}of one GPU")
     if compared:
         lines += [
             "",

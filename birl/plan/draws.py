@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from birl.simulation.scenario import Episodes
+from birl.plan.scenario import Episodes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -6,11 +6,10 @@ two counts. What does not: tensor, context and expert parallelism, the first gat
 
 from dataclasses import dataclass
 
-from birl.planning.cluster import LINKS, Cluster
-from birl.planning.layout import Layout
-from birl.planning.memory import mlp_width, whole
-from birl.planning.work import Work
-from birl.shape import Shape
+from birl.models.shape import Shape
+from birl.plan.cluster import LINKS, Cluster
+from birl.plan.layout import Layout, Work
+from birl.plan.rank_memory import mlp_width, whole
 
 ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm
 LOGIT = 20  # bytes read and written for a logit, forward and backward

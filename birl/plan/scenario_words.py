@@ -13,27 +13,24 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from birl.errors import BirlError, did_you_mean, first_line
+from birl.plan.run_figures import from_run
+from birl.plan.scenario import SECTIONS, Lengths, Scenario, checked
 from birl.regular import read_text
-from birl.simulation.presets import PRESETS
-from birl.simulation.run_figures import from_run
-from birl.simulation.scenario import SECTIONS, Lengths, Scenario, checked
 
 POSITIVE = (
     *("engine.gpus", "engine.prefill", "engine.max_batch", "learner.gpus", "learner.bandwidth", "sync.every"),
-    *("sync.bandwidth", "episodes.mean", "episodes.max", "failures.checkpoint_every", "run.gpus", "run.group_size"),
+    *("sync.bandwidth", "episodes.mean", "episodes.max", "run.gpus", "run.group_size"),
     *("run.prompts_per_gpu", "run.engines", "result.engines", "result.learners"),
 )
 
 
 def read(words: list[str], base: Scenario | None = None) -> Scenario:
-    """Files and `section.key=value` words; presets are files in all but name. Raises `BirlError` naming the key."""
+    """Files and `section.key=value` words. Raises `BirlError` naming the key."""
     scenario = base or Scenario()
     for word in words:
         key, equals, text = word.partition("=")
         if equals and not os.path.exists(word):  # Path.exists raises for a word that is too long for a name
             scenario = merged(scenario, _nested(key, _value(key, text)), "given")
-        elif word in PRESETS:
-            scenario = merged(scenario, PRESETS[word](), "")
         elif Path(word).is_dir():
             scenario = merged(scenario, from_run(Path(word)), "measured")
         else:
@@ -153,10 +150,9 @@ def _file(path: Path) -> Mapping[str, Any]:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        names = ", ".join(PRESETS)
         raise BirlError(
             f"{path}: can not be read ({getattr(error, 'strerror', None) or 'no text'}). Name a YAML or JSON file, the "
-            f"folder of a run, a preset ({names}), or section.key=value."
+            "folder of a run, or section.key=value."
         ) from None
     try:
         found = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))

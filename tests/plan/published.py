@@ -6,12 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from birl.planning.cluster import Cluster, cluster_of
-from birl.planning.layout import Layout, check
-from birl.planning.memory import memory
-from birl.planning.step import step
-from birl.planning.work import Work
-from birl.shape import KNOWN, Shape
+from birl.models.shape import KNOWN, Shape
+from birl.plan.cluster import Cluster, cluster_of
+from birl.plan.layout import Layout, Work, check
+from birl.plan.rank_memory import memory
+from birl.plan.step import step
 
 FILE = Path(__file__).with_name("published.json")
 GIB = 2**30

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from birl.errors import BirlError
-from birl.simulation.draws import Draws
-from birl.simulation.events import Simulation, Split, engine_seconds
-from birl.simulation.scenario import Scenario
+from birl.plan.draws import Draws
+from birl.plan.pipeline import Simulation, Split, engine_seconds
+from birl.plan.scenario import Scenario
 
 SIXTEENTHS = (1, 2, 4, 6, 8, 10, 12, 14, 15)  # shares of the GPUs that generate, to begin with
 
@@ -37,8 +37,6 @@ class Row:
     of_ideal: float
     staleness_mean: float
     staleness_max: int
-    engine_failures: int
-    steps_done_again: int
 
 
 def sweep(scenario: Scenario, gpus: int, draws: Draws, said: Callable[[str], None]) -> list[Row]:
@@ -121,16 +119,14 @@ def splits(scenario: Scenario, gpus: int) -> list[tuple[int, int]]:
     return list(found)
 
 
-def simulate(
-    scenario: Scenario, split: Split, gpus: int, draws: Draws, watch: Callable[[], None] = lambda: None
-) -> Row:
+def simulate(scenario: Scenario, split: Split, gpus: int, draws: Draws) -> Row:
     """Bursts of the slots' size go round for long: counted is a whole number of them, after two."""
     turn = split.max_staleness + 1
     start = 2 * turn if split.max_staleness else 1
     counted = max(-(-8 // turn), 2) * turn
     if scenario.run.steps:
         start, counted = min(start, scenario.run.steps - 1), max(scenario.run.steps - start, 1)
-    simulation = Simulation(scenario, split, draws, watch)
+    simulation = Simulation(scenario, split, draws)
     simulation.run(start + counted)
     return row_of(simulation, gpus, start)
 
@@ -174,8 +170,6 @@ def row_of(simulation: Simulation, gpus: int, start: int) -> Row:
         of_ideal=ideal / seconds,
         staleness_mean=sum(ages) / len(ages),
         staleness_max=max(ages),
-        engine_failures=int(done["failed"]),
-        steps_done_again=simulation.rolled_back,
     )
 
 

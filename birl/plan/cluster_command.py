@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from birl.errors import BirlError, did_you_mean
-from birl.planning.best import GIB, Plan, best, limits
-from birl.planning.cluster import Cluster, cluster_of
-from birl.planning.work import KEEPS, Work
-from birl.shape import Shape, shape_of
+from birl.models.shape import Shape, shape_of
+from birl.plan.best import GIB, Plan, best, limits
+from birl.plan.cluster import Cluster, cluster_of
+from birl.plan.layout import KEEPS, Work
 
 SHOWN = 10
 CLUSTER = ("node", "flops", "memory", "hbm", "inside", "between", "efficiency")

@@ -4,12 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from birl.errors import BirlError
-from birl.planning.cluster import Cluster
-from birl.planning.layout import Layout, check, layouts
-from birl.planning.memory import RESERVED, USABLE, memory
-from birl.planning.step import Step, step
-from birl.planning.work import Work
-from birl.shape import Shape
+from birl.models.shape import Shape
+from birl.plan.cluster import Cluster
+from birl.plan.layout import Layout, Work, check, layouts
+from birl.plan.rank_memory import RESERVED, USABLE, memory
+from birl.plan.step import Step, step
 
 GIB = 2**30
 

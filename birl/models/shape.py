@@ -80,6 +80,12 @@ class Shape:
         except KeyError as error:
             raise BirlError(f"config.json: {error.args[0]} is missing; the planner needs it.") from error
 
+    @classmethod
+    def of_model(cls, model: Any) -> "Shape":
+        """Of a module of transformers; its configuration may have names of its own for these keys."""
+        config = model.config.get_text_config()
+        return cls.of(config.to_dict() | {name: getattr(config, name) for name in config.attribute_map})
+
     @property
     def attention(self) -> int:
         """Parameters of a layer's attention."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from birl.simulation.draws import Draws
-from birl.simulation.events import Simulation, Split, learner_seconds, sync_seconds
-from birl.simulation.scenario import Scenario, step_seconds
+from birl.plan.draws import Draws
+from birl.plan.pipeline import Simulation, Split, learner_seconds, sync_seconds
+from birl.plan.scenario import Scenario, step_seconds
 
 
 def simulated(scenario: Scenario, steps: int, **split: Any) -> Simulation:

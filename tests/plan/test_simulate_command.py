@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from birl.cli import main
-from birl.simulation import command, sweep
-from birl.simulation.draws import Draws
-from birl.simulation.events import Split
-from birl.simulation.read import read
+from birl.plan import simulate_command as command
+from birl.plan import sweep
+from birl.plan.draws import Draws
+from birl.plan.pipeline import Split
+from birl.plan.scenario_words import read
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,11 +33,10 @@ def test_the_command_finds_the_best_split(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_assumptions_are_marked() -> None:
-    scenario = read(["h200_8b", "engine.prefill=5000"])
+    scenario = read(["engine.prefill=5000", "learner.bandwidth=2e9"])
     told = {key: command.source(scenario, key) for key, _ in command.figures(scenario)}
     assert told["engine.prefill"] == "given"
-    assert not [key for key, where in told.items() if where.startswith("measured")]
-    assert told["engine.base"].startswith("assumed: weights")
+    assert told["learner.constant"].startswith("assumed") and told["sync.bytes"].startswith("computed")
 
 
 def row(**changes: Any) -> sweep.Row:
@@ -131,7 +131,6 @@ def test_the_measured_file_of_the_page_is_read(tmp_path: Path, capsys: pytest.Ca
         (["nowhere.yaml"], "can not be read"),
         (["--measured"], "--measured takes a file"),
         (["--memory=3"], "--memory"),
-        (["run.gpus=2", "run.prompts=1", "failures.hours_between=1e-5", "run.max_staleness=0"], "hours_between"),
     ],
 )
 def test_mistakes(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:

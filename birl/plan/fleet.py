@@ -1,0 +1,213 @@
+"""Engines that decode, simulated from event to event. Between two admissions, and between two versions of the weights,
+engines do not affect each other, so each has a clock of its own.
+
+Decoding is continuous: all n running sequences move at one token per f(n) + c (context) seconds. `steps` counts the
+tokens of a sequence that was always running. An answer of k tokens that arrives at steps = s begins with the next whole
+step and ends k later, whatever joins or leaves. Prompts are computed one after another, while decoding stands still.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+from birl.plan.draws import Block
+from birl.plan.scenario import Engine, Episodes, step_seconds
+
+ROUNDING = 1e-6  # tokens; what counts as finished
+TOTALS = ("busy", "held", "waited", "sequences", "decoded")
+
+
+@dataclass(slots=True, order=True)
+class Open:
+    """An episode that is not done; `wait` and `reward` in seconds, the rest in tokens."""
+
+    place: int  # of its group, in the order of admission
+    number: int
+    turns: list[int] = field(compare=False)
+    wait: list[float] = field(compare=False)
+    reward: float = field(compare=False)
+    size: float = field(compare=False)  # of its context, when the turn begins
+    due: float = field(compare=False)  # prefill when the turn begins
+    turn: int = field(default=0, compare=False)
+
+
+@dataclass(slots=True)
+class Decoder:
+    """One engine. Totals since the start: `busy`, `held` (by new weights) and `waited` (for environments) in seconds,
+    `sequences` in sequence-seconds, `decoded` in tokens."""
+
+    engine: Engine
+    observation: float
+    seconds: list[float]  # f(n)
+    time: float = 0.0
+    steps: float = 0.0
+    context: float = 0.0  # of what runs [tokens]
+    stall: float = 0.0  # seconds of prefill before decoding goes on
+    hold: float = 0.0  # seconds of standing still before that
+    running: list[tuple[float, Open]] = field(default_factory=list[tuple[float, Open]])  # a heap by the last step
+    waiting: list[tuple[float, Open]] = field(default_factory=list[tuple[float, Open]])  # a heap by the first second
+    busy: float = 0.0
+    held: float = 0.0
+    waited: float = 0.0
+    sequences: float = 0.0
+    decoded: float = 0.0
+
+    @property
+    def open(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def _pace(self) -> tuple[float, float]:
+        """Seconds of a token, and by how much half of what a token adds to the context slows it."""
+        n = len(self.running)
+        return self.seconds[n] + self.engine.per_context * self.context, self.engine.per_context * n / 2
+
+    def next(self) -> float:
+        """When a turn begins or ends [s]."""
+        begins = math.inf
+        if self.waiting and len(self.running) < self.engine.max_batch:
+            begins = max(self.waiting[0][0], self.time)
+        return min(begins, self._ends())
+
+    def _ends(self) -> float:
+        """When the next turn ends, if none begins before [s]."""
+        if not self.running:
+            return math.inf
+        (rate, bend), left = self._pace(), self.running[0][0] - self.steps
+        return self.time + (self.hold + self.stall + left * (rate + bend * left) if left > ROUNDING else 0.0)
+
+    def advance(self, until: float) -> list[tuple[Open, float]]:
+        """To the second `until`. Returns the episodes that were done by then, and when."""
+        done: list[tuple[Open, float]] = []
+        while (event := self.next()) <= until:
+            self._pass(event - self.time, ends=event == self._ends())
+            self.time = event
+            self._end(done)
+            self._begin()
+        self._pass(until - self.time)
+        self.time = until
+        return done
+
+    def pause(self, seconds: float) -> None:
+        """New weights."""
+        self.hold += seconds
+        if self.engine.recompute_kv:
+            self.stall += self.context / self.engine.prefill
+            for _, episode in self.waiting:
+                episode.due = episode.size if episode.turn else episode.due
+
+    def _pass(self, seconds: float, *, ends: bool = False) -> None:
+        """Count `seconds` in which no turn begins or ends. `ends`: then one does, at its last token exactly."""
+        held = min(self.hold, seconds)
+        stalled = min(self.stall, seconds - held)
+        self.hold, self.stall, self.held = self.hold - held, self.stall - stalled, self.held + held
+        decoding, n = seconds - held - stalled, len(self.running)
+        if n:
+            rate, bend = self._pace()
+            moved = 2 * decoding / (rate + math.sqrt(rate * rate + 4 * bend * decoding))
+            moved = max(self.running[0][0] - self.steps, 0.0) if ends else moved
+            self.steps += moved
+            self.context += n * moved
+            self.decoded += n * moved
+            self.busy += seconds - held
+            self.sequences += n * (seconds - held)
+        else:
+            self.busy += stalled
+            self.waited += decoding if self.waiting else 0.0
+
+    def _end(self, done: list[tuple[Open, float]]) -> None:
+        while self.running and self.running[0][0] <= self.steps + ROUNDING:
+            _, episode = heapq.heappop(self.running)
+            episode.size += episode.turns[episode.turn]
+            self.context = self.context - episode.size if self.running else 0.0  # no rounding that stays
+            if episode.turn + 1 == len(episode.turns):
+                done.append((episode, self.time))
+                continue
+            ready = self.time + episode.wait[episode.turn]
+            episode.turn, episode.due = episode.turn + 1, self.observation
+            episode.size += self.observation
+            heapq.heappush(self.waiting, (ready, episode))
+
+    def _begin(self) -> None:
+        """Turns that are ready begin, as far as there is room, the longest waiting first."""
+        begin = float(math.ceil(self.steps - ROUNDING))  # with the next step of those that run
+        if not self.running:
+            self.steps = begin
+        while self.waiting and self.waiting[0][0] <= self.time and len(self.running) < self.engine.max_batch:
+            _, episode = heapq.heappop(self.waiting)
+            heapq.heappush(self.running, (begin + episode.turns[episode.turn], episode))
+            self.context += episode.size - (begin - self.steps)
+            self.stall += episode.due / self.engine.prefill
+
+
+class Fleet:
+    """`count` engines. `finished` has the groups whose rewards are there, by place, with the second of the last one."""
+
+    def __init__(self, engine: Engine, episodes: Episodes, count: int, route: str = "episode") -> None:
+        self.engine, self.episodes, self.route = engine, episodes, route
+        seconds = step_seconds(engine)
+        self.engines = [Decoder(engine, episodes.observation, seconds) for _ in range(count)]
+        self.events = [(math.inf, at) for at in range(count)]  # a heap, with at least the next of each engine
+        self.finished: dict[int, float] = {}
+        self._left: dict[int, tuple[int, float]] = {}  # place -> episodes that are not done, second of the last reward
+
+    def next(self) -> float:
+        """When the next turn of any engine begins or ends [s]."""
+        while (event := self.events[0])[0] != self.engines[event[1]].next():
+            heapq.heapreplace(self.events, (self.engines[event[1]].next(), event[1]))
+        return event[0]
+
+    def step(self) -> None:
+        """The engine with the next event goes there."""
+        now = self.next()
+        self._advance(self.events[0][1], now)
+
+    def advance(self, until: float) -> None:
+        """All engines, to the second `until`."""
+        for at in range(len(self.engines)):
+            self._advance(at, until)
+        self._sort()
+
+    def _advance(self, at: int, until: float) -> None:
+        for episode, ended in self.engines[at].advance(until):
+            left, last = self._left[episode.place]
+            last = max(last, ended + episode.reward)
+            self._left[episode.place] = left - 1, last
+            if left == 1:
+                self.finished[episode.place] = last
+
+    def _sort(self) -> None:
+        self.events = sorted((engine.next(), at) for at, engine in enumerate(self.engines))
+
+    def pause(self, seconds: float) -> None:
+        for engine in self.engines:
+            engine.pause(seconds)
+        self._sort()
+
+    def admit(self, first: int, block: Block, now: float) -> None:
+        """Start these groups, at the places from `first` on; all clocks are at `now`. Each episode, or each group with
+        route=group, goes to the engine with the fewest open ones."""
+        least = sorted((engine.open, at) for at, engine in enumerate(self.engines))
+        groups, size = block.tokens.shape[:2]
+        for group, place in enumerate(range(first, first + groups)):
+            self._left[place] = size, 0.0
+            paid: set[int] = set()  # engines that have the prompt
+            for number in range(size):
+                if self.route == "episode" or number == 0:
+                    load, at = least[0]
+                    heapq.heapreplace(least, (load + (1 if self.route == "episode" else size), at))
+                shared = self.engine.share_prompts and at in paid
+                paid.add(at)
+                episode = Open(
+                    place=place,
+                    number=number,
+                    turns=[int(n) for n in block.tokens[group, number] if n],
+                    wait=block.wait[group, number].tolist(),
+                    reward=float(block.reward[group, number]),
+                    size=self.episodes.prompt,
+                    due=0.0 if shared else self.episodes.prompt,
+                )
+                heapq.heappush(self.engines[at].waiting, (now, episode))
+        self._sort()
+
+    def totals(self) -> dict[str, float]:
+        return {name: float(sum(getattr(engine, name) for engine in self.engines)) for name in TOTALS}
