@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from birl.errors import BirlError
-from birl.sandbox import trial
 from birl.sandbox.code import SandboxFailed
 from birl.sandbox.command import interpreters
 from birl.sandbox.local import LocalSandbox
@@ -76,34 +75,30 @@ def _reasons(failed: dict[str, list[str]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The interpreter that a kind of sandbox works with, or why it works with none. `hostile`: whether hostile programs
-    were tried in it."""
+    """The interpreter that a kind of sandbox works with, or why it works with none."""
 
     python: str
     reason: str
-    hostile: bool
 
 
-async def tried(kind: str, *, hostile: bool = True) -> Trial:
+async def tried(kind: str) -> Trial:
     failed: dict[str, list[str]] = {}  # interpreters by reason
     for python in interpreters():
-        reason = await problem(kind, python, hostile=hostile)
+        reason = await problem(kind, python)
         if not reason:
-            return Trial(python, "", hostile)
+            return Trial(python, "")
         failed.setdefault(reason, []).append(python)
-    return Trial("", "; ".join(failed) if len(failed) < 2 else _reasons(failed), hostile)
+    return Trial("", "; ".join(failed) if len(failed) < 2 else _reasons(failed))
 
 
-async def problem(kind: str, python: str, *, hostile: bool = True) -> str:
-    """Why a kind of sandbox cannot be used here. Empty: a trial run went well, and no `hostile` program gets through
-    (trial.py); of those, `process` stops none."""
+async def problem(kind: str, python: str) -> str:
+    """Why a kind of sandbox cannot be used here. Empty: a trial run computes, and reaches nothing outside."""
     if platform.system() != "Linux":
         return f"needs Linux, and this is {platform.system()}"
     try:
         async with LocalSandbox(kind, python=python, workers=1) as sandbox:
             result = await sandbox.run({"probe.py": PROBE}, ["python", "probe.py"], Limits(seconds=10))
-            reason = _seen(result, kind)
-        return reason if reason or not hostile or kind == "process" else await _hostile(kind, python)
+            return _seen(result, kind)
     except (BirlError, OSError, SandboxFailed) as error:
         return str(error)
 
@@ -124,19 +119,10 @@ def _seen(result: Result, kind: str) -> str:
     return ""
 
 
-async def _hostile(kind: str, python: str) -> str:
-    """What hostile programs reach. Empty: all of them are stopped."""
-    found = {name: what for name, what in (await trial.reached(kind, python)).items() if what}
-    return "; ".join(f"a hostile program got through, {name}: {what[:200]}" for name, what in found.items())
-
-
 def available() -> dict[str, Trial]:
-    """What came of a trial run of each kind that is a boundary; of hostile programs, too, until `auto` has its kind."""
+    """The result of a trial run of each kind that is a boundary."""
 
     async def ask() -> dict[str, Trial]:
-        found: dict[str, Trial] = {}
-        for kind in AUTO:
-            found[kind] = await tried(kind, hostile=not any(trial.python for trial in found.values()))
-        return found
+        return {kind: await tried(kind) for kind in AUTO}
 
     return asyncio.run(ask())

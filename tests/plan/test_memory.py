@@ -93,7 +93,9 @@ def test_what_autograd_keeps_of_other_models_is_what_is_counted(plain: Path, dty
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         learner.forward_backward(batch, reinforce, Stats())
     weights = size(list(learner.model.parameters()))
-    assert (sum(kept.values()) - weights) / (len(batch.tokens) * module.shape.layers * module.kept) == pytest.approx(1, abs=0.2)
+    assert (sum(kept.values()) - weights) / (len(batch.tokens) * module.shape.layers * module.kept) == pytest.approx(
+        1, abs=0.2
+    )
 
 
 def test_phases_do_not_add_up_and_each_key_counts_where_it_should() -> None:

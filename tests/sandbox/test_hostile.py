@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from birl.errors import BirlError
-from birl.sandbox import __main__ as program
-from birl.sandbox import hostile, trial
-from birl.sandbox.attacks import ATTACKS, START, Attack
-from birl.sandbox.command import interpreters
 from birl.sandbox.local import LocalSandbox
 from birl.sandbox.open import AUTO, open_sandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
+from tests.sandbox import __main__ as program
+from tests.sandbox import hostile
+from tests.sandbox.attacks import ATTACKS, START, Attack
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,8 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 def test_every_hostile_program_is_stopped(sandbox: Sandbox) -> None:
     assert isinstance(sandbox, LocalSandbox)
-    assert not any(asyncio.run(trial.reached(sandbox.kind, sandbox.python)).values())
+    found = asyncio.run(hostile.all_of(sandbox.kind, sandbox.python))
+    assert not {name: what for name, what in found.items() if what}
 
 
 def test_the_input_of_an_earlier_run_is_not_in_memory(sandbox: Sandbox) -> None:
@@ -90,44 +89,14 @@ def test_the_same_attack_succeeds_without_a_boundary(facts: dict[str, Any], name
     assert result.ending is Ending.OK and b"BROKEN" in result.stdout and "no boundary" in result.warning
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """One attack and one forgery that succeed, and nothing kept yet. Gives the kinds that they were tried in."""
+def test_the_table_shows_what_gets_through(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = Attack(name="getting through", program="broken('it is out')")
     monkeypatch.setattr(hostile, "ATTACKS", (attempt,))
     monkeypatch.setattr(hostile, "FORGERIES", {"the right one": "def add(a, b):\n    return 3"})
-    monkeypatch.setenv("BIRL_CACHE", str(tmp_path))
-    tried, all_of = [], hostile.all_of
-    monkeypatch.setattr(hostile, "all_of", lambda kind, python: tried.append(kind) or all_of(kind, python))
-    return tried
-
-
-def test_what_gets_through_is_told_and_kept(few: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = interpreters()[-1]
-    found = asyncio.run(trial.reached("landlock", python))
-    expected = {"getting through": "BROKEN: it is out", "forged test results": "the right one: 100% passed"}
-    assert found == expected == asyncio.run(trial.reached("landlock", python)) and few == ["landlock"]
-    with pytest.raises(BirlError, match="a hostile program got through, getting through: BROKEN: it is out"):
-        asyncio.run(open_sandbox("landlock"))
-    (kept,) = tmp_path.glob("sandbox/landlock-*.json")
-    monkeypatch.setattr(hostile, "all_of", None)
-    for other in ("bubblewrap", "landlock"):  # another kind, a damaged answer
-        kept.write_text('{"getting through": ""}')
-        with pytest.raises(TypeError):
-            asyncio.run(trial.reached(other, python))
-
-
-def test_where_nothing_can_be_kept_it_is_tried_again(
-    few: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "file"))
-    assert asyncio.run(trial.reached("landlock", interpreters()[-1])) and "cannot be kept" in caplog.text
-
-
-def test_the_table(few: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["landlock"]) == program.main(["landlock"]) == 1 and few == ["landlock"] * 2
-    assert "| getting through | **not stopped** |" in capsys.readouterr().out
+    assert program.main(["landlock"]) == 1
+    printed = capsys.readouterr()
+    assert "| getting through | **not stopped** |" in printed.out and "BROKEN: it is out" in printed.err
+    assert "the right one: 100% passed" in printed.err
     assert program.main(["process"]) == 2 and "no boundary" in capsys.readouterr().err
 
 

@@ -56,21 +56,6 @@ def test_the_trial_run_sees_what_a_program_can_do(monkeypatch: pytest.MonkeyPatc
     assert "a program in it could open a socket" in reason and "write to /var/tmp" in reason
 
 
-def test_a_kind_in_which_a_hostile_program_succeeds_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def reached(kind: str, python: str) -> dict[str, str]:
-        return {"fork bomb": "", "daemons": "one is left" if kind == "zygote" else ""}
-
-    monkeypatch.setattr(open.trial, "reached", reached)
-    assert opened().kind == "bubblewrap"
-    assert "is bubblewrap here, because zygote: " in caplog.text
-    assert "a hostile program got through, daemons: one is left" in caplog.text
-    found = open.available()
-    assert [bool(trial.python) for trial in found.values()] == [False, True, True]
-    assert [trial.hostile for trial in found.values()] == [True, True, False]  # landlock would not be taken
-
-
 def test_without_any_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SYSTEM_PATH", "/nowhere")
     monkeypatch.setattr(open, "AUTO", ("zygote", "bubblewrap"))

@@ -1,11 +1,11 @@
-"""`python -m birl.sandbox [KIND...]`: try every hostile program in sandboxes of this machine, and print the table."""
+"""`python -m tests.sandbox [KIND...]`: try every hostile program in sandboxes of this machine, and print the table."""
 
 import asyncio
 import sys
 
 from birl.errors import BirlError
-from birl.sandbox import trial
 from birl.sandbox.open import AUTO, tried
+from tests.sandbox import hostile
 
 
 async def table(kinds: tuple[str, ...]) -> dict[str, dict[str, str]]:
@@ -14,10 +14,10 @@ async def table(kinds: tuple[str, ...]) -> dict[str, dict[str, str]]:
     for kind in kinds:
         if kind not in AUTO:
             raise BirlError(f"{kind}: must be one of {', '.join(AUTO)}; others are no boundary of this machine.")
-        works = await tried(kind, hostile=False)
+        works = await tried(kind)
         if not works.python:
             raise BirlError(f"sandbox.kind={kind} does not work on this machine ({works.reason}).")
-        for name, what in (await trial.reached(kind, works.python, anew=True)).items():
+        for name, what in (await hostile.all_of(kind, works.python)).items():
             found.setdefault(name, {})[kind] = what
     return found
 

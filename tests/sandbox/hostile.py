@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from birl.sandbox.attacks import ATTACKS, START, Attack
 from birl.sandbox.code import cases, run_tests
-from birl.sandbox.forgeries import FORGERIES, RIGHT, tests_for
 from birl.sandbox.local import LocalSandbox
 from birl.sandbox.protocol import Ending, Limits, Result, Sandbox
+from tests.sandbox.attacks import ATTACKS, START, Attack
+from tests.sandbox.forgeries import FORGERIES, RIGHT, tests_for
 
 CALM = Limits(seconds=60, cpu_seconds=60)  # of programs that do nothing: no verdict depends on the machine's speed
 FORGED = "forged test results"

@@ -2,7 +2,7 @@
 
 They get facts about the outside as JSON on standard input: `port` and `path` of servers, a `secret` file, `token` (in
 the environment of the launcher), a `victim` process, a world-writable `folder`, seconds to `sleep` that
-make a process known. They are run by `birl/sandbox/hostile.py`, and never without a boundary.
+make a process known. They are run by `tests/sandbox/hostile.py`, and never without a boundary.
 """
 
 from dataclasses import dataclass, field, replace
