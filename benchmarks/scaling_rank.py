@@ -18,8 +18,8 @@ from benchmarks.training import group, loss
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Stats
 from birl.models import attention
-from birl.parallel.ranks import Grid, Ranks, join
 from birl.models.shape import Shape
+from birl.parallel.ranks import Grid, Ranks, join
 
 SIZES = {  # SmolLM2-135M but for the number of layers
     **{"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
