@@ -56,6 +56,7 @@ REQUIRED = (
     Package("datasets", "datasets", "4.0", "reads training data"),
     Package("fsspec", "fsspec", "2024.6", "keeps checkpoints on object stores"),
     Package("hydra", "hydra-core", "1.3", "reads key=value words"),
+    Package("pydantic", "pydantic", "2.11", "says what a key takes"),
     Package("numpy", "numpy", "1.26", "arrays between data and torch"),
     Package("peft", "peft", "0.19", "names LoRA's targets and writes adapters"),
     Package("llguidance", "llguidance", "1.9", "answers of a form: JSON schemas, forced tool calls"),

@@ -163,9 +163,8 @@ class Trainer(Started):
         args: Any = None,
         **names: Any,
     ) -> None:
-        from birl.config.help import documentation
+        from birl.config.keys import documentation
         from birl.config.load import load_with_choices
-        from birl.config.ranges import CHOICES
         from birl.config.schema import RL
         from birl.launch.program import engine_keys, launch_words, named
         from birl.train.build import Given
@@ -191,9 +190,9 @@ class Trainer(Started):
             raise BirlError(_no_rows(reward_funcs == "math"))
         if max_completion_length is not None:  # MRL has both
             max_tokens = max_completion_length if max_tokens == 256 else min(max_tokens, max_completion_length)
-        if weight_sync_method and weight_sync_method not in CHOICES["weights.method"]:
-            known = ", ".join(CHOICES["weights.method"])
-            raise BirlError(f"weight_sync_method={weight_sync_method!r}: choose one of {known}.")
+        docs = documentation(RL)
+        if weight_sync_method and weight_sync_method not in (methods := docs["weights.method"].choices):
+            raise BirlError(f"weight_sync_method={weight_sync_method!r}: choose one of {', '.join(methods)}.")
         # an engine in the learner's process has the learner's own weights: there is nothing to synchronise
         elsewhere = {"engine.kind", "engine.count", "engine.attach"} & {*(overrides or {})}
         apart = num_rollout_workers != 0 or bool(elsewhere)
@@ -222,7 +221,6 @@ class Trainer(Started):
             **engine_keys(num_rollout_workers, weight_sync_method if apart else ""),
         }
         # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
-        docs = documentation(RL)
         keys = {k: v for k, v in keys.items() if v != docs[k].default}
         if scale_rewards is not None:
             keys["algorithm.scale_rewards"] = SCALES[scale_rewards]
@@ -306,7 +304,7 @@ def _model(model: Any) -> str:
 
 def _fitting(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys, with micro-batches that hold the longest sequence."""
-    from birl.config.help import documentation
+    from birl.config.keys import documentation
     from birl.config.schema import RL
 
     key = "learner.tokens_per_microbatch"

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from birl.config import peers
-from birl.config.help import documentation
+from birl.config.keys import documentation
 from birl.config.nearest import suggest
 from birl.config.schema import DPO
 from birl.config.words import command

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from birl.cli import COMMANDS, main
-from birl.config.help import documentation
+from birl.config.keys import documentation
 from birl.config.schema import RL
 
 

@@ -190,5 +190,4 @@ SURROGATES: dict[str, Callable[..., Surrogate]] = {
     "importance": importance,
     "dppo": dppo,
 }
-UNCLIPPED = frozenset({"reinforce", "importance"})  # no trust region: one update a batch
 SEQUENCE = frozenset({"gspo", "gmpo"})  # need all trained tokens of a sample in one call

@@ -117,14 +117,13 @@ ELSEWHERE = {
 
 def instead(word: str) -> str:
     """The command line for a word that is no command: another system's word, an algorithm, or a preference loss."""
-    from birl.config.help import presets
-    from birl.config.ranges import CHOICES
-    from birl.config.schema import RL
+    from birl.config.keys import documentation, presets
+    from birl.config.schema import DPO, RL
 
     name = word.lower().replace("-", "_")
     if name in ELSEWHERE:
         return ELSEWHERE[name]
-    if name in CHOICES["preference.loss"]:
+    if name in documentation(DPO)["preference.loss"].choices:
         return f"dpo preference.loss={name}"
     return f"rl algorithm={name}" if name in presets(RL)["algorithm"] else ""
 

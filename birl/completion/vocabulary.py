@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from birl.config.help import documentation, presets
+from birl.config.keys import Doc, documentation, presets
 from birl.config.load import SHORTHANDS
-from birl.config.ranges import CHOICES, PARTS
 from birl.config.schema import COMMANDS
 
 NOTHING = ("int", "float")  # types of keys that only the user knows the value of
@@ -54,13 +53,14 @@ def vocabulary(
     places: tuple[str, ...],
 ) -> Vocabulary:
     """`texts`: one line on each command. `flags`: words of each command."""
-    found = {}
+    found, docs = {}, {key: doc for schema in COMMANDS.values() for key, doc in documentation(schema).items()}
+    free = tuple(sorted(key for key, doc in docs.items() if doc.type in NOTHING))
     for name, text in texts.items():
         schema = COMMANDS.get("rl" if name == "plan" else name)
         keys = _keys(schema) if schema else ()
         files = "any" if schema else "folders" if name not in ("doctor", "cache", "completion") else ""
         found[name] = Command(text=text, words=flags.get(name, ("--help",)), keys=keys, files=files)
-    return Vocabulary(commands=found, values=_values(environments), free=_free(), places=places)
+    return Vocabulary(commands=found, values=_values(docs, environments), free=free, places=places)
 
 
 def _keys(schema: type) -> tuple[str, ...]:
@@ -69,14 +69,8 @@ def _keys(schema: type) -> tuple[str, ...]:
     return tuple(sorted({*known, *presets(schema), *short}))
 
 
-def _values(environments: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    booleans = {key for schema in COMMANDS.values() for key, doc in documentation(schema).items() if doc.type == "bool"}
-    known = {**CHOICES, **PARTS, **dict.fromkeys(sorted(booleans), ("true", "false"))}
+def _values(docs: Mapping[str, Doc], environments: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    known = {key: doc.choices or ("true", "false") for key, doc in docs.items() if doc.choices or doc.type == "bool"}
     for schema in COMMANDS.values():
         known |= {group: tuple(files) for group, files in presets(schema).items() if group != "model"}
-    return known | dict.fromkeys(("env", "env.kind"), environments) | {"resume": ("auto", "never")}
-
-
-def _free() -> tuple[str, ...]:
-    docs = {key: doc for schema in COMMANDS.values() for key, doc in documentation(schema).items()}
-    return tuple(sorted(key for key, doc in docs.items() if doc.type in NOTHING))
+    return known | dict.fromkeys(("env", "env.kind"), environments)

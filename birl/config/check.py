@@ -1,414 +1,73 @@
-"""Values and combinations that cannot work, found before anything is loaded. Standard library only.
-
-`ranges.py` holds what each key allows by itself; the functions below and the files `rules_*.py` hold the rules that
-involve several keys. All problems are reported at once, each with the key, its value and the fix.
-"""
+"""Values -> a configuration, with everything that is wrong told at once, before anything is loaded. What a key takes by
+itself is in the schema; `rules_*.py` hold what several keys must agree on."""
 
 import copy
-import math
-import re
-from importlib.util import find_spec
-from operator import attrgetter
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import reduce
+from operator import getitem
+from typing import Any
 
-from birl.config.help import documentation, written
-from birl.config.ranges import CHOICES, PARTS, RANGES
-from birl.config.rules_algorithm import algorithm_problems
-from birl.config.rules_engine import asynchronous_problems, engine_problems
-from birl.config.rules_experts import experts_problems
-from birl.config.rules_parallel import parallel_problems
-from birl.config.rules_sandbox import sandbox_problems
-from birl.config.rules_stages import stage_problems
-from birl.config.schema import RL, Config, Eval, Model, Serve, Stage, reward_functions
-from birl.config.words import command, said, said_capacity, said_needed, value_of, without_effect
-from birl.errors import did_you_mean
-from birl.named import TEMPLATES, template_file
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-MOST = 2**31 - 1  # of a whole number: a larger one means nothing, and libraries fail at it
-REWARDS = ("math", "code", "format", "length", "model", "judge")
-RESUME = ("auto", "never")
-ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
-    "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",
-    "mlflow": "export MLFLOW_TRACKING_URI=..., then track.mlflow=online",
-    "trackio": "export TRACKIO_SERVER_URL=..., then track.trackio=online",
-    "swanlab": "swanlab login --host ..., then track.swanlab=online",
+from birl.config.keys import Doc, adapter, documentation, written
+from birl.config.schema import Config
+from birl.config.schema.kinds import MOST
+from birl.errors import BirlError, did_you_mean
+
+LIMITS = {  # what pydantic calls a value of the right type that the schema does not allow
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"),
+    *("literal_error", "string_pattern_mismatch"),
 }
-ONLY_TRAINING = (  # what `birl eval` shares with training but has no use for
-    "data.train",
-    "data.weights",
-    "data.validation_split",
-    "data.split",
-    "data.max_samples",
-    "data.max_prompt_tokens",
-    "data.shuffle",
-    "validation.every",
-    "validation.at_start",
-)
+Refused = Mapping[str, list[ErrorDetails]]
+
+
+def check(config: Config) -> None:
+    """Refuse impossible values and combinations. Raises `BirlError` naming key and fix."""
+    if wrong := problems(config):
+        raise BirlError("\n".join(wrong))
 
 
 def problems(config: Config) -> list[str]:
     """Every reason why this configuration cannot run; empty when it can."""
-    outside = _ranges(config)
-    if outside:  # the rules of several keys reckon with the defaults instead
-        config = copy.deepcopy(config)
-        for key in outside:
-            section, _, name = key.rpartition(".")
-            setattr(attrgetter(section)(config) if section else config, name, documentation(type(config))[key].default)
-    found = [*_choices(config), *outside.values(), *_files(config.model)]
-    if isinstance(config, Serve):
-        return found + ["host is empty: name an address, as in host=127.0.0.1."] * (not config.host.strip())
-    found += _model(config)
-    found += [] if isinstance(config, Eval) else experts_problems(config)
-    if isinstance(config, Stage):
-        found += [*_data(config), *stage_problems(config), *parallel_problems(config)]
-        return [*found, *_optimizer(config, 1), *_lora(config), *_run(config)]
-    found += [*_environment(config), *_rewards(config), *_validation(config), *engine_problems(config)]
-    if isinstance(config, Eval):
-        return found + _eval(config)
-    return [
-        *found,
-        *_data(config),
-        *_sampling(config),
-        *asynchronous_problems(config),
-        *algorithm_problems(config),
-        *parallel_problems(config),
-        *_sizes(config),
-        *_optimizer(config, config.algorithm.updates_per_batch * config.algorithm.passes),
-        *_lora(config),
-        *_run(config),
-    ]
+    from birl.config.rules import rules
+
+    config, refused = configured(type(config), asdict(config))
+    docs = documentation(type(config))
+    return [*(refusal(docs[key], errors) for key, errors in refused.items()), *rules(config)]
 
 
-def _choices(config: Config) -> list[str]:
-    found = []
-    for key, allowed in CHOICES.items():
-        if key in documentation(type(config)) and (value := value_of(config, key)) not in allowed:
-            if key == "engine.kind" and (":" in value or value.endswith(".py")):
-                found += _place(key, value, "MyEngine")
-                continue
-            hint = " To run once for each value, add --multirun." if "," in value else did_you_mean(value, allowed)
-            found.append(f"{key}={value}: must be {' | '.join(allowed)}.{hint}")
-    for key, known in PARTS.items():
-        if isinstance(config, RL) and (value := value_of(config, key)) not in known and ":" not in value:
-            found.append(
-                f"{key}={value}: must be {' | '.join(known)}, or my_file.py:my_function.{did_you_mean(value, known)}"
-            )
-    return found
-
-
-def _ranges(config: Config) -> dict[str, str]:
-    """What is wrong, by key."""
-    found = {}
-    for key, allowed in RANGES.items():
-        if key not in documentation(type(config)):
-            continue
-        value = value_of(config, key)
-        items = value if isinstance(value, list) else [value]
-        if allowed.high == math.inf and any(isinstance(item, int) and item > MOST for item in items):
-            found[key] = f"{said(config, key)}: must be at most {MOST}."
-        elif any(not allowed.holds(item) for item in items):
-            found[key] = f"{said(config, key)}: must be {'a finite number' if allowed.low == -math.inf else allowed}."
-    return found
-
-
-def _files(model: Model) -> list[str]:
-    found = []
-    if not model.path.strip():
-        found.append("model.path is empty: name a folder, a .gguf file, a hub id, or smollm2.")
-    if model.path.endswith(".gguf") and not Path(model.path).is_file():
-        found.append(f"model.path={model.path}: there is no such file.")
-    if model.chat_template and not template_file(model.chat_template).is_file():
-        found.append(
-            f"model.chat_template={model.chat_template}: there is no such file; it must be a Jinja template, or one of "
-            f"{', '.join(TEMPLATES)}."
-        )
-    return found
-
-
-def _model(config: RL | Stage | Eval) -> list[str]:
-    model, data, found = config.model, config.data, []
-    if data.system_prompt and not data.apply_chat_template:
-        found.append(
-            "data.system_prompt is set, but data.apply_chat_template=false continues the raw text, which has "
-            "no system message; "
-            "drop one of the two."
-        )
-    if isinstance(config, RL | Eval) and model.max_length and config.data.max_prompt_tokens >= model.max_length:
-        found.append(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens}: leaves no room for an answer in "
-            f"model.max_length={model.max_length}; lower it."
-        )
-    return found
-
-
-def _rewards(config: RL | Eval) -> list[str]:
-    reward, functions, found = config.reward, reward_functions(config), []
-    for name in functions:
-        found += _reward_name(name)
-    for name in {name for name in functions if functions.count(name) > 1}:
-        found.append(f"reward.functions names {name} twice; give it a higher weight in reward.weights instead.")
-    if reward.weights and len(reward.weights) != len(functions):
-        found.append(
-            f"{said(config, 'reward.weights')}: {len(reward.weights)} weights for {len(functions)} functions "
-            f"({', '.join(functions)}); give one for each."
-        )
-    if reward.weights and not any(reward.weights):
-        found.append(f"{said(config, 'reward.weights')}: all weights are 0, so every reward would be 0.")
-    if "format" not in functions:
-        found += without_effect(config, "reward.format_pattern", "reward.functions does not name format; add it")
-    if "model" not in functions:
-        found += without_effect(config, "reward.model", "reward.functions does not name model; add it")
-    elif not reward.model:
-        found.append("reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).")
-    found += _judge(config, functions)
-    if "length" not in functions:
-        found += without_effect(config, "reward.length_target", "reward.functions does not name length; add it")
-    found += sandbox_problems(config)
+def configured(schema: type[Any], values: Mapping[str, Any]) -> tuple[Any, Refused]:
+    """The object of a schema, and what pydantic says of the values that it cannot have, by key. There it has the
+    defaults, with which the rules of several keys reckon; but names stay, and no rule refuses what goes with one."""
     try:
-        re.compile(reward.format_pattern)
-    except re.error as error:
-        found.append(f"reward.format_pattern={reward.format_pattern}: is not a regular expression: {error}.")
-    return found
+        return adapter(schema).validate_python(values), {}
+    except ValidationError as error:
+        docs, refused, kept = documentation(schema), {}, copy.deepcopy(dict(values))
+        for one in error.errors(include_url=False):
+            paths = (".".join(map(str, one["loc"][:n])) for n in range(len(one["loc"]), 0, -1))
+            refused.setdefault(next(path for path in paths if path in docs), []).append(one)
+    for key in refused:
+        *sections, name = key.split(".")
+        reduce(getitem, sections, kept)[name] = docs[key].default
+    config = adapter(schema).validate_python(kept)
+    for key in (key for key in refused if docs[key].choices):
+        *sections, name = key.split(".")
+        setattr(reduce(getattr, sections, config), name, reduce(getitem, key.split("."), values))
+    return config, refused
 
 
-def _judge(config: RL | Eval, functions: list[str]) -> list[str]:
-    reward, found = config.reward, []
-    web = ("http://", "https://")
-    if "judge" not in functions:
-        for key in ("reward.judge", "reward.judge_prompt", "reward.judge_tokens", "reward.judge_cache"):
-            found += without_effect(config, key, "reward.functions does not name judge; add it")
-        if not ("model" in functions and reward.model.startswith(web)):
-            found += without_effect(config, "reward.concurrency", "no reward is asked for over HTTP")
-        return found
-    if not reward.judge.startswith(web):
-        key = f"reward.judge={reward.judge}" if reward.judge else "reward.functions=judge"
-        found.append(f"{key}: say where the judge is, as in reward.judge=http://localhost:8000/v1#MODEL.")
-    if reward.judge_prompt and not Path(reward.judge_prompt).expanduser().is_file():
-        found.append(f"reward.judge_prompt={reward.judge_prompt}: there is no such file.")
-    return found
+def wrong_type(errors: list[ErrorDetails]) -> bool:
+    return any(one["type"] not in LIMITS for one in errors)
 
 
-def _environment(config: RL | Eval) -> list[str]:
-    env, found = config.env, []
-    if not env.kind:
-        return ["env.kind is empty: name an environment, or single_turn."]
-    found += _place("env.kind", env.kind, "MyEnv")
-    if env.sampling == "agent" and isinstance(config, RL):
-        found.append(
-            "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, top_p, top_k and "
-            "min_p, so answers must be drawn with them. Leave env.sampling=run; `birl eval` can use agent."
-        )
-    if env.kind == "single_turn":
-        reason = "env.kind=single_turn answers nothing; name an environment"
-        found += without_effect(config, "env.max_turns", reason)
-        found += without_effect(config, "env.sampling", reason)
-        if env.options:
-            found.append(f"env.{next(iter(env.options))}: there is no such key, and {reason}.")
-    return found
-
-
-def _place(key: str, name: str, example: str = "NAME") -> list[str]:
-    """What is wrong with my_file.py:NAME or package.module:NAME, as far as is known without an import."""
-    place, colon, attribute = name.rpartition(":")
-    if name.endswith(".py"):
-        return [f"{key}={name}: say what of it, as in {key}={name}:{example}."]
-    if colon and (not place or not attribute.isidentifier()):
-        return [f"{key}={name}: expected my_file.py:NAME or package.module:NAME."]
-    if place.endswith(".py") and not Path(place).expanduser().is_file():
-        return [f"{key}={name}: there is no file {place} in {Path.cwd()}."]
-    return []
-
-
-def _reward_name(name: str) -> list[str]:
-    if name in REWARDS:
-        return []
-    if ":" not in name:
-        file = (
-            " A function of a file is my_file.py:my_function." if name.endswith(".py") else did_you_mean(name, REWARDS)
-        )
-        return [
-            f"reward.functions={name}: must be {' | '.join(REWARDS)}, file.py:function or "
-            f"package.module:function.{file}"
-        ]
-    return _place("reward.functions", name)
-
-
-def _validation(config: RL | Eval) -> list[str]:
-    validation, found = config.validation, []
-    if not validation.k:
-        found.append("validation.k is empty: name at least one k, as in validation.k=[1].")
-    if any(k > validation.samples for k in validation.k):
-        found.append(
-            f"{said(config, 'validation.k')}: pass@{max(validation.k)} needs at least {max(validation.k)} "
-            "answers per prompt; "
-            f"set validation.samples={max(validation.k)} or more (it is {validation.samples})."
-        )
-    if validation.temperature == 0:
-        if validation.samples > 1:
-            found.append(
-                f"validation.samples={validation.samples}: greedy decoding (validation.temperature=0) gives the "
-                "same answer "
-                "each time; set validation.temperature=1, or validation.samples=1."
-            )
-        for key in ("validation.top_p", "validation.top_k"):
-            found += without_effect(config, key, "validation.temperature=0 is greedy; set a temperature")
-    if config.model.max_length and validation.max_tokens >= config.model.max_length:
-        found.append(
-            f"validation.max_tokens={validation.max_tokens}: leaves no room for a prompt in "
-            f"model.max_length={config.model.max_length}."
-        )
-    return found
-
-
-def _eval(config: Eval) -> list[str]:
-    found = []
-    if not config.data.validation and config.env.kind == "single_turn":
-        instead = written(config.data.train) if config.data.train else "my.jsonl"
-        found.append(f"data.validation is empty: say what to measure on, as in `birl eval data.validation={instead}`.")
-    for key in ONLY_TRAINING:
-        found += without_effect(config, key, "`birl eval` does not train; it reads data.validation and samples once")
-    if config.output and Path(config.output).is_dir():
-        found.append(f"output={config.output}: is a folder; name a JSON file.")
-    return found
-
-
-def _data(config: RL | Stage) -> list[str]:
-    data, found = config.data, []
-    own = isinstance(config, RL) and config.env.kind != "single_turn"  # an environment may bring its tasks along
-    if not data.train and not own:
-        found.append(
-            f"data.train is empty: say what to train on, as in `birl {command(config)} data.train=my.jsonl` (.json "
-            ".jsonl .csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
-            f"`birl {command(config)} recipes/NAME.yaml`."
-        )
-    if data.weights and len(data.weights) != len(data.train):
-        found.append(
-            f"{said(config, 'data.weights')}: {len(data.weights)} weights for {len(data.train)} training sets; "
-            "give one for each."
-        )
-    if data.weights and not any(data.weights):
-        found.append(f"{said(config, 'data.weights')}: all weights are 0, so nothing would be drawn.")
-    if data.validation_split and data.validation:
-        found.append(
-            f"data.validation_split={data.validation_split:g}: data.validation names a held-out set already; "
-            "drop one of the two."
-        )
-    if not data.validation:
-        found += without_effect(config, "data.validation_data_split", "data.validation is empty; name a held-out set")
-        if not data.validation_split and not own:
-            reason = "there is no held-out data; set data.validation or data.validation_split"
-            found += without_effect(config, "data.max_validation_samples", reason)
-    return found
-
-
-def _sampling(config: RL) -> list[str]:
-    rollout, found = config.rollout, []
-    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(rollout, key) != off:
-            found.append(
-                f"rollout.{key}={getattr(rollout, key):g}: training samples from the whole distribution; the "
-                "learner's log-probs "
-                f"would belong to another one, and the importance ratios would be wrong. Set rollout.{key}={off:g}."
-            )
-    if rollout.temperature == 0:
-        found.append(
-            "rollout.temperature=0: greedy answers are all the same, so there is nothing to compare; use 1 "
-            "(validation.temperature may be 0)."
-        )
-    if "" in rollout.stop:
-        found.append("rollout.stop: an empty string would end every answer at once; remove it.")
-    if any(text in ("\\n", "\\n\\n", "\\t") for text in rollout.stop):
-        found.append("rollout.stop: a backslash and a letter is not a line break; in bash write rollout.stop=$'\\n'.")
-    return found
-
-
-def _sizes(config: RL) -> list[str]:
-    budget, longest, answer, found = (
-        config.capacity,
-        config.model.max_length,
-        config.rollout.max_tokens,
-        [],
-    )
-    if config.algorithm.updates_per_batch > config.rollout.prompts:
-        found.append(
-            f"algorithm.updates_per_batch={config.algorithm.updates_per_batch}: a batch of rollout.prompts="
-            f"{config.rollout.prompts} groups cannot be split into more parts than groups; lower it to "
-            f"{config.rollout.prompts}."
-        )
-    if longest and answer >= longest:
-        found.append(
-            f"rollout.max_tokens={answer}: leaves no room for a prompt in model.max_length={longest}; lower it."
-        )
-    elif longest and config.data.max_prompt_tokens + answer > longest:
-        found.append(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens}: with rollout.max_tokens={answer} that is "
-            "more than "
-            f"model.max_length={longest}; lower it to {longest - answer}."
-        )
-    needed = longest or config.data.max_prompt_tokens + answer
-    if budget < needed:
-        why = f"model.max_length={longest}" if longest else f"data.max_prompt_tokens + rollout.max_tokens = {needed}"
-        found.append(
-            f"{said_capacity(config)}: the longest sequence ({why}) does not fit into one micro-batch; "
-            f"set {said_needed(config, needed)} or more."
-        )
-    return found
-
-
-def _optimizer(config: RL | Stage, updates_per_step: int) -> list[str]:
-    found, updates = [], config.steps * updates_per_step
-    if config.optimizer.schedule == "constant":
-        reason = "optimizer.schedule=constant stays at the peak; set linear or cosine"
-        found += without_effect(config, "optimizer.min_lr_ratio", reason)
-    if config.steps > 0 and config.optimizer.warmup_steps >= updates:
-        found.append(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps}: the run has only {updates} optimizer "
-            "steps, so it would end "
-            "before reaching optimizer.lr; lower it."
-        )
-    if config.steps:
-        found += without_effect(
-            config, "epochs", f"steps={config.steps} decides the length of the run; drop one of the two"
-        )
-    return found
-
-
-def _lora(config: RL | Stage) -> list[str]:
-    found = []
-    if config.lora.rank == 0:
-        for key in ("lora.alpha", "lora.targets", "lora.dora"):
-            found += without_effect(config, key, "lora.rank=0 trains all weights; set lora.rank=16")
-    elif not config.lora.targets:
-        found.append("lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].")
-    return found
-
-
-def _run(config: RL | Stage) -> list[str]:
-    found = []
-    if config.run and (not config.run.strip() or "\0" in config.run):
-        found.append(f"run={config.run!r}: is no name of a folder; leave it out, and one is made up.")
-    if not config.resume:
-        found.append("resume is empty: use auto, never, or the folder of a checkpoint or run.")
-    if config.run and Path(config.run).exists() and not Path(config.run).is_dir():
-        found.append(f"run={config.run}: is a file; name a folder.")
-    if config.checkpoint.store and "://" not in config.checkpoint.store:
-        found.append(f"checkpoint.store={config.checkpoint.store}: expected a URL, as in s3://bucket/prefix.")
-    for key, url in (("checkpoint.store", config.checkpoint.store), ("resume", config.resume)):
-        if url.startswith("s3://") and find_spec("s3fs") is None:
-            found.append(f"{key}={url}: s3fs is not installed; pip install 'birl[s3]'.")
-        if key == "resume" and url.startswith("file://") and not Path(url.removeprefix("file://")).is_dir():
-            found.append(f"{key}={url}: there is no such folder.")
-    if config.resume not in RESUME and "://" not in config.resume and not Path(config.resume).is_dir():
-        found.append(
-            f"resume={config.resume}: there is no such checkpoint folder; use auto, never or an existing one "
-            f"(`birl checkpoints RUN` lists them).{did_you_mean(config.resume, RESUME)}"
-        )
-    for name in ADDRESSES:
-        mode = getattr(config.track, name)
-        if "://" in mode:
-            found.append(f"track.{name}={mode}: an address belongs into the environment: {ADDRESSES[name]}.")
-        if mode in ("offline", "online") and find_spec(name) is None:
-            found.append(
-                f"track.{name}={mode}: {name} is not installed; pip install 'birl[{name}]', or track.{name}=off."
-            )
-    return found
+def refusal(doc: Doc, errors: list[ErrorDetails], prefix: str = "") -> str:
+    """Why a key cannot have a value of the right type."""
+    value, one = errors[0]["input"], errors[0]
+    start = f"{prefix}{doc.key}={written(value)}: must be"
+    if doc.choices:
+        hint = " To run once for each value, add --multirun." if "," in value else did_you_mean(value, doc.choices)
+        return f"{start} {' | '.join(doc.choices)}{f', or {doc.example}' if doc.example else ''}.{hint}"
+    most = one["type"] == "less_than_equal" and one.get("ctx", {})["le"] == MOST
+    return f"{start} {f'at most {MOST}' if most else doc.range or 'a finite number'}."

@@ -1,20 +1,16 @@
-"""What each key means: the strings under the schema's fields, and the pages that `birl rl --help` prints: the keys that
-people set on one screen, all keys (`--help all`), or those that a word finds."""
+"""The pages that `birl rl --help` prints: the keys that people set on one screen, all keys (`--help all`), or those
+that a word finds."""
 
-import ast
 import inspect
 import re
 import textwrap
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from birl.config import peers
+from birl.config.keys import DEFAULT_PRESETS, Doc, documentation, presets, written
 
-PRESETS = Path(__file__).parent / "presets"
-DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
 WIDE = 120  # columns from which a key and its text share a line
 
 EXAMPLES = {
@@ -78,81 +74,6 @@ EVERYDAY = dict.fromkeys(("rl", "sft", "rm", "dpo"), _TRAINING) | {
         "limits": "max_waiting max_request_mb request_timeout drain_timeout",
     },
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doc:
-    """One key of a schema. `unit` is what the text names in brackets, and is empty where there is none.
-
-    Example: Doc(key="rollout.max_tokens", type="int", default=256, text="Longest answer.", unit="tokens per turn")
-    """
-
-    key: str
-    type: str
-    default: Any
-    text: str
-    unit: str = ""
-
-    @property
-    def section(self) -> str:
-        return self.key.rpartition(".")[0]
-
-
-@cache
-def documentation(schema: type) -> dict[str, Doc]:
-    """Every key of `schema`, dotted, in the order of the source. A field without a string has an empty text."""
-    return {doc.key: doc for doc in _walk(schema(), "")}
-
-
-def _walk(section: Any, prefix: str) -> list[Doc]:
-    texts = {
-        n: t for c in reversed(type(section).__mro__) if is_dataclass(c) for n, t in _strings_under_fields(c).items()
-    }
-    hints = get_type_hints(type(section))
-    found = []
-    for field in fields(section):
-        key, value = prefix + field.name, getattr(section, field.name)
-        if is_dataclass(value):
-            found += _walk(value, key + ".")
-        else:
-            text, unit = _split_unit(texts.get(field.name, ""))
-            found.append(Doc(key=key, type=_type_name(hints[field.name]), default=value, text=text, unit=unit))
-    return found
-
-
-def _strings_under_fields(cls: type) -> dict[str, str]:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    except (OSError, TypeError):  # a class that no file holds
-        return {}
-    assert isinstance(tree, ast.ClassDef)
-    texts = {}
-    for statement, following in zip(tree.body, tree.body[1:], strict=False):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                texts[name] = " ".join(text.split())
-            case _:
-                pass
-    return texts
-
-
-def _split_unit(text: str) -> tuple[str, str]:
-    found = re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text)
-    return (text[: found.start()] + text[found.end() :], found[1]) if found else (text, "")
-
-
-def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not getattr(hint, "__args__", ()) else str(hint)
-
-
-def presets(schema: type) -> dict[str, dict[str, Path]]:
-    """The config groups of `schema` (its fields that have a folder of presets), each with its files by name."""
-    names = [field.name for field in fields(schema)]
-    return {
-        name: {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
-        for name in names
-        if (PRESETS / name).is_dir()
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,19 +250,6 @@ def _left(doc: Doc) -> str:
 
 def _in_brackets(unit: str) -> str:
     return f" [{unit}]" if unit else ""
-
-
-def written(value: Any) -> str:
-    """A value as one types it after `key=`."""
-    match value:
-        case bool():
-            return str(value).lower()
-        case list():
-            return f"[{','.join(map(written, value))}]"
-        case float():
-            return f"{value:g}"
-        case _:
-            return str(value)
 
 
 def _wrap(text: str, width: int, first: str, rest: str = "") -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -20,11 +20,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 
-from birl.config.help import DEFAULT_PRESETS, PRESETS, Doc, documentation, presets, written
+from birl.config.check import configured, refusal, wrong_type
+from birl.config.keys import DEFAULT_PRESETS, PRESETS, Doc, documentation, presets, written
 from birl.config.nearest import meant, suggest
-from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage, check
+from birl.config.rules import rules
+from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve, Stage
 from birl.config.schema import Config as AnyConfig
 from birl.config.words import command
 from birl.errors import BirlError, did_you_mean, first_line
@@ -32,6 +35,7 @@ from birl.hub import is_model, is_run
 from birl.regular import read_text
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
+Section = TypeVar("Section")
 
 SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
 DEPTH, ENTRIES = 32, 100_000  # of a YAML file: mappings and lists in one another, and all that is in it
@@ -70,8 +74,13 @@ def load_with_choices(schema: type[Config], overrides: list[str]) -> tuple[Confi
             errors.append(str(error))
     if errors:
         raise BirlError("\n".join(errors))
-    result = _to_object(config)
-    check(result)
+    sources = {setting.key: setting for setting in settings}
+    result, refused = configured(schema, _values(config))
+    docs = documentation(schema)
+    if wrong := [_wrong_type(docs[key], sources[key]) for key, errors in refused.items() if wrong_type(errors)]:
+        raise BirlError("\n".join(wrong))
+    if wrong := [*(refusal(docs[key], errors) for key, errors in refused.items()), *rules(result)]:
+        raise BirlError("\n".join(wrong))
     return result, choices
 
 
@@ -241,7 +250,7 @@ def _composed(schema: type, choices: tuple[tuple[str, str], ...]) -> DictConfig:
     name = f"birl_{schema.__name__.lower()}"
     chosen = [{group: preset} for group, preset in DEFAULT_PRESETS.items() if group in presets(schema)]
     store = ConfigStore.instance()
-    store.store(name=f"{name}_schema", node=schema)
+    store.store(name=f"{name}_schema", node=asdict(schema()))
     store.store(name=name, node={"defaults": [f"{name}_schema", *chosen, "_self_"]})
     OmegaConf.register_new_resolver("share", lambda whole, part: int(whole * part), replace=True)
     with initialize_config_dir(config_dir=str(PRESETS.resolve()), version_base="1.3", job_name="birl"):
@@ -264,13 +273,37 @@ def _apply(config: DictConfig, setting: Setting, schema: type) -> None:
     value = _convert(doc, setting)
     try:
         OmegaConf.update(config, setting.key, value)
-    except OmegaConfBaseException:
+    except OmegaConfBaseException:  # an interpolation that is none
         raise BirlError(_wrong_type(doc, setting)) from None
 
 
-def _convert(doc: Doc, setting: Setting) -> str | list[Any]:
-    """A list or a text for the key. Numbers and truth values stay text: OmegaConf converts them, or refuses."""
-    value, several = setting.value, doc.type.startswith("list")
+#: what a text is read as; the range of the key comes later
+PLAIN: dict[str, TypeAdapter[Any]] = {
+    "int": TypeAdapter(int),
+    "float": TypeAdapter(float),
+    "bool": TypeAdapter(bool),
+    "list[int]": TypeAdapter(list[int]),
+    "list[float]": TypeAdapter(list[float]),
+    "list[str]": TypeAdapter(list[str]),
+}
+
+
+def _convert(doc: Doc, setting: Setting) -> Any:
+    """The value of a key; one with an interpolation stays text until all are known."""
+    value = _given(doc, setting)
+    if doc.type not in PLAIN or "${" in str(value):
+        return value
+    if doc.type == "list[str]":
+        value = [written(one) if isinstance(one, int | float) else one for one in value]
+    try:
+        return PLAIN[doc.type].validate_python(value)
+    except ValidationError:
+        raise BirlError(_wrong_type(doc, setting)) from None
+
+
+def _given(doc: Doc, setting: Setting) -> str | list[Any]:
+    """A list or a text, as it was written for the key."""
+    value, several = setting.value, doc.several
     if not isinstance(value, str):
         if not several:
             raise BirlError(_wrong_type(doc, setting))
@@ -335,41 +368,41 @@ def _yaml_files(folder: Path) -> list[str]:
     return [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
 
 
-def _to_object(config: DictConfig) -> Any:
+def _values(config: DictConfig) -> dict[str, Any]:
+    """With what `${section.key}` stands for."""
     try:
-        return OmegaConf.to_object(config)
-    except InterpolationResolutionError as error:
-        reason = first_line(error)
-        raise BirlError(
-            f"{error.full_key}: {reason}. ${{section.key}} copies a key's value; write \\${{ for the text."
-        ) from None
+        return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
-        raise BirlError(f"{error.full_key}: {first_line(error)}") from None
+        raise BirlError(
+            f"{error.full_key}: {first_line(error)}. ${{section.key}} copies a key's value; write \\${{ for the text."
+        ) from None
 
 
-def read_section(schema: type, written: Mapping[str, Any], prefix: str) -> Any:
+def read_section(schema: type[Section], written: Mapping[str, Any], prefix: str) -> Section:
     """A section that is not part of the configuration, such as an environment's own: a dataclass with what was written
     for its keys. Raises one `BirlError` that lists everything that is wrong."""
     try:
-        config, errors = OmegaConf.structured(schema), []
-    except OmegaConfBaseException as error:
-        reason = first_line(error)
-        kinds = "A key is a number, true or false, text, or a list."
-        raise BirlError(f"{prefix}{error.full_key}: {reason}. {kinds}") from None
+        docs = documentation(schema)
+    except BirlError as error:
+        raise BirlError(f"{prefix}{error}") from None
+    settings, values, errors = {}, {}, []
     for key, value in written.items():
-        source = f"{prefix}{key}={value}"
-        if key not in documentation(schema):
-            known = documentation(schema)
-            hint = did_you_mean(key, known) or f" It has: {', '.join(known) or 'none'}."
-            errors.append(f"{source}: there is no such key.{hint}")
+        settings[key] = setting = Setting(key=key, value=value, source=f"{prefix}{key}={value}")
+        if key not in docs:
+            hint = did_you_mean(key, docs) or f" It has: {', '.join(docs) or 'none'}."
+            errors.append(f"{setting.source}: there is no such key.{hint}")
             continue
         try:
-            _apply(config, Setting(key=key, value=value, source=source), schema)
+            values[key] = _convert(docs[key], setting)
         except BirlError as error:
             errors.append(str(error))
+    result, refused = configured(schema, values)
+    for key, wrong in refused.items():
+        doc = docs[key]
+        errors.append(_wrong_type(doc, settings[key]) if wrong_type(wrong) else refusal(doc, wrong, prefix))
     if errors:
         raise BirlError("\n".join(errors))
-    return _to_object(config)
+    return result
 
 
 def to_yaml(config: AnyConfig) -> str:

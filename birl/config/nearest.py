@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from birl.config import peers
-from birl.config.help import documentation, written
+from birl.config.keys import documentation, written
 from birl.config.schema import COMMANDS, Eval
 
 

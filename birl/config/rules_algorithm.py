@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from birl.config.help import documentation
+from birl.config.keys import documentation
 from birl.config.schema import RL
 from birl.config.words import without_effect
 

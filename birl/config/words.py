@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from birl.config.help import documentation, written
+from birl.config.keys import documentation, written
 from birl.config.schema import RL, Config, Stage
 
 

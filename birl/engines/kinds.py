@@ -10,14 +10,14 @@ import torch
 
 from birl.allocator import cores
 from birl.config import schema
-from birl.config.ranges import CHOICES
+from birl.config.keys import documentation
 from birl.config.rules_engine import SERVERS
 from birl.engines import custom, sglang, sglang_process, vllm, vllm_process
 from birl.engines.client import Client
 from birl.engines.remote import Remote
 from birl.process import Process, answers
 
-KINDS = dict.fromkeys(CHOICES["engine.kind"])
+KINDS = dict.fromkeys(documentation(schema.RL)["engine.kind"].choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

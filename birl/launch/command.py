@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from birl.config.help import documentation, written
-from birl.config.load import load_with_choices
+from birl.config.keys import documentation, written
+from birl.config.load import load_with_choices, read_section
 from birl.config.schema import TRAINING
 from birl.errors import BirlError, did_you_mean
 from birl.flags import Flag, taken
@@ -51,7 +48,7 @@ def run(words: list[str]) -> int:
 
 def keys_of(schema: type[Any], words: Sequence[str]) -> tuple[Any, list[str]]:
     """The launcher's keys, written launch.KEY=VALUE, and the words that are the run's. Raises `BirlError`."""
-    config, rest, docs = OmegaConf.structured(schema), [], documentation(schema)
+    given, rest, docs = {}, [], documentation(schema)
     for word in words:
         if not word.startswith(PREFIX):
             rest.append(word)
@@ -62,16 +59,8 @@ def keys_of(schema: type[Any], words: Sequence[str]) -> tuple[Any, list[str]]:
             raise BirlError(f"{word}: there is no such key; there are {', '.join(PREFIX + k for k in docs)}.{near}")
         if not equals:
             raise BirlError(f"{word}: has no value; write {PREFIX}{key}=VALUE")
-        several = docs[key].type.startswith("list")
-        try:
-            given = [v.strip() for v in value.strip("[]").split(",") if v.strip()] if several else value
-            OmegaConf.update(config, key, given)
-        except OmegaConfBaseException:
-            raise BirlError(
-                f"{word}: takes a value of the type {docs[key].type}, default {written(docs[key].default) or 'empty'}. "
-                f"It is: {docs[key].text}"
-            ) from None
-    return OmegaConf.to_object(config), rest
+        given[key] = [v.strip() for v in value.strip("[]").split(",") if v.strip()] if docs[key].several else value
+    return read_section(schema, given, PREFIX), rest
 
 
 def shown(job: Job, rendered: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from birl.config.help import written
+from birl.config.keys import written
 from birl.errors import BirlError
 from birl.flags import JSON, taken
 from birl.track import runs

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from birl.cli.commands import ALL, CONFIGURED, Command
 from birl.cli.usage import USAGE
-from birl.config.help import Doc, documentation, presets, written
+from birl.config.keys import Doc, documentation, presets, written
 from birl.config.schema import COMMANDS
 from birl.envs.open import BUILT_IN
 from birl.launch import command as launch

@@ -228,7 +228,7 @@ WORDS = {  # what a preset needs beside its name
 
 def presets(data: Path, seeds: list[int]) -> None:
     """Every preset learns another taste, as many sevens as possible, from the SFT model."""
-    from birl.config.help import presets as known
+    from birl.config.keys import presets as known
     from birl.config.schema import RL
 
     start = data / "stages-0" / "sft" / "exported"

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from birl.cli import evaluation
-from birl.config.help import documentation
+from birl.config.keys import documentation
 from birl.config.load import load_with_choices
 from birl.config.schema import RL, Eval
 from birl.engine.runner import Runner

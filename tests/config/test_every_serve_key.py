@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from birl.config.help import documentation, render
+from birl.config.help import render
+from birl.config.keys import documentation
 from birl.config.load import load
 from birl.config.schema import Serve
 from birl.errors import BirlError

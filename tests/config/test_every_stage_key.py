@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from birl.config.help import documentation
+from birl.config.keys import documentation
 from birl.config.load import load_with_choices
 from birl.config.schema import DPO, RM, SFT
 from birl.errors import BirlError

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from birl.config.help import EVERYDAY, EXAMPLES, Own, documentation, presets, render, written
+from birl.config.help import EVERYDAY, EXAMPLES, Own, render
+from birl.config.keys import documentation, presets, written
 from birl.config.load import SHORTHANDS, flatten
 from birl.config.schema import COMMANDS, RL, Eval
 

@@ -6,7 +6,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from birl.config.help import documentation, presets
+from birl.config.keys import documentation, presets
 from birl.config.load import flatten, load, load_with_choices, run_folder, to_yaml
 from birl.config.nearest import nearest_keys
 from birl.config.schema import RL, Eval

@@ -4,7 +4,8 @@ import pytest
 
 from birl.cli import main
 from birl.config import peers
-from birl.config.help import documentation, render
+from birl.config.help import render
+from birl.config.keys import documentation
 from birl.config.nearest import nearest_keys, suggest
 from birl.config.schema import COMMANDS, DPO, RL, SFT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from birl.config.help import documentation, presets
+from birl.config.keys import documentation, presets
 from birl.config.load import SHORTHANDS
 from birl.config.schema import DPO, RL, RM, SFT, Eval, Serve
 from birl.envs.open import BUILT_IN

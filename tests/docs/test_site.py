@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from birl.cli.commands import ALL, CONFIGURED
-from birl.config.help import documentation
+from birl.config.keys import documentation
 from tests.docs.pages import DOCS, FENCE, ROOT
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

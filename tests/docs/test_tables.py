@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from birl.config import schema
-from birl.config.help import presets, written
+from birl.config.keys import presets, written
 from birl.config.load import load
 from birl.config.schema import RL
 from birl.track.figures import OTHER, figure

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from birl.cli import main
-from birl.config.help import documentation
+from birl.config.keys import documentation
 from birl.config.schema import RL
 from birl.track.intervals import Intervals, union
 from birl.track.limit import Limit, limit

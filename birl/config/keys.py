@@ -1,0 +1,154 @@
+"""What a schema says of each of its keys, and of a section of the user's, as its help, its checks, the hints and the
+completion read it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic.errors import PydanticUserError
+
+from birl.config.schema.kinds import MOST
+from birl.errors import BirlError
+
+PRESETS = Path(__file__).parent / "presets"
+DEFAULT_PRESETS = {"algorithm": "dr_grpo", "model": "smollm2"}
+TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "object": "dict"}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "more than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doc:
+    """One key of a schema. `unit` is what the text names in brackets, or a range between two numbers. `choices`: the
+    names it takes, besides what is like `example`. `range`: of its numbers, in words.
+
+    Example: Doc(key="rollout.max_tokens", type="int", default=256, text="Longest answer.", unit="tokens per turn")
+    """
+
+    key: str
+    type: str
+    default: Any
+    text: str
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    example: str = ""
+    range: str = ""
+
+    @property
+    def section(self) -> str:
+        return self.key.rpartition(".")[0]
+
+    @property
+    def several(self) -> bool:
+        return self.type.startswith("list")
+
+
+@cache
+def documentation(schema: type) -> dict[str, Doc]:
+    """Every key of `schema`, dotted, in the order of the source. A field without a string has an empty text."""
+    return {doc.key: doc for doc in _walk(schema(), "")}
+
+
+@cache
+def adapter(section: type) -> TypeAdapter[Any]:
+    """What makes an object of a section from values. Raises `BirlError` where a key has a type without a text form."""
+    for one in section.__mro__:
+        if is_dataclass(one) and not hasattr(one, "__pydantic_config__"):  # the user's own, a plain dataclass
+            with_config(ConfigDict(use_attribute_docstrings=True))(one)
+    try:
+        return TypeAdapter(section)
+    except PydanticUserError:
+        raise _strange(next(key for key, hint in get_type_hints(section).items() if not _possible(hint))) from None
+
+
+def _strange(key: str) -> BirlError:
+    return BirlError(f"{key}: cannot be read from a text. A key is a number, true or false, text, or a list.")
+
+
+def _possible(hint: Any) -> bool:
+    try:
+        TypeAdapter(hint)
+    except PydanticUserError:
+        return False
+    return True
+
+
+def _walk(section: Any, prefix: str) -> list[Doc]:
+    known, found = _properties(type(section)), []
+    for field in fields(section):
+        key, value = prefix + field.name, getattr(section, field.name)
+        found += _walk(value, f"{key}.") if is_dataclass(value) else [_doc(key, value, known[field.name])]
+    return found
+
+
+@cache
+def _properties(section: type) -> Mapping[str, Any]:
+    """JSON schema of each key; a text that is missing in a subclass is that of the class above."""
+    known = adapter(section).json_schema().get("properties", {})
+    for above in section.__mro__[1:]:
+        for name, its in _properties(above).items() if is_dataclass(above) else ():
+            known[name] = its | known[name]
+    return known
+
+
+def _doc(key: str, default: Any, its: Mapping[str, Any]) -> Doc:
+    one = its.get("items", its)  # of a list
+    ways = one.get("anyOf", [one])
+    text, unit = _split_unit(" ".join(its.get("description", "").split()))
+    choices = tuple(name for way in ways for name in way.get("enum", [way["const"]] if "const" in way else []))
+    kind = TYPES.get(ways[0].get("type", "string" if "items" in its else ""), "")
+    if not kind:
+        raise _strange(key)
+    low, high = one.get("minimum"), one.get("maximum", one.get("exclusiveMaximum"))
+    if not unit and kind == "float" and low == 0 and high is not None and high <= 1:
+        unit = f"0 to {high:g}"
+    return Doc(
+        key=key,
+        type=f"list[{kind}]" if "items" in its else kind,
+        default=default,
+        text=text,
+        unit=unit,
+        choices=choices,
+        example=next((way["examples"][0] for way in ways if "examples" in way), ""),
+        range=_range(one),
+    )
+
+
+def _range(its: Mapping[str, Any]) -> str:
+    return " and ".join(f"{words} {its[name]:g}" for name, words in BOUNDS.items() if its.get(name, MOST) != MOST)
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    found = re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text)
+    return (text[: found.start()] + text[found.end() :], found[1]) if found else (text, "")
+
+
+def presets(schema: type) -> dict[str, dict[str, Path]]:
+    """The config groups of `schema` (its fields that have a folder of presets), each with its files by name."""
+    names = [field.name for field in fields(schema)]
+    return {
+        name: {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
+        for name in names
+        if (PRESETS / name).is_dir()
+    }
+
+
+def written(value: Any) -> str:
+    """A value as one types it after `key=`."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{','.join(map(written, value))}]"
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
