@@ -75,3 +75,11 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     """` Did you mean grpo?`, or nothing where no option is close."""
     found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
     return f" Did you mean {found[0]}?" if found else ""
+
+
+def innermost(group: BaseExceptionGroup) -> BaseException:
+    """The error itself, without the task groups around it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -21,12 +21,12 @@ from birl.engine.open import check_cache, longest_prompt, open_engine
 from birl.engines.kinds import check_engine
 from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
-from birl.errors import BirlError
+from birl.errors import BirlError, innermost
 from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
-from birl.rollout import failures
+from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import scorer
 from birl.server.gateway import Gateway
@@ -97,6 +97,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
             limits=limits_of(config.env, tokens=context),
             seed=config.seed,
             gateway=gateway,
+            saw=Start(rows=frozenset(question.id for question in questions[:ALIKE])).saw,
         )
         return Evaluation(
             plan=plan(questions, config.validation, EVAL_TOKENS),
@@ -149,7 +150,10 @@ async def served(
 def run(config: schema.Eval) -> None:
     """`birl eval`."""
     with compute_thread(config.threads) as compute:
-        asyncio.run(_run(config, compute))
+        try:
+            asyncio.run(_run(config, compute))
+        except BaseExceptionGroup as group:
+            raise innermost(group) from None
 
 
 async def _run(config: schema.Eval, compute: Executor) -> None:
@@ -196,7 +200,7 @@ def check_failures(groups: Sequence[Group]) -> None:
     if failed:
         text = (
             f"{len(failed)} of {len(episodes)} answers could not be scored. Most frequent reasons:\n"
-            f"{failures.reasons(failed)}"
+            f"{reasons(failed)}"
         )
         if len(failed) == len(episodes):
             raise BirlError(text)

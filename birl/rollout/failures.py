@@ -33,9 +33,11 @@ VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in wh
 @dataclass(slots=True)
 class Start:
     """Stops a run whose episodes all fail alike from the start (a command that is missing, say): after the first
-    `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance."""
+    `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance. Those of `rows`,
+    ids of tasks, are among them: what fails at once may be one kind of row, and the others still be at work."""
 
-    most: float  # rollout.max_failure_rate
+    most: float = 0.0  # rollout.max_failure_rate
+    rows: frozenset[str] = frozenset()
     failed: list[tuple[Task, Trajectory]] = field(default_factory=list)
     over: bool = False  # an episode ended otherwise
 
@@ -45,10 +47,11 @@ class Start:
         kinds = {(t.outcome, VARIES.sub("", t.detail)) for _, t in self.failed}
         self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
         rate, n = self.most, len(self.failed)
-        if not self.over and n >= ALIKE and rate**n < CHANCE:
+        if not self.over and n >= ALIKE and rate**n < CHANCE and self.rows <= {task.id for task, _ in self.failed}:
+            chance = f" (rollout.max_failure_rate={rate:g} would let so many fail by chance only)" if rate else ""
             raise BirlError(
-                f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops "
-                f"(rollout.max_failure_rate={rate:g} would let so many fail by chance only):\n{reasons(self.failed)}"
+                f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops"
+                f"{chance}:\n{reasons(self.failed)}"
             )
 
 

@@ -8,7 +8,7 @@ weights that it names, as soon as the replay has these weights.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from birl.types import (
     SamplingParams,
     Stop,
     Task,
+    ToolCall,
     Trajectory,
     Turn,
 )
@@ -145,7 +146,7 @@ def _spans(versions: tuple[int, ...], version: int) -> Iterator[tuple[int, int]]
 
 def _group_to(group: Group) -> dict[str, Any]:
     task = group.task
-    prompt = task.prompt if isinstance(task.prompt, str) else [[m.role, m.content] for m in task.prompt]
+    prompt = task.prompt if isinstance(task.prompt, str) else [asdict(m) for m in task.prompt]
     return {
         "index": group.index,
         "start_version": group.start_version,
@@ -159,6 +160,7 @@ def _group_to(group: Group) -> dict[str, Any]:
                         "logprobs": turn.completion.logprobs,
                         "versions": turn.completion.versions,
                         "stop": str(turn.completion.stop),
+                        "routes": turn.completion.routes.hex(),
                         "reward": turn.reward,
                         "agent": turn.agent,
                     }
@@ -179,13 +181,17 @@ def _group_to(group: Group) -> dict[str, Any]:
 def _group_from(row: Mapping[str, Any]) -> Group:
     task = row["task"]
     messages = task["prompt"]
-    prompt = messages if isinstance(messages, str) else tuple(Message(role=r, content=c) for r, c in messages)
+    prompt = messages if isinstance(messages, str) else tuple(_message(m) for m in messages)
     return Group(
         index=row["index"],
         start_version=row["start_version"],
         task=Task(id=task["id"], prompt=prompt, answer=task["answer"], source=task["source"]),
         trajectories=tuple(_trajectory(t) for t in row["trajectories"]),
     )
+
+
+def _message(row: Mapping[str, Any]) -> Message:
+    return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
 
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
@@ -201,6 +207,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
                     logprobs=tuple(turn["logprobs"]),
                     versions=tuple(turn["versions"]),
                     stop=Stop(turn["stop"]),
+                    routes=bytes.fromhex(turn["routes"]),
                 ),
                 reward=number(turn["reward"]),
                 agent=turn["agent"],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from birl import foreign
 from birl.algorithms.pass_at_k import pass_at_k
 from birl.config import schema
 from birl.rollout.group import Rollout, last_reply
@@ -56,9 +57,14 @@ def plan(tasks: Sequence[Task], validation: schema.Validation, max_tokens: int, 
 async def evaluate(plan: Plan, rollout: Rollout) -> tuple[dict[str, float], list[Group]]:
     """All tasks at once; the engine queues them. A task may ask for its own number of answers (EasyRL's
     extra_info["pass@k"])."""
-    groups = await asyncio.gather(
-        *(rollout.group(i, task, max(plan.samples, own_k(task)), plan.params) for i, task in enumerate(plan.tasks))
-    )
+    work = [
+        asyncio.create_task(rollout.group(i, task, max(plan.samples, own_k(task)), plan.params))
+        for i, task in enumerate(plan.tasks)
+    ]
+    try:
+        groups = await asyncio.gather(*work)
+    finally:
+        await foreign.stop(*work)  # the others, where one raises
     return measure(groups, plan.k, plan.threshold), list(groups)
 
 

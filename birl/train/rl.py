@@ -25,7 +25,7 @@ from birl.config.load import run_folder
 from birl.config.rules_algorithm import algorithm_notes
 from birl.engine.engine import Counters
 from birl.engines.servers import learner_threads
-from birl.errors import BirlError
+from birl.errors import BirlError, innermost
 from birl.learner.policy import load_policy
 from birl.learner.token_figures import token_figures
 from birl.models.digests import digests, whole
@@ -66,7 +66,7 @@ def train(
         with foreign.undone():
             return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given()))
     except BaseExceptionGroup as group:
-        raise _first(group) from None
+        raise innermost(group) from None
 
 
 async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given: build.Given) -> dict[str, Any]:
@@ -336,11 +336,3 @@ class Loop:
             "n": plan.samples,
             **({"threshold": plan.threshold} if plan.threshold else {}),
         }
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    """The error itself, without the task groups around it."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from birl.cli import evaluation
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
@@ -337,6 +338,7 @@ class Broken:
         (0.9, ["no command"] * 40, False),  # may be chance
         (0.9, ["no command"] * 44, True),
         (1.0, ["no command"] * 500, False),
+        (0.0, ["no command"] * 8, True),
     ],
 )
 def test_when_failures_from_the_start_are_no_chance(rate: float, details: list[str], stops: bool) -> None:
@@ -346,6 +348,16 @@ def test_when_failures_from_the_start_are_no_chance(rate: float, details: list[s
         for why in details:
             outcome = Outcome.ENV_ERROR if why else Outcome.OK
             start.saw(task, Trajectory(turns=(), reward=0.0, score=0.0, parts={}, outcome=outcome, detail=why))
+
+
+def test_failures_at_once_of_some_rows_are_no_start() -> None:
+    """The first rows of an evaluation are still at work, while those that fail at once have failed."""
+    start = Start(rows=frozenset("abc"))
+    bad = Trajectory(turns=(), reward=0.0, score=0.0, parts={}, outcome=Outcome.ENV_ERROR, detail="no command")
+    for row in [*"defghijklmnab"]:
+        start.saw(Task(id=row, prompt="Go"), bad)
+    with pytest.raises(BirlError, match="All of the first 14 episodes failed alike"):
+        start.saw(Task(id="c", prompt="Go"), bad)
 
 
 def test_episodes_that_all_fail_alike_stop_the_run_early(
@@ -358,6 +370,14 @@ def test_episodes_that_all_fail_alike_stop_the_run_early(
     with pytest.raises(BirlError, match=r"All of the first 8 episodes failed alike[^\n]*\n  8 x .*no such command"):
         run(tiny, tmp_path, *words, "rollout.max_failure_rate=0.1")
     assert len(Path("played").read_text()) <= 16  # of 64 in a step
+    Path("played").unlink()
+    Path("begun").unlink()
+    words = (f"model.path={tiny}", "env=broken.py:Broken", "data.validation=rows.jsonl", "output=", "threads=1")
+    Path("broken.py").write_text(BROKEN.replace("self.number % 4 != 1", "self.number > 8"))
+    with pytest.raises(BirlError, match=r"All of the first 8 episodes failed alike[^\n]*\n  8 x .*no such command"):
+        evaluation.run(load(schema.Eval, list(words)))
+    assert len(Path("played").read_text()) == 8  # of 32
+    words = ("env=broken.py:Broken", "data.train=rows.jsonl", "rollout.prompts=16", "steps=1")
     Path("broken.py").write_text(BROKEN.replace("60", "0"))
     episodes = run(tiny, tmp_path / "all", *words, "rollout.max_failure_rate=1", "rollout.prompts=4")
     assert [e["outcome"] for e in episodes] == ["env_error"] * 16
