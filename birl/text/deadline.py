@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from birl.foreign import hook
+
 
 class Overdue(Exception):
     """The code took too long."""
@@ -24,6 +26,7 @@ def deadline(seconds: float) -> Iterator[None]:
                 fired = True
                 raise_in(thread, ctypes.py_object(Overdue))
 
+    hook()  # an agent at work beside this may have taken it away
     timer = threading.Timer(seconds, fire)
     timer.daemon = True
     timer.start()

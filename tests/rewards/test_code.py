@@ -11,6 +11,7 @@ from birl.config.schema import RL, Eval, Sandbox
 from birl.errors import BirlError
 from birl.rewards import code as rewards
 from birl.rewards.score import Rewards, Score
+from birl.sandbox.code import run_tests
 from birl.sandbox.open import open_sandbox
 from birl.types import Outcome
 
@@ -51,19 +52,25 @@ def test_a_sandbox_that_does_not_work_is_an_error_and_no_zero(monkeypatch: pytes
 
 
 def given(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[list[float], list[Any]]:
-    """The rewards of two answers, and how the sandbox was asked for."""
+    """The rewards of two answers, and how the sandbox and then its programs' time were asked for."""
     asked: list[Any] = []
+
+    async def timed(*args: Any, seconds: float, at_once: int, before: Any = run_tests) -> Any:
+        asked.append((args[3].seconds, seconds))
+        return await before(*args, seconds=seconds, at_once=at_once)
 
     async def spied(kind: str, workers: int) -> Any:
         asked.append((kind, workers))
         return await open_sandbox(kind, workers=workers)
 
     monkeypatch.setattr(rewards, "open_sandbox", spied)
+    monkeypatch.setattr(rewards, "run_tests", timed)
     monkeypatch.setattr(rewards, "_open", {})
 
     async def run() -> list[float]:
         try:
-            return await rewards.code([GOOD, SLOW, LARGE], [TESTS] * 3, sandbox={"workers": 1, **keys})
+            long = {"workers": 1, "seconds": 60.0, "total_seconds": 120.0}
+            return await rewards.code([GOOD, LARGE], [TESTS] * 2, sandbox=long | keys)
         finally:
             for sandbox in rewards._open.values():
                 await sandbox.close()
@@ -71,16 +78,13 @@ def given(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[list[float], li
     return asyncio.run(run()), asked
 
 
-SLOW = "```python\nimport time\ndef add(a, b):\n    time.sleep(1)\n    return a + b\n```"
 LARGE = "```python\ndef add(a, b):\n    held = bytearray(100 << 20)\n    return a + b\n```"
 
 
 def test_each_key_has_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert given(monkeypatch) == ([1.0, 1.0, 1.0], [("auto", 1)])
-    assert given(monkeypatch, kind="landlock", workers=3) == ([1.0, 1.0, 1.0], [("landlock", 3)])
-    assert given(monkeypatch, seconds=0.9)[0] == [1.0, 0.0, 1.0]
-    assert given(monkeypatch, total_seconds=1.7)[0] == [1.0, 0.5, 1.0]
-    assert given(monkeypatch, memory_mb=96)[0] == [1.0, 1.0, 0.0]
+    assert given(monkeypatch) == ([1.0, 1.0], [("auto", 1), (60.0, 120.0), (60.0, 120.0)])
+    found, asked = given(monkeypatch, kind="landlock", workers=3, seconds=50.0, total_seconds=100.0, memory_mb=96)
+    assert found == [1.0, 0.0] and asked == [("landlock", 3), (50.0, 100.0), (50.0, 100.0)]
 
 
 CODE = ["data.train=x.jsonl", "data.validation=x.jsonl", "reward.functions=[code]", "sandbox.workers=2"]
