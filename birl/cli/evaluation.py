@@ -199,8 +199,7 @@ def check_failures(groups: Sequence[Group]) -> None:
     failed = [(task, t) for task, t in episodes if not t.outcome.scored]
     if failed:
         text = (
-            f"{len(failed)} of {len(episodes)} answers could not be scored. Most frequent reasons:\n"
-            f"{reasons(failed)}"
+            f"{len(failed)} of {len(episodes)} answers could not be scored. Most frequent reasons:\n{reasons(failed)}"
         )
         if len(failed) == len(episodes):
             raise BirlError(text)
