@@ -1,5 +1,5 @@
 """Values -> a configuration, with everything that is wrong told at once, before anything is loaded. What a key takes by
-itself is in the schema; `rules_*.py` hold what several keys must agree on."""
+itself is in the schema; `rules/` holds what several must agree on."""
 
 import copy
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from birl.config import schema
-from birl.config.rules_engine import LAUNCHED, NAME, SERVERS
+from birl.config.decided import LAUNCHED, NAME, SERVERS
 from birl.engines import names
 from birl.engines.bounded import TooLarge, fetch
 from birl.engines.client import Client

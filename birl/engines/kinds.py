@@ -10,8 +10,8 @@ import torch
 
 from birl.allocator import cores
 from birl.config import schema
+from birl.config.decided import SERVERS
 from birl.config.keys import documentation
-from birl.config.rules_engine import SERVERS
 from birl.engines import custom, sglang, sglang_process, vllm, vllm_process
 from birl.engines.client import Client
 from birl.engines.remote import Remote

@@ -19,7 +19,7 @@ import torch
 
 from birl.allocator import cores
 from birl.config import schema
-from birl.config.rules_engine import LAUNCHED, NAME, SERVERS, weights_method
+from birl.config.decided import LAUNCHED, NAME, SERVERS, weights_method
 from birl.data.tasks import Tasks
 from birl.engine.open import cache_bytes
 from birl.engines.attached import Following, found, other_kind, take

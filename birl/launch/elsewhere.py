@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl.config.rules_engine import weights_method
+from birl.config.decided import weights_method
 from birl.config.schema import RL
 from birl.errors import BirlError
 from birl.launch import external, package

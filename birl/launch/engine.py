@@ -15,8 +15,8 @@ import sys
 
 from birl.allocator import keep_memory
 from birl.config import schema
+from birl.config.decided import SERVERS
 from birl.config.load import load
-from birl.config.rules_engine import SERVERS
 from birl.errors import BirlError, tell
 from birl.exits import code_of
 from birl.hosts import is_loopback

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from birl.config import schema
+from birl.config.decided import LAUNCHED, SERVERS
 from birl.config.load import load, load_with_choices, run_folder
-from birl.config.rules_engine import LAUNCHED, SERVERS
 from birl.config.schema import TRAINING
 from birl.errors import BirlError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from birl.config.rules_engine import weights_method
+from birl.config.decided import weights_method
 from birl.errors import BirlError
 from birl.launch import package
 from birl.launch.job import Job, Role

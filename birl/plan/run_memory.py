@@ -22,7 +22,7 @@ from torch import nn
 
 from birl import kernels
 from birl.config import schema
-from birl.config.rules_algorithm import CRITIC
+from birl.config.decided import CRITIC
 from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL

@@ -14,8 +14,8 @@ from torch import nn
 
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.config import schema
+from birl.config.decided import CRITIC, remembers
 from birl.config.load import flatten
-from birl.config.rules_algorithm import CRITIC, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache

@@ -22,7 +22,7 @@ from birl.algorithms import values as critics
 from birl.algorithms.custom import Part, part
 from birl.algorithms.estimators import ADVANTAGES, TENSORS
 from birl.config import schema
-from birl.config.rules_algorithm import BY_TOKEN
+from birl.config.decided import BY_TOKEN
 from birl.data.columns import behaviour, by_sample, per_token, spread, trained
 from birl.data.pack import Batch, pack
 from birl.engines.teacher import ServedTeacher

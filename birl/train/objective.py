@@ -20,7 +20,7 @@ from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
 from birl.config import schema
-from birl.config.rules_algorithm import corrects, proximal, remembers
+from birl.config.decided import corrects, proximal, remembers
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from birl.config import schema
-from birl.config.rules_sandbox import at_once, reward_timeout
+from birl.config.decided import at_once, reward_timeout
 from birl.learner.reward_model import RewardModel
 from birl.rewards.judge import read_template
 from birl.rewards.score import Rewards

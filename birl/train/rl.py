@@ -21,8 +21,8 @@ from birl import foreign
 from birl.allocator import keep_memory
 from birl.blocked import interrupting
 from birl.config import schema
+from birl.config.decided import algorithm_notes
 from birl.config.load import run_folder
-from birl.config.rules_algorithm import algorithm_notes
 from birl.engine.engine import Counters
 from birl.engines.servers import learner_threads
 from birl.errors import BirlError, innermost

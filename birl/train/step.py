@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
 from birl.config import schema
-from birl.config.rules_algorithm import CRITIC
+from birl.config.decided import CRITIC
 from birl.data.pack import Batch, pack, packing
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import open_engine

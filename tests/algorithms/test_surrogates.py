@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor
 
 from birl.algorithms.surrogates import LOG_LIMIT, SEQUENCE, SURROGATES, Surrogate, clip
-from birl.config.rules_algorithm import UNCLIPPED
+from birl.config.decided import UNCLIPPED
 from tests.algorithms.cases import EXACT, Tokens, close, differences, double, gradient_of, ids, tokens
 
 # Reference: (logp, stopped, case, options) -> losses, where `stopped` is what the papers put under a stop-gradient.

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import pytest
 
 from birl.config.check import check, problems
+from birl.config.decided import algorithm_notes, corrects, proximal
 from birl.config.keys import documentation
 from birl.config.load import flatten, load
-from birl.config.rules_algorithm import algorithm_notes, corrects, proximal
 from birl.config.schema import DPO, RL, RM, SFT, Data, Eval, LabelledPairs, RankedPairs, Serve, Texts
 from birl.errors import BirlError, did_you_mean
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from birl.config.decided import reward_timeout
 from birl.config.load import load
-from birl.config.rules_sandbox import reward_timeout
 from birl.config.schema import RL, Eval, Sandbox
 from birl.errors import BirlError
 from birl.rewards import code as rewards

@@ -11,9 +11,9 @@ import torch
 
 from birl.algorithms import estimators
 from birl.config import schema
+from birl.config.decided import BY_TOKEN, proximal, remembers
 from birl.config.keys import documentation
 from birl.config.load import load
-from birl.config.rules_algorithm import BY_TOKEN, proximal, remembers
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
 from birl.train.objective import ALL_SURROGATES, Known, Objective, surrogate_of

@@ -97,6 +97,11 @@ class RL(Training):
     watchdog: Deadline = 1800.0
     """End the run after this long without progress, and print what each process waits for [s]. 0: never."""
 
+    @property
+    def episodes(self) -> int:
+        """Episodes of a step."""
+        return self.rollout.prompts * self.rollout.group_size
+
 
 @dataclass(kw_only=True)
 class Stage(Training):

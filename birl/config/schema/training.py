@@ -98,6 +98,11 @@ class Parallel(Section):
         return self.cp * (self.tp if self.sequence else 1)
 
     @property
+    def fsdp_cp(self) -> int:
+        """How many processes can share out experts."""
+        return self.fsdp * self.cp
+
+    @property
     def shares(self) -> int:
         """How many processes have samples of their own."""
         return self.ddp * self.fsdp

@@ -1,0 +1,96 @@
+"""What keys come to together: `auto` decided, and which part of the package a setting means. Standard library only."""
+
+import math
+import re
+
+from birl.allocator import cores
+from birl.config.schema import RL, Engine, Eval, reward_functions
+
+CRITIC = ("gae", "turn_gae")  # advantages that need one
+BY_TOKEN = ("returns", *CRITIC)  # one advantage a token
+UNCLIPPED = ("reinforce", "importance")  # surrogates without a bound
+#: surrogates whose papers' ratio, mask or bound is against the policy that sampled, however old it is: GSPO
+#: arXiv:2507.18071 eq. 7, GMPO arXiv:2507.20673 eq. 5, CISPO arXiv:2506.13585 eq. 4, SAPO arXiv:2511.20347 eq. 5, DPPO
+#: arXiv:2602.04879 eq. 11. M2PO arXiv:2510.01161 is known by algorithm.second_moment
+AGAINST_BEHAVIOUR = ("gspo", "gmpo", "cispo", "sapo", "dppo")
+RATIOS = ("clip", *AGAINST_BEHAVIOUR)  # surrogates that differ only where the ratio is not 1
+
+SERVERS = ("birl", "vllm", "sglang")
+OWN = "my_file.py:MyEngine"  # stands for every class of the user's
+NAME = re.compile(r"[\w.-]+/[\w.-]+")  # experiment/trial
+LAUNCHED = "birl-launch/"  # names of engines that `birl launch` starts beside the run
+
+USUAL = 10.0  # seconds a call of a reward function may take
+ROOM = 5.0  # seconds beside the tests of code themselves: the first call starts the sandbox
+
+
+def proximal(config: RL) -> str:
+    """algorithm.proximal, with auto decided: answers of older weights are corrected by an importance weight, unless the
+    surrogate's own ratio is against what sampled them."""
+    keys = config.algorithm
+    if keys.proximal != "auto":
+        return keys.proximal
+    if keys.surrogate in AGAINST_BEHAVIOUR or keys.second_moment > 0:
+        return "behaviour"
+    return "recompute" if config.rollout.max_staleness > 0 else "behaviour"
+
+
+def remembers(config: RL) -> bool:
+    """Is the proximal policy computed before the first update? Where there is one update only, it is the learner in
+    that update, whose log-probs are there anyway."""
+    updates = config.algorithm.updates_per_batch * config.algorithm.passes
+    return proximal(config) == "recompute" and updates > 1
+
+
+def corrects(config: RL) -> bool:
+    """Is there an importance weight of the proximal policy against the one that sampled?"""
+    return proximal(config) != "behaviour" and config.algorithm.correction != "none"
+
+
+def algorithm_notes(config: RL) -> list[str]:
+    """What a run says at its start of keys that have no effect in it, and are no mistake."""
+    keys = config.algorithm
+    if keys.surrogate not in RATIOS or proximal(config) != "recompute" or remembers(config):
+        return []
+    return [
+        f"algorithm.surrogate={keys.surrogate} bounds nothing in this run: with one update a batch the ratio starts "
+        "from the learner's own log-probs (algorithm.proximal=recompute) and is 1, whichever surrogate is set; "
+        "algorithm.correction alone weighs answers of older weights. To bound their ratios, set "
+        "algorithm.proximal=behaviour, or algorithm.updates_per_batch=2 or more."
+    ]
+
+
+def kind_of(engine: Engine) -> str:
+    """engine.kind, or `OWN`."""
+    return OWN if ":" in engine.kind else engine.kind
+
+
+def weights_method(config: RL) -> str:
+    """weights.method, with auto decided."""
+    if config.weights.method != "auto":
+        return config.weights.method
+    return "memory" if config.engine.kind == "embedded" else "reload"
+
+
+def reward_timeout(config: RL | Eval) -> float:
+    """Longest one call of a reward function may take [s]."""
+    if config.reward.timeout:
+        return config.reward.timeout
+    return max(USUAL, tests_seconds(config)) if "code" in reward_functions(config) else USUAL
+
+
+def tests_seconds(config: RL | Eval) -> float:
+    """What `code` may take for one group [s]."""
+    return math.ceil(most_answers(config) / at_once(config)) * config.sandbox.total_seconds + ROOM
+
+
+def most_answers(config: RL | Eval) -> int:
+    """Answers that one call judges."""
+    if isinstance(config, RL):
+        return max(config.validation.samples, config.rollout.group_size + config.rollout.oversample)
+    return config.validation.samples
+
+
+def at_once(config: RL | Eval) -> int:
+    """Programs that one reward worker runs at once."""
+    return config.sandbox.workers or max(1, cores() // config.reward.workers)

@@ -1,0 +1,36 @@
+"""What several keys must agree on. Standard library only."""
+
+from birl.config.keys import documentation
+from birl.config.rules.computed import COMPUTED
+from birl.config.rules.conflicts import CONFLICTS
+from birl.config.rules.unread import UNREAD
+from birl.config.schema import Config
+from birl.config.words import said, value_of
+
+
+def rules(config: Config) -> list[str]:
+    """Every reason why the keys cannot go together; empty where they can."""
+    wrong = [
+        text.format(c=config)
+        for kind, texts in CONFLICTS
+        if isinstance(config, kind)
+        for text, holds in texts.items()
+        if holds(config)
+    ]
+    for kind, told in COMPUTED:
+        wrong += told(config) if isinstance(config, kind) else ()
+    return wrong + _unread(config)
+
+
+def _unread(config: Config) -> list[str]:
+    """Keys that were set and that nothing would read: the user believes in them, so they are refused."""
+    docs, why = documentation(type(config)), dict[str, str]()
+    changed = [key for key, doc in docs.items() if value_of(config, key) != doc.default]
+    for kind, keys, read, reason in UNREAD:
+        if isinstance(config, kind) and (idle := [key for key in changed if _named(key, keys)]) and not read(config):
+            why = dict.fromkeys(idle, reason.format(c=config)) | why  # the first reason of each key
+    return [f"{said(config, key)}: has no effect because {reason}." for key, reason in why.items()]
+
+
+def _named(key: str, keys: str) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in keys.split())

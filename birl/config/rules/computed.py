@@ -1,0 +1,212 @@
+"""Rules whose message names a number to set, or one of several items. Standard library only."""
+
+import re
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from birl.config.decided import NAME, OWN, at_once, kind_of, most_answers, tests_seconds, weights_method
+from birl.config.keys import documentation, written
+from birl.config.rules.unread import SINGLE
+from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
+from birl.config.words import command, said, said_capacity, said_needed, value_of
+from birl.errors import did_you_mean
+
+METHODS = {
+    "embedded": ("memory",),
+    "birl": ("reload", "shared", "volume", "direct", "nccl", "checkpoint"),
+    "vllm": ("reload", "shared", "checkpoint"),
+    "sglang": ("reload", "shared", "checkpoint"),
+    OWN: ("reload", "shared", "direct"),
+}
+ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
+    "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",
+    "mlflow": "export MLFLOW_TRACKING_URI=..., then track.mlflow=online",
+    "trackio": "export TRACKIO_SERVER_URL=..., then track.trackio=online",
+    "swanlab": "swanlab login --host ..., then track.swanlab=online",
+}
+
+
+def _own_parts(c: Config) -> Iterator[str]:
+    """my_file.py:NAME and package.module:NAME, as far as can be told without an import."""
+    names = [
+        (key, name, doc.example.rpartition(":")[2])
+        for key, doc in documentation(type(c)).items()
+        if doc.example
+        for name in (value_of(c, key) if doc.several else [value_of(c, key)])
+    ]
+    for key, name, example in [*names, ("env.kind", c.env.kind, "MyEnv")] if isinstance(c, RL | Eval) else names:
+        place, colon, attribute = name.rpartition(":")
+        if name.endswith(".py"):
+            yield f"{key}={name}: say what of it, as in {key}={name}:{example}."
+        elif colon and (not place or not attribute.isidentifier()):
+            yield f"{key}={name}: expected my_file.py:NAME or package.module:NAME."
+        elif place.endswith(".py") and not Path(place).expanduser().is_file():
+            yield f"{key}={name}: there is no file {place} in {Path.cwd()}."
+
+
+def _options(c: RL | Eval) -> Iterator[str]:
+    if c.env.kind == "single_turn" and c.env.options:
+        yield f"env.{next(iter(c.env.options))}: there is no such key, and {SINGLE}."
+
+
+def _weights(c: Config, key: str, number: int, of: str, zero: str) -> Iterator[str]:
+    weights = value_of(c, key)
+    if weights and len(weights) != number:
+        yield f"{said(c, key)}: {len(weights)} weights for {number} {of}; give one for each."
+    if weights and not any(weights):
+        yield f"{said(c, key)}: all weights are 0, so {zero}."
+
+
+def _data(c: RL | Stage) -> Iterator[str]:
+    if not c.data.train and not (isinstance(c, RL) and c.env.kind != "single_turn"):
+        yield (
+            f"data.train is empty: say what to train on, as in `birl {command(c)} data.train=my.jsonl` (.json .jsonl "
+            ".csv .parquet .arrow, a folder or a hub name), or start from a recipe, as in "
+            f"`birl {command(c)} recipes/NAME.yaml`."
+        )
+    yield from _weights(c, "data.weights", len(c.data.train), "training sets", "nothing would be drawn")
+
+
+def _eval(c: Eval) -> Iterator[str]:
+    if not c.data.validation and c.env.kind == "single_turn":
+        instead = written(c.data.train) if c.data.train else "my.jsonl"
+        yield f"data.validation is empty: say what to measure on, as in `birl eval data.validation={instead}`."
+
+
+def _roles(c: SFT) -> Iterator[str]:
+    if "all" in c.data.train_on and len(c.data.train_on) > 1:
+        yield f"{said(c, 'data.train_on')}: all includes every role; use data.train_on=[all]."
+
+
+def _rewards(c: RL | Eval) -> Iterator[str]:
+    functions = reward_functions(c)
+    for name in {name for name in functions if functions.count(name) > 1}:
+        yield f"reward.functions names {name} twice; give it a higher weight in reward.weights instead."
+    names = f"functions ({', '.join(functions)})"
+    yield from _weights(c, "reward.weights", len(functions), names, "every reward would be 0")
+    try:
+        re.compile(c.reward.format_pattern)
+    except re.error as error:
+        yield f"reward.format_pattern={c.reward.format_pattern}: is not a regular expression: {error}."
+    if "code" in functions and 0 < c.reward.timeout < (needed := tests_seconds(c)):
+        yield (
+            f"{said(c, 'reward.timeout')}: the tests of {most_answers(c)} answers, {at_once(c)} at once, may take "
+            f"{needed:g} s by sandbox.total_seconds={c.sandbox.total_seconds:g}; set "
+            f"reward.timeout={needed:g} or more, or 0."
+        )
+    if (most := max(c.validation.k, default=1)) > c.validation.samples:
+        yield (
+            f"{said(c, 'validation.k')}: pass@{most} needs at least {most} answers per prompt; set "
+            f"validation.samples={most} or more (it is {c.validation.samples})."
+        )
+
+
+def _sampling(c: RL) -> Iterator[str]:
+    for key, off in (("rollout.top_p", 1), ("rollout.top_k", 0), ("rollout.min_p", 0)):
+        if value_of(c, key) != off:
+            yield (
+                f"{said(c, key)}: training samples from the whole distribution; the learner's log-probs would belong "
+                f"to another one, and the importance ratios would be wrong. Set {key}={off}."
+            )
+    buffer, answer, longest, prompt = (
+        *(c.algorithm.overlong_buffer, c.rollout.max_tokens),
+        *(c.model.max_length, c.data.max_prompt_tokens),
+    )
+    if buffer >= answer:
+        yield (
+            f"algorithm.overlong_buffer={buffer}: must be less than rollout.max_tokens={answer}, or every answer is "
+            f"overlong; a fifth of it is {answer // 5}."
+        )
+    if answer < longest < prompt + answer:
+        yield (
+            f"data.max_prompt_tokens={prompt}: with rollout.max_tokens={answer} that is more than "
+            f"model.max_length={longest}; lower it to {longest - answer}."
+        )
+    if c.capacity < (needed := longest or prompt + answer):
+        why = f"model.max_length={longest}" if longest else f"data.max_prompt_tokens + rollout.max_tokens = {needed}"
+        yield (
+            f"{said_capacity(c)}: the longest sequence ({why}) does not fit into one micro-batch; set "
+            f"{said_needed(c, needed)} or more."
+        )
+
+
+def _engines(c: RL | Eval) -> Iterator[str]:
+    for address in c.engine.attach:
+        parts = urlsplit(address)
+        if not NAME.fullmatch(address) and not (parts.scheme in ("http", "https") and parts.netloc):
+            yield f"engine.attach: {address!r} is neither an address (http://host:port) nor a name (experiment/trial)."
+
+
+def _new_weights(c: RL) -> Iterator[str]:
+    method, allowed = weights_method(c), METHODS.get(kind_of(c.engine), ())
+    if allowed and method not in allowed:
+        yield f"weights.method={method}: engine.kind={c.engine.kind} takes {' | '.join(allowed)}."
+    old, every, window = c.rollout.max_staleness, c.weights.sync_every, c.rollout.order_window
+    most = (old - every + 1) * c.rollout.prompts
+    if every > old + 1:
+        yield (
+            f"weights.sync_every={every}: the weights would be older than rollout.max_staleness={old} allows; set "
+            f"weights.sync_every={old + 1} or less."
+        )
+    elif window > most:
+        yield (
+            f"rollout.order_window={window}: no step could be filled; at most (max_staleness - sync_every + 1) x "
+            f"prompts = {most}. Lower it, or raise rollout.max_staleness."
+        )
+
+
+def _whole_rows(c: RL | Stage) -> Iterator[str]:
+    keys = ["learner.router_aux_coef"] * (c.learner.router_aux_coef > 0)
+    keys += ["algorithm.router_replay"] * (isinstance(c, RL) and c.algorithm.router_replay != "none")
+    for key in keys:
+        for axis, n in (("cp", c.parallel.cp), ("tp", c.parallel.tp)):
+            if n > 1:
+                yield (
+                    f"{said(c, key)}: reads the routers of whole rows, which parallel.{axis}={n} splits; set "
+                    f"parallel.{axis}=1."
+                )
+
+
+def _run(c: RL | Stage) -> Iterator[str]:
+    updates = c.steps * (c.algorithm.updates_per_batch * c.algorithm.passes if isinstance(c, RL) else 1)
+    if c.steps and c.optimizer.warmup_steps >= updates:
+        yield (
+            f"optimizer.warmup_steps={c.optimizer.warmup_steps}: the run has only {updates} optimizer steps, so it "
+            "would end before reaching optimizer.lr; lower it."
+        )
+    for key, url in (("checkpoint.store", c.checkpoint.store), ("resume", c.resume)):
+        if url.startswith("s3://") and find_spec("s3fs") is None:
+            yield f"{key}={url}: s3fs is not installed; pip install 'birl[s3]'."
+    if c.resume.startswith("file://") and not Path(c.resume.removeprefix("file://")).is_dir():
+        yield f"resume={c.resume}: there is no such folder."
+    words = documentation(type(c))["resume"].choices
+    if c.resume and c.resume not in words and "://" not in c.resume and not Path(c.resume).is_dir():
+        yield (
+            f"resume={c.resume}: there is no such checkpoint folder; use auto, never or an existing one "
+            f"(`birl checkpoints RUN` lists them).{did_you_mean(c.resume, words)}"
+        )
+    for name, address in ADDRESSES.items():
+        mode = getattr(c.track, name)
+        if "://" in mode:
+            yield f"track.{name}={mode}: an address belongs into the environment: {address}."
+        if mode in ("offline", "online") and find_spec(name) is None:
+            yield f"track.{name}={mode}: {name} is not installed; pip install 'birl[{name}]', or track.{name}=off."
+
+
+#: the configurations that have the keys, and what is wrong with one
+COMPUTED: tuple[tuple[Any, Callable[[Any], Iterator[str]]], ...] = (
+    (object, _own_parts),
+    (RL | Eval, _options),
+    (RL | Stage, _data),
+    (Eval, _eval),
+    (SFT, _roles),
+    (RL | Eval, _rewards),
+    (RL, _sampling),
+    (RL | Eval, _engines),
+    (RL, _new_weights),
+    (RL | Stage, _whole_rows),
+    (RL | Stage, _run),
+)

@@ -1,0 +1,285 @@
+"""Values of keys that cannot go together: a table. Standard library only."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from birl.config.decided import UNCLIPPED, weights_method
+from birl.config.schema import DPO, RL, SFT, Eval, Serve, Stage, reward_functions
+from birl.named import TEMPLATES, template_file
+
+
+def _relative(c: RL) -> bool:
+    return c.algorithm.advantage == "relative"
+
+
+def _alone(c: RL) -> bool:
+    return c.rollout.group_size == 1
+
+
+def _updates(c: RL) -> int:
+    return c.algorithm.updates_per_batch * c.algorithm.passes
+
+
+def _turns(c: RL) -> bool:
+    return c.algorithm.credit == "turn"
+
+
+def _kto(c: DPO) -> bool:
+    return c.preference.loss == "kto"
+
+
+#: the configurations that have the keys: what is told, with {c} as the configuration -> when
+CONFLICTS: tuple[tuple[Any, dict[str, Callable[[Any], Any]]], ...] = (
+    (
+        object,
+        {
+            "model.path is empty: name a folder, a .gguf file, a hub id, or smollm2.": lambda c: (
+                not c.model.path.strip()
+            ),
+            "model.path={c.model.path}: there is no such file.": lambda c: (
+                c.model.path.endswith(".gguf") and not Path(c.model.path).is_file()
+            ),
+            "model.chat_template={c.model.chat_template}: there is no such file; it must be a Jinja template, or "
+            f"one of {', '.join(TEMPLATES)}.": lambda c: (
+                c.model.chat_template and not template_file(c.model.chat_template).is_file()
+            ),
+        },
+    ),
+    (
+        Serve,
+        {
+            "host is empty: name an address, as in host=127.0.0.1.": lambda c: not c.host.strip(),
+        },
+    ),
+    (
+        RL | Stage | Eval,
+        {
+            "data.system_prompt is set, but data.apply_chat_template=false continues the raw text, which has no "
+            "system message; drop one of the two.": lambda c: c.data.system_prompt and not c.data.apply_chat_template,
+        },
+    ),
+    (
+        RL | Eval,
+        {
+            "data.max_prompt_tokens={c.data.max_prompt_tokens}: leaves no room for an answer in "
+            "model.max_length={c.model.max_length}; lower it.": lambda c: (
+                0 < c.model.max_length <= c.data.max_prompt_tokens
+            ),
+            "validation.k is empty: name at least one k, as in validation.k=[1].": lambda c: not c.validation.k,
+            "validation.samples={c.validation.samples}: greedy decoding (validation.temperature=0) gives the same "
+            "answer each time; set validation.temperature=1, or validation.samples=1.": lambda c: (
+                c.validation.temperature == 0 and c.validation.samples > 1
+            ),
+            "validation.max_tokens={c.validation.max_tokens}: leaves no room for a prompt in "
+            "model.max_length={c.model.max_length}.": lambda c: 0 < c.model.max_length <= c.validation.max_tokens,
+            "env.kind is empty: name an environment, or single_turn.": lambda c: not c.env.kind,
+            "reward.functions=model: say which, as in reward.model=FOLDER (`birl checkpoints RUN export`).": lambda c: (
+                "model" in reward_functions(c) and not c.reward.model
+            ),
+            "reward.functions=judge: say where the judge is, as in "
+            "reward.judge=http://localhost:8000/v1#MODEL.": lambda c: (
+                "judge" in reward_functions(c) and not c.reward.judge
+            ),
+            "reward.judge={c.reward.judge}: say where the judge is, as in "
+            "reward.judge=http://localhost:8000/v1#MODEL.": lambda c: (
+                "judge" in reward_functions(c) and c.reward.judge and not c.reward.judge.startswith(("http:", "https:"))
+            ),
+            "reward.judge_prompt={c.reward.judge_prompt}: there is no such file.": lambda c: (
+                "judge" in reward_functions(c)
+                and c.reward.judge_prompt
+                and not Path(c.reward.judge_prompt).expanduser().is_file()
+            ),
+            "sandbox.seconds={c.sandbox.seconds:g}: all tests together may take only "
+            "sandbox.total_seconds={c.sandbox.total_seconds:g}; lower one, or raise the other.": lambda c: (
+                "code" in reward_functions(c) and c.sandbox.seconds > c.sandbox.total_seconds
+            ),
+            "engine.python={c.engine.python}: is no Python interpreter; name the file, as in "
+            ".venv/bin/python.": lambda c: (
+                c.engine.python and not (Path(c.engine.python).is_file() and os.access(c.engine.python, os.X_OK))
+            ),
+        },
+    ),
+    (
+        RL | Stage,
+        {
+            "data.validation_split={c.data.validation_split:g}: data.validation names a held-out set already; drop "
+            "one of the two.": lambda c: c.data.validation_split and c.data.validation,
+            "parallel.ep={c.parallel.ep}: must divide parallel.fsdp x parallel.cp = "
+            "{c.parallel.fsdp} x {c.parallel.cp} = {c.parallel.fsdp_cp}, the processes that experts"
+            " are shared out among.": lambda c: c.parallel.ep > 1 and c.parallel.fsdp * c.parallel.cp % c.parallel.ep,
+            "parallel.ep={c.parallel.ep}: does not go together with parallel.tp={c.parallel.tp}; set one of them to"
+            " 1.": lambda c: c.parallel.ep > 1 and c.parallel.tp > 1,
+            "lora.targets is empty, so nothing would be trained; set lora.targets=[all-linear].": lambda c: (
+                c.lora.rank and not c.lora.targets
+            ),
+            "run={c.run!r}: is no name of a folder; leave it out, and one is made up.": lambda c: (
+                c.run and (not c.run.strip() or "\0" in c.run)
+            ),
+            "run={c.run}: is a file; name a folder.": lambda c: (
+                "\0" not in c.run and c.run and Path(c.run).exists() and not Path(c.run).is_dir()
+            ),
+            "resume is empty: use auto, never, or the folder of a checkpoint or run.": lambda c: not c.resume,
+            "checkpoint.store={c.checkpoint.store}: expected a URL, as in s3://bucket/prefix.": lambda c: (
+                c.checkpoint.store and "://" not in c.checkpoint.store
+            ),
+        },
+    ),
+    (
+        Stage,
+        {
+            "data.chosen_column is empty: name a column.": lambda c: getattr(c.data, "chosen_column", "-") == "",
+            "data.rejected_column is empty: name a column.": lambda c: getattr(c.data, "rejected_column", "-") == "",
+        },
+    ),
+    (
+        SFT,
+        {
+            "data.train_on is empty: name roles, as in data.train_on=[assistant], or data.train_on=[all].": lambda c: (
+                not c.data.train_on
+            ),
+        },
+    ),
+    (
+        RL,
+        {
+            "rollout.temperature=0: greedy answers are all the same, so there is nothing to compare; use 1 "
+            "(validation.temperature may be 0).": lambda c: c.rollout.temperature == 0,
+            "rollout.stop: an empty string would end every answer at once; remove it.": lambda c: "" in c.rollout.stop,
+            "rollout.stop: a backslash and a letter is not a line break; in bash write "
+            "rollout.stop=$'\\n'.": lambda c: any(text in ("\\n", "\\n\\n", "\\t") for text in c.rollout.stop),
+            "algorithm.updates_per_batch={c.algorithm.updates_per_batch}: a batch of "
+            "rollout.prompts={c.rollout.prompts} groups cannot be split into more parts than groups; lower it to "
+            "{c.rollout.prompts}.": lambda c: c.algorithm.updates_per_batch > c.rollout.prompts,
+            "rollout.max_tokens={c.rollout.max_tokens}: leaves no room for a prompt in "
+            "model.max_length={c.model.max_length}; lower it.": lambda c: (
+                0 < c.model.max_length <= c.rollout.max_tokens
+            ),
+            "env.sampling=agent: the log-probs that are trained are those of rollout.temperature, "
+            "top_p, top_k and min_p, so answers must be drawn with them. Leave env.sampling=run; "
+            "`birl eval` can use agent.": lambda c: c.env.sampling == "agent" and c.env.kind != "single_turn",
+            "algorithm.credit=turn: not with algorithm.advantage={c.algorithm.advantage}, but with "
+            "relative.": lambda c: _turns(c) and not _relative(c) and ":" not in c.algorithm.advantage,
+            "algorithm.credit=turn: a greedy episode has other turns; take another algorithm.baseline.": lambda c: (
+                _turns(c) and c.algorithm.baseline == "greedy"
+            ),
+            "algorithm.credit=turn: the KL belongs to no turn; set algorithm.kl_in=loss.": lambda c: (
+                _turns(c) and c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "reward"
+            ),
+            "rollout.group_size=1: the mean of one reward is that reward, so every advantage would be 0; set "
+            "rollout.group_size=8, or algorithm.baseline=none.": lambda c: (
+                _alone(c) and _relative(c) and c.algorithm.baseline in ("group", "leave_one_out", "optimal")
+            ),
+            "rollout.group_size=1: algorithm.scale_rewards=group divides by the standard deviation of a group of "
+            "one, which does not exist; set rollout.group_size=8, or algorithm.scale_rewards=none.": lambda c: (
+                _alone(c) and _relative(c) and c.algorithm.scale_rewards == "group"
+            ),
+            "rollout.group_size=1: algorithm.advantage={c.algorithm.advantage} compares the answers to a prompt; "
+            "set rollout.group_size=8.": lambda c: _alone(c) and c.algorithm.advantage in ("gdpo", "best_and_worst"),
+            "algorithm.dynamic_sampling=true: drops groups whose rewards are all the same, but with "
+            "algorithm.baseline=none those do train; set algorithm.baseline=group or "
+            "algorithm.dynamic_sampling=false.": lambda c: (
+                c.algorithm.dynamic_sampling and _relative(c) and c.algorithm.baseline == "none"
+            ),
+            "algorithm.dynamic_sampling=true: a group of one always has equal rewards; set "
+            "rollout.group_size=8.": lambda c: (
+                c.algorithm.dynamic_sampling and _alone(c) and not (_relative(c) and c.algorithm.baseline == "none")
+            ),
+            "algorithm.max_refill=0: algorithm.dynamic_sampling=true may then replace nothing; set "
+            "algorithm.max_refill=4.": lambda c: c.algorithm.dynamic_sampling and c.algorithm.max_refill == 0,
+            "algorithm.kl_target: steers the KL in the reward; set algorithm.kl_in=reward, or kl_target=0.": lambda c: (
+                c.algorithm.kl_target > 0 and c.algorithm.kl_coef > 0 and c.algorithm.kl_in == "loss"
+            ),
+            "algorithm.kl_horizon={c.algorithm.kl_horizon}: too short for {c.episodes} episodes a step; set "
+            "{c.episodes} or more.": lambda c: c.algorithm.kl_target > 0 and c.algorithm.kl_horizon <= 0.2 * c.episodes,
+            "algorithm.pass_k={c.algorithm.pass_k}: with rollout.group_size={c.rollout.group_size} "
+            "there is one set of answers, so nothing to compare; set a smaller algorithm.pass_k or "
+            "a larger rollout.group_size.": lambda c: (
+                c.algorithm.advantage == "pass_at_k" and c.algorithm.pass_k >= c.rollout.group_size
+            ),
+            "algorithm.advantage=zero: nothing would be learned without algorithm.teacher; name a model.": lambda c: (
+                c.algorithm.advantage == "zero" and not c.algorithm.teacher
+            ),
+            "algorithm.mask_truncated=true: has no effect because rollout.truncated=drop drops those answers; use "
+            "one.": lambda c: c.algorithm.mask_truncated and c.rollout.truncated == "drop",
+            "algorithm.surrogate=reinforce: has no importance ratio, so only the first update of a batch would be "
+            "right; set algorithm.updates_per_batch=1 and algorithm.passes=1, or another surrogate.": lambda c: (
+                c.algorithm.surrogate == "reinforce" and _updates(c) > 1
+            ),
+            "algorithm.surrogate={c.algorithm.surrogate}: is not bounded, and "
+            "rollout.max_staleness={c.rollout.max_staleness} trains on answers of older weights; set "
+            "algorithm.surrogate=clip or another bounded one.": lambda c: (
+                c.algorithm.surrogate in UNCLIPPED
+                and c.rollout.max_staleness > 0
+                and not (c.algorithm.surrogate == "importance" and c.algorithm.second_moment > 0)
+            ),
+            "algorithm.dual_clip={c.algorithm.dual_clip:g}: must be above 1, as in 3, or 0 for none.": lambda c: (
+                0 < c.algorithm.dual_clip <= 1
+            ),
+            "algorithm.correction_low is above algorithm.correction_high, so nothing would be left.": lambda c: (
+                c.algorithm.correction_low > c.algorithm.correction_high
+            ),
+            "algorithm.surrogate=online_dpo and algorithm.advantage=best_and_worst belong together: set both, or "
+            "algorithm=online_dpo.": lambda c: (
+                (c.algorithm.surrogate == "online_dpo") != (c.algorithm.advantage == "best_and_worst")
+            ),
+            "algorithm.surrogate=online_dpo: has one loss a pair; set algorithm.denominator=sequence.": lambda c: (
+                c.algorithm.surrogate == "online_dpo" and c.algorithm.denominator != "sequence"
+            ),
+            "weights.method=checkpoint: starts servers anew, which engine.attach leaves to others; "
+            "use reload.": lambda c: c.engine.attach and weights_method(c) == "checkpoint",
+            "engine.sleep=true: servers that sleep while the learner trains sample nothing meanwhile, and "
+            "rollout.max_staleness={c.rollout.max_staleness} asks for just that; use one of them.": lambda c: (
+                c.engine.sleep and c.rollout.max_staleness > 0
+            ),
+            "debug.replay: samples nothing, or in this process; set engine.kind=embedded.": lambda c: (
+                c.debug.replay and c.engine.kind != "embedded"
+            ),
+            "debug.only_rollout=true: a replay samples nothing; use one of them.": lambda c: (
+                c.debug.replay and c.debug.only_rollout
+            ),
+            "debug.replay={c.debug.replay}: a replay is a run of its own; name another folder with run=...": lambda c: (
+                c.debug.replay and Path(c.debug.replay) == Path(c.run)
+            ),
+            "weights.method=nccl: broadcasts whole weights from one process, and parallel.fsdp, cp or tp leave each"
+            " with parts of them. Set weights.method=direct or reload.": lambda c: (
+                c.weights.method == "nccl" and c.parallel.fsdp_cp * c.parallel.tp > 1
+            ),
+            "algorithm.router_replay={c.algorithm.router_replay}: only engine.kind=embedded says which experts it "
+            "used, not engine.kind={c.engine.kind}.": lambda c: (
+                c.algorithm.router_replay != "none" and c.engine.kind != "embedded"
+            ),
+            "algorithm.router_replay={c.algorithm.router_replay}: a record holds no routes; "
+            "debug.replay={c.debug.replay} needs router_replay=none.": lambda c: (
+                c.algorithm.router_replay != "none" and c.debug.replay
+            ),
+            "algorithm.router_replay={c.algorithm.router_replay}: track.record=true could not be replayed, as a "
+            "record holds no routes; use one.": lambda c: c.algorithm.router_replay != "none" and c.track.record,
+        },
+    ),
+    (
+        DPO,
+        {
+            "preference.loss=robust: is dpo while preference.label_smoothing=0; set that, to 0.1 say.": lambda c: (
+                c.preference.loss == "robust" and c.preference.label_smoothing == 0
+            ),
+            "preference.desirable_weight=0 and preference.undesirable_weight=0: nothing would be trained.": lambda c: (
+                _kto(c) and not (c.preference.desirable_weight or c.preference.undesirable_weight)
+            ),
+            "batch_size=1: preference.loss=kto compares rows of a batch with one another; set 2 or more.": lambda c: (
+                _kto(c) and c.batch_size == 1
+            ),
+            "preference.reference=precomputed: preference.loss=kto needs the reference on answers that are put "
+            "together anew in every step; set preference.reference=live.": lambda c: (
+                _kto(c) and c.preference.reference == "precomputed"
+            ),
+        },
+    ),
+    (
+        Eval,
+        {
+            "output={c.output}: is a folder; name a JSON file.": lambda c: c.output and Path(c.output).is_dir(),
+        },
+    ),
+)

@@ -1,0 +1,207 @@
+"""Keys that other keys leave without a reader: a table. Standard library only."""
+
+from collections.abc import Callable
+from typing import Any
+
+from birl.config.decided import CRITIC, LAUNCHED, NAME, OWN, SERVERS, kind_of, proximal, weights_method
+from birl.config.schema import DPO, RL, Eval, Stage, reward_functions
+from birl.config.words import value_of
+
+ADDRESSES = "engine.attach uses servers that run already"
+LEARNERS = "the embedded engine samples from the learner's own weights; set engine.kind=birl for another process"
+HELD_OUT = "there is no held-out data; set data.validation or data.validation_split"
+SINGLE = "env.kind=single_turn answers nothing; name an environment"
+PROXIMAL = "algorithm.correction algorithm.correction_level algorithm.correction_high"
+ONCE = "`birl eval` does not train; it reads data.validation and samples once"
+
+#: configurations, keys of theirs (`critic.` is all of a section), when these are read, and why not else
+Row = tuple[Any, str, Callable[[Any], Any], str]
+
+
+def _row(of: Any, keys: str, read: Callable[[Any], Any], why: str) -> Row:
+    return of, keys, read, why
+
+
+def _by(key: str, keys: str, *values: str, of: Any = RL) -> Row:
+    """`keys` are read where `key` has one of the values, or names a part of the user's own."""
+
+    def read(config: Any) -> bool:
+        value = proximal(config) if key == "algorithm.proximal" else value_of(config, key)
+        return value in values or ":" in value
+
+    shown = "behaviour" if key == "algorithm.proximal" else f"{{c.{key}}}"
+    return of, keys, read, f"{key}={shown} does not read it ({' or '.join(values)} does)"
+
+
+def _engine(keys: str, *kinds: str) -> Row:
+    """`keys` are read by these kinds of engines."""
+    why = f"engine.kind={{c.engine.kind}} does not read it ({' or '.join(kinds)} does)"
+    return RL | Eval, keys, lambda c: kind_of(c.engine) in kinds, why
+
+
+def _reward(keys: str, name: str) -> Row:
+    """`keys` are read by a reward function."""
+    return RL | Eval, keys, lambda c: name in reward_functions(c), f"reward.functions does not name {name}; add it"
+
+
+def _over_http(config: RL | Eval) -> bool:
+    functions = reward_functions(config)
+    return "judge" in functions or ("model" in functions and config.reward.model.startswith(("http://", "https://")))
+
+
+def _held_out(config: RL | Stage) -> bool:
+    own = isinstance(config, RL) and config.env.kind != "single_turn"  # an environment may bring its tasks along
+    return bool(config.data.validation or config.data.validation_split or own)
+
+
+def _started(config: RL | Eval) -> bool:
+    """Are servers started by the run, or for it by `birl launch`?"""
+    attach = config.engine.attach
+    return not attach or any(word.startswith(LAUNCHED) for word in attach)
+
+
+UNREAD: tuple[Row, ...] = (
+    _by("algorithm.advantage", "algorithm.baseline algorithm.scale_rewards", "relative"),
+    _by("algorithm.advantage", "algorithm.pass_k", "pass_at_k"),
+    _by("algorithm.entropy_control", "algorithm.entropy_share", "top_entropy", "clip_cov", "kl_cov"),
+    _by("algorithm.entropy_control", "algorithm.covariance_low algorithm.covariance_high", "clip_cov"),
+    _by("algorithm.entropy_control", "algorithm.held_coef", "kl_cov"),
+    _by("algorithm.proximal", PROXIMAL, "recompute", "interpolate"),
+    _by("algorithm.correction", "algorithm.correction_low", "mask"),
+    _by("algorithm.reject", "algorithm.reject_limit", "divergence", "off_policy"),
+    _by("algorithm.surrogate", "algorithm.dual_clip", "clip"),
+    _by("algorithm.surrogate", "algorithm.clip_low algorithm.clip_high", "clip", "gspo", "gmpo", "cispo"),
+    _by("algorithm.credit", "algorithm.turn_discount", "turn"),
+    _row(
+        RL,
+        "algorithm.kl_corrected algorithm.kl_target",
+        lambda c: c.algorithm.kl_coef > 0,
+        "algorithm.kl_coef=0 leaves the KL term out; set algorithm.kl_coef=0.04",
+    ),
+    _by("algorithm.kl_in", "algorithm.kl_corrected", "loss"),
+    _row(RL, "algorithm.kl_horizon", lambda c: c.algorithm.kl_target > 0, "algorithm.kl_target=0 keeps kl_coef fixed"),
+    _row(RL, "algorithm.max_refill", lambda c: c.algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"),
+    _row(RL, "algorithm.teacher_coef", lambda c: c.algorithm.teacher, "algorithm.teacher is empty; name a model"),
+    _row(
+        RL,
+        "algorithm.overlong_penalty",
+        lambda c: c.algorithm.overlong_buffer,
+        "algorithm.overlong_buffer=0; set a number of tokens",
+    ),
+    _row(
+        RL,
+        "critic.",
+        lambda c: c.algorithm.advantage in CRITIC,
+        "algorithm.advantage={c.algorithm.advantage} has no critic; set gae",
+    ),
+    _row(
+        RL,
+        "critic.path critic.lr critic.freeze_steps",
+        lambda c: not c.critic.shared,
+        "critic.shared=true has no model of its own",
+    ),
+    _row(RL, "critic.coef", lambda c: c.critic.shared, "critic.shared=false; the critic has its own optimizer"),
+    _engine("engine.python engine.threads engine.start_timeout engine.restarts", *SERVERS),
+    _engine("engine.count engine.arguments engine.attach engine.request_timeout engine.sleep", *SERVERS, OWN),
+    _engine("engine.tensor_parallel engine.pipeline_parallel engine.memory_fraction", "vllm", "sglang"),
+    _engine("engine.max_batch engine.kv_cache_gb", "embedded", *SERVERS),
+    _engine("engine.draft_rows", "embedded", "birl"),
+    _engine("engine.recompute_kv", "embedded", "birl", "sglang"),
+    _row(Eval, "engine.recompute_kv", lambda c: False, "weights do not change in an evaluation"),
+    _row(RL | Eval, "engine.count engine.python engine.threads engine.arguments", _started, ADDRESSES),
+    _row(RL | Eval, "engine.restarts engine.max_batch engine.kv_cache_gb", _started, ADDRESSES),
+    _row(
+        RL | Eval,
+        "engine.start_timeout",
+        lambda c: _started(c) or any(map(NAME.fullmatch, c.engine.attach)),
+        "engine.attach names addresses, which must answer",
+    ),
+    _row(
+        RL,
+        "weights.sync_every weights.folder weights.timeout weights.canary weights.max_gap",
+        lambda c: weights_method(c) != "memory",
+        LEARNERS,
+    ),
+    _row(
+        RL,
+        "weights.folder",
+        lambda c: weights_method(c) in ("reload", "volume", "checkpoint"),
+        "only weights.method=reload, volume and checkpoint write one",
+    ),
+    _row(
+        RL,
+        "weights.bucket_mb",
+        lambda c: weights_method(c) in ("direct", "nccl"),
+        "only weights.method=direct and nccl send buckets",
+    ),
+    _row(RL, "weights.max_gap", lambda c: c.weights.canary, "weights.canary=0 compares nothing"),
+    _row(RL, "debug.resample", lambda c: c.debug.replay, "debug.replay is empty; name the run to replay"),
+    _row(
+        RL | Stage,
+        "parallel.timeout",
+        lambda c: c.parallel.shares * c.parallel.cp * c.parallel.tp > 1,
+        "there is only one process; set parallel.fsdp, say",
+    ),
+    _row(RL | Stage, "parallel.sequence", lambda c: c.parallel.tp > 1, "parallel.tp=1"),
+    _row(
+        RL | Stage,
+        "parallel.context",
+        lambda c: c.parallel.cp > 1,
+        "parallel.cp=1 splits no row; set parallel.cp=2, say",
+    ),
+    _row(
+        RL | Eval,
+        "sandbox. reward.code_partial",
+        lambda c: "code" in reward_functions(c) or c.env.kind not in ("code", "python_tool"),
+        "env={c.env.kind} has keys of its own: env.sandbox, env.workers, env.seconds, env.memory_mb",
+    ),
+    _reward("sandbox. reward.code_partial", "code"),
+    _reward("reward.format_pattern", "format"),
+    _reward("reward.model", "model"),
+    _reward("reward.length_target", "length"),
+    _reward("reward.judge reward.judge_prompt reward.judge_tokens reward.judge_cache", "judge"),
+    _row(RL | Eval, "reward.concurrency", _over_http, "no reward is asked for over HTTP"),
+    _row(RL | Eval, "env.max_turns env.sampling", lambda c: c.env.kind != "single_turn", SINGLE),
+    _row(
+        RL | Eval,
+        "validation.top_p validation.top_k",
+        lambda c: c.validation.temperature,
+        "validation.temperature=0 is greedy; set a temperature",
+    ),
+    _row(Eval, "data.train data.weights data.validation_split data.split data.max_samples", lambda c: False, ONCE),
+    _row(Eval, "data.max_prompt_tokens data.shuffle validation.every validation.at_start", lambda c: False, ONCE),
+    _row(
+        RL | Stage,
+        "data.validation_data_split",
+        lambda c: c.data.validation,
+        "data.validation is empty; name a held-out set",
+    ),
+    _row(RL | Stage, "data.max_validation_samples", _held_out, HELD_OUT),
+    _row(Stage, "validation.every", lambda c: not c.validation.every or _held_out(c), HELD_OUT),
+    _row(Stage, "model.tool_format", lambda c: False, "the rows have no tools; `birl rl`, `eval` and `serve` read it"),
+    _by("preference.loss", "preference.label_smoothing", "dpo", "robust", of=DPO),
+    _by("preference.loss", "preference.margin", "simpo", of=DPO),
+    _by("preference.loss", "preference.nll_coef", "dpo", "ipo", "hinge", "robust", "simpo", of=DPO),
+    _by("preference.loss", "preference.reference", "dpo", "ipo", "hinge", "robust", "kto", of=DPO),
+    _by("preference.loss", "preference.desirable_weight preference.undesirable_weight", "kto", of=DPO),
+    _by("preference.loss", "data.label_column", "kto", of=DPO),
+    _row(
+        DPO,
+        "data.rejected_column",
+        lambda c: not c.data.label_column,
+        "with data.label_column a row has one answer, in data.chosen_column",
+    ),
+    _row(
+        RL | Stage,
+        "optimizer.min_lr_ratio",
+        lambda c: c.optimizer.schedule != "constant",
+        "optimizer.schedule=constant stays at the peak; set linear or cosine",
+    ),
+    _row(
+        RL | Stage,
+        "epochs",
+        lambda c: not c.steps,
+        "steps={c.steps} decides the length of the run; drop one of the two",
+    ),
+    _row(RL | Stage, "lora.", lambda c: c.lora.rank, "lora.rank=0 trains all weights; set lora.rank=16"),
+)
