@@ -39,7 +39,7 @@ ALL = (
     Command(name="stop", brief="let them save and end", run="birl.launch.command:stop"),
     Command(name="scale", brief="more engines, or fewer", run="birl.launch.command:scale"),
     Command(
-        name="view", brief="runs as a live page: curves, comparison, rollouts, timeline", run="birl.view.command:run"
+        name="view", brief="runs as a live page: curves, comparison, rollouts, waiting", run="birl.view.command:run"
     ),
     Command(
         name="rollouts",

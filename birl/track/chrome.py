@@ -4,6 +4,7 @@ processes and threads ("M"), and counters ("C"), with times in microseconds from
 import json
 from collections.abc import Iterable, Iterator
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 start[chosen], end[chosen], _ = nested(start[chosen], end[chosen])
                 rows = np.zeros(len(chosen), np.int64)
             else:
-                rows = rows_of(start[chosen], end[chosen], slack=0.0)
+                rows = rows_of(start[chosen], end[chosen])
             count = int(rows.max()) + 1
             for row in range(count):
                 yield from _about(f"{lane} {row + 1}" if count > 1 else lane, pid, used + row + 1, "thread")
@@ -91,7 +92,7 @@ def _counters(timeline: Timeline, zero: float, pids: dict[str, int]) -> Iterator
         except (KeyError, TypeError, ValueError):
             continue
         for name, keys in COUNTED.items():
-            values = {k.split("/")[1]: v for k in keys if isinstance(v := record.get(k), int | float) and v == v}
+            values = {k.split("/")[1]: v for k in keys if isinstance(v := record.get(k), int | float) and isfinite(v)}
             if values and moment >= 0:
                 yield _counter(name, pids["learner"], moment, values)
 
@@ -100,13 +101,19 @@ def _counter(name: str, pid: int, seconds: float, values: dict[str, Any]) -> dic
     return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": int(seconds * 1e6), "args": values}
 
 
+def lines(found: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The file: one event a line."""
+    before = "[\n"
+    for event in found:
+        yield before + json.dumps(event, separators=(",", ":"), allow_nan=False)
+        before = ",\n"
+    yield "\n]\n" if before[0] == "," else "[]\n"
+
+
 def write(path: Path, found: Iterable[dict[str, Any]]) -> int:
-    """One event a line. Gives how many there are."""
-    count = 0
+    """Gives how many events there are."""
+    count = -1
     with writing(path), path.open("w", encoding="utf-8") as file:
-        file.write("[")
-        for event in found:
-            file.write(("\n" if count == 0 else ",\n") + json.dumps(event, separators=(",", ":"), allow_nan=False))
-            count += 1
-        file.write("\n]\n")
+        for count, line in enumerate(lines(found)):  # noqa: B007
+            file.write(line)
     return count

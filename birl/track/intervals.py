@@ -39,10 +39,6 @@ class Intervals:
         """How much of it is also in the other."""
         return float((self.below(other.ends) - self.below(other.starts)).sum())
 
-    def gaps(self) -> "Intervals":
-        """What lies between them."""
-        return Intervals(self.ends[:-1], self.starts[1:])
-
 
 def union(starts: Any, ends: Any) -> Intervals:
     """Of intervals in any order that may overlap."""

@@ -12,9 +12,8 @@ NESTED = ("loop", "calls")  # lanes whose spans lie beside or inside of each oth
 SLACK = 1e-5  # s; spans that follow one another may overlap by so much: clocks are read one after the other
 
 
-def rows_of(start: Any, end: Any, most: int | None = None, slack: float = SLACK) -> NDArray[np.int64]:
-    """The row of each span, from 0: the lowest that is free when it begins. Beyond `most` rows they stay in the last
-    one, over each other.
+def rows_of(start: Any, end: Any) -> NDArray[np.int64]:
+    """The row of each span, from 0: the lowest that is free when it begins.
 
     Example: rows_of([0, 1, 2], [2, 3, 4]).tolist() == [0, 1, 0]
     """
@@ -24,13 +23,10 @@ def rows_of(start: Any, end: Any, most: int | None = None, slack: float = SLACK)
     used: list[tuple[float, int]] = []  # when each row that is taken gets free
     count = 0
     for i in np.argsort(first, kind="stable").tolist():
-        while used and used[0][0] <= first[i] + slack:
+        while used and used[0][0] <= first[i]:
             heapq.heappush(free, heapq.heappop(used)[1])
         if free:
             row = heapq.heappop(free)
-        elif most is not None and count >= most:
-            found[i] = most - 1
-            continue
         else:
             row, count = count, count + 1
         found[i] = row

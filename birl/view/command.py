@@ -21,7 +21,7 @@ PORT = 8311
 NEXT = 20  # further ports that are tried where the first is taken
 USAGE = (
     "Usage: birl view [RUN ...] [--port N] [--no-browser]\n\n"
-    "A live page of runs on this machine: curves, comparison, rollouts, timeline. RUN is the folder of a run, or a\n"
+    "A live page of runs on this machine: curves, comparison, rollouts, waiting. RUN is the folder of a run, or a\n"
     "folder of runs (default: runs). It is for this machine only (127.0.0.1), reads and never writes, and shows runs\n"
     f"that are going on. --port: {PORT} or the next one that is free. Ctrl-C ends it; runs are not touched."
 )

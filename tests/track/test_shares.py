@@ -45,9 +45,6 @@ def test_intervals_are_what_counting_moments_gives() -> None:
         assert one.total == len(moments) and one.within(other) == len(moments & others)
         assert one.below([13, 77]).tolist() == [sum(m < 13 for m in moments), sum(m < 77 for m in moments)]
         assert (one.starts[1:] > one.ends[:-1]).all()
-        if len(one.starts):
-            whole = one.ends[-1] - one.starts[0]
-            assert one.gaps().total == whole - one.total
 
 
 def test_shares_are_those_of_the_trace(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def train(folder: Path) -> None:
 def pictures(page: Any, out: Path) -> None:
     runs = {run["name"]: run["id"] for run in page.evaluate("fetch('/api/runs').then((a) => a.json())")["runs"]}
     every, one = "&".join(f"run={runs[name]}" for name in sorted(runs, reverse=True)), f"run={runs['sort-0']}"
-    views = {"curves": f"{every}&smooth=0.75", "compare": every, "rollouts": f"{one}&row=2", "timeline": one}
+    views = {"curves": f"{every}&smooth=0.75", "compare": every, "rollouts": f"{one}&row=2", "waiting": one}
     for view, query in views.items():
         page.evaluate("(to) => { location.hash = to; }", f"#/{view}?{query}")
         page.wait_for_selector(f"[aria-current=page][href^='#/{view}']")

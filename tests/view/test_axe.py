@@ -12,7 +12,7 @@ from tests.view.browser import NARROW, chromium, opened, serving  # noqa: F401  
 from tests.view.runs import make
 
 AXE = Path(__file__).parents[2] / ".venv-axe" / "package" / "axe.min.js"
-VIEWS = ["", *sorted({"curves", "compare", "rollouts", "timeline"} & {path.stem for path in STATIC.glob("*.js")})]
+VIEWS = ["", *sorted({"curves", "compare", "rollouts", "waiting"} & {path.stem for path in STATIC.glob("*.js")})]
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -46,7 +46,7 @@ def violations(page: Any, source: str) -> list[str]:
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view or "runs")
 def test_axe_finds_nothing_serious(chromium: Any, source: str, view: str, url: str) -> None:  # noqa: F811
     for options in ({"color_scheme": "light"}, {"color_scheme": "dark", "viewport": NARROW}):
-        with opened(chromium, url, quiet=["400"], **options) as page:  # a run without a trace has no timeline
+        with opened(chromium, url, quiet=["400"], **options) as page:  # a run without a trace has no waits
             runs = page.evaluate("fetch('/api/runs').then((a) => a.json())")["runs"]
             page.evaluate(
                 "(to) => { location.hash = to; }", f"#/{view}?" + "&".join(f"run={run['id']}" for run in runs)

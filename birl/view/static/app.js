@@ -6,7 +6,7 @@ const VIEWS = [ // path, name, module
   ["/curves", "Curves", "./curves.js"],
   ["/compare", "Compare", "./compare.js"],
   ["/rollouts", "Rollouts", "./rollouts.js"],
-  ["/timeline", "Timeline", "./timeline.js"],
+  ["/waiting", "Waiting", "./waiting.js"],
 ];
 
 /** What the server says to /api/path. query: an object, values may be lists, or URLSearchParams. Throws an Error with

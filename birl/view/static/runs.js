@@ -80,7 +80,7 @@ function row(it, run) {
   return el("tr", {},
     el("td", {}, pick),
     el("th", { scope: "row" }, el("a", { href: `#/curves?${query}`, data: { key: `run-${run.id}` } }, name(run.name)),
-      el("div", { class: "more small" }, el("a", { href: `#/rollouts?${query}` }, "rollouts"), " ", el("a", { href: `#/timeline?${query}` }, "timeline"), " ", report(run.id)),
+      el("div", { class: "more small" }, el("a", { href: `#/rollouts?${query}` }, "rollouts"), " ", el("a", { href: `#/waiting?${query}` }, "waiting"), " ", report(run.id)),
       run.problem ? el("div", { class: "small bad" }, "config.json cannot be read") : null),
     cell("state", el("span", { class: `state ${run.state}` }, run.state)),
     cell("step", el("span", {}, count(run.step), run.total ? el("span", { class: "muted" }, ` / ${count(run.total)}`) : null), progress(run)),

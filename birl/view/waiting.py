@@ -1,0 +1,75 @@
+"""Where the time of a run went: the table of waits that `birl trace` prints, and the trace for Perfetto.
+
+/api/waiting?run=ID            the sentence, and the share of each wait in every process
+/api/waiting/trace?run=ID      the trace in Chrome's format, as a file
+"""
+
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from birl.errors import BirlError
+from birl.track.chrome import events, lines
+from birl.track.limit import limit, said
+from birl.track.shares import Shares, shares_of
+from birl.track.timeline import Timeline
+from birl.view.answer import Answer
+from birl.view.folders import Run, Runs
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A run's trace and what follows from it, until there is more of it."""
+
+    timeline: Timeline
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    shares: Shares | None = None
+
+    def refresh(self) -> None:
+        if self.timeline.read():
+            self.shares = shares_of(self.timeline)
+
+
+def routes(runs: Runs) -> list[Route]:
+    traces: dict[str, _Traced] = {}
+
+    def answer(request: Request) -> Response:
+        run = runs[request.query_params.get("run", "")]
+        traced = traces.setdefault(run.id, _Traced(Timeline(run.folder)))
+        with traced.lock:
+            traced.refresh()
+            return Answer(shown(run, traced))
+
+    def trace(request: Request) -> Response:
+        run = runs[request.query_params.get("run", "")]
+        timeline = Timeline(run.folder)
+        timeline.read()
+        name = f"{Path(run.folder).name}.trace.json".encode("ascii", "replace").decode().replace('"', "")
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        return StreamingResponse(lines(events(timeline)), media_type="application/json", headers=headers)
+
+    return [Route("/api/waiting", answer, methods=["GET"]), Route("/api/waiting/trace", trace, methods=["GET"])]
+
+
+def shown(run: Run, traced: _Traced) -> dict[str, Any]:
+    timeline, shares = traced.timeline, traced.shares
+    if not len(timeline):
+        raise BirlError(f"{run.name}: the trace is empty so far. Wait for the first step.")
+    return {
+        "name": run.name,
+        "running": run.running,
+        "spans": len(timeline),
+        "limit": limit(shares, run.config).sentence,
+        "shares": None if shares is None else asdict(shares),
+        "words": {name: said(name) for its in _tables(shares) for name in its},
+        "broken": timeline.broken[:5],
+    }
+
+
+def _tables(shares: Shares | None) -> list[dict[str, float]]:
+    return [] if shares is None else [shares.learner, *shares.processes.values()]
