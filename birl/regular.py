@@ -1,4 +1,5 @@
-"""Files of folders that others may have written: only regular files are opened, and no name leads out of the folder.
+"""Files: of folders that others may have written only regular ones are opened, and no name leads out of the folder;
+what is written is whole, or the error says what to do.
 
 A named pipe would keep a reader waiting for ever, a device has no end, and `../` in a manifest, or a link, would read
 or write what the folder does not hold.
@@ -9,7 +10,8 @@ import io
 import json
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -110,3 +112,23 @@ def parse_json(data: bytes | str) -> Any:
         return json.loads(data)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a full or failing disk into an error that names the file and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise BirlError(
+            f"cannot write {path}: {error.strerror or error}. Free some space (`birl checkpoints` can prune) or make "
+            "the folder writable, then start the same command again: the run goes on from its last checkpoint."
+        ) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Old content or new content, never half of it."""
+    new = path.with_name(path.name + ".new")
+    with writing(path):
+        new.write_bytes(data)
+        os.replace(new, path)

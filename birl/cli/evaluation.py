@@ -23,18 +23,19 @@ from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
 from birl.errors import BirlError, innermost
 from birl.learner.policy import DTYPES, Policy, Reader, load_policy, load_reader
+from birl.learner.rewards import make_rewards, started
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
+from birl.rollout.evaluate import Plan, data_digest, evaluate, plan, right_from, versions_of
 from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
+from birl.rollout.records import answers
 from birl.rollout.scorer import scorer
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.log import encode
 from birl.track.progress import source
-from birl.train.evaluate import Plan, answers, data_digest, evaluate, plan, right_from, versions_of
-from birl.train.rewards import make_rewards, started
 from birl.train.tasks import limits_of, own_rows, tell_plain
 from birl.types import Group
 from birl.visible import visible

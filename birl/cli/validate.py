@@ -19,12 +19,12 @@ from birl.data.tasks import Tasks, load_tasks
 from birl.envs.calls import called
 from birl.envs.open import World, check_world, open_world
 from birl.errors import BirlError
+from birl.learner.rewards import make_rewards, started
 from birl.parallel.machine import compute_thread
 from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
 from birl.rollout.scorer import scorer
 from birl.rollout.session import Tools
-from birl.train.rewards import make_rewards, started
 from birl.train.tasks import limits_of
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 

@@ -39,6 +39,18 @@ class Example:
     margin: float = 0.0
     good: bool = True
 
+    @property
+    def room(self) -> int:
+        """Tokens that it takes in a micro-batch, at most: its prompt once, both answers, a place for the score of
+        each."""
+        sides = self.sequences
+        together = sum(map(len, sides)) + len(sides)
+        if len(sides) == 1:
+            return together
+        start = min(s.mask.index(1) for s in sides)
+        shared = next((i for i, (a, b) in enumerate(zip(*(s.ids for s in sides), strict=False)) if a != b), start)
+        return together - min(shared, start)
+
 
 class Examples(Sequence[Example]):
     """All examples of one source.

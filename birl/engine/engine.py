@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ class Counters:
     waiting: int = 0
     finished: int = 0
     restarts: int = 0  # times that keys and values were computed anew because the weights had changed
+
+    def since(self, before: "Counters") -> "Counters":
+        return Counters(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(Counters)))
 
 
 class EmbeddedEngine:

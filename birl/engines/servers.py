@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from birl.allocator import cores
 from birl.config import schema
 from birl.config.decided import LAUNCHED, NAME, SERVERS, weights_method
 from birl.data.tasks import Tasks
@@ -32,13 +29,13 @@ from birl.learner.learner import Learner
 from birl.learner.policy import Policy
 from birl.models.device import choose
 from birl.models.digests import words
-from birl.parallel.grid import grid_of, rank_threads
 from birl.process import Process, free_port
 from birl.types import Completion, SamplingParams
 from birl.waits import event
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
-from birl.weights.publish import Sender, Volume, published, released, shared_memory
+from birl.weights.publish import Sender, Volume, shared_memory
+from birl.weights.publisher import published, released
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,16 +107,6 @@ class Servers(Counting):
         with suppress(Exception):  # whatever is wrong with them, the processes must end
             await self.router.close()
         await asyncio.gather(*(child.terminate() for child in self.children))
-
-
-def learner_threads(config: schema.RL) -> int:
-    """threads, where it is 0: half of the cores when servers on this machine have the others."""
-    if grid_of(config).size > 1:
-        return rank_threads(config)
-    shares = config.engine.kind != "embedded" and not config.engine.attach
-    if config.threads or not shares or config.model.device == "cuda" or torch.cuda.is_available():
-        return config.threads
-    return max(cores() // 2, 1)
 
 
 async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
@@ -196,7 +183,7 @@ async def start(engine: schema.Engine, children: Sequence[Process]) -> None:
         raise BirlError(f"engine.kind={engine.kind}: a server did not start ({hint}). {error}") from error
 
 
-def wanted(config: schema.RL, policy: Policy, context: int, asked: list[tuple[int, int]], run: Path) -> Wanted:
+def wanted(config: schema.RL, policy: Policy, context: int, asked: Sequence[tuple[int, int]], run: Path) -> Wanted:
     longest = min(max(map(sum, asked)), context)
     size = config.engine.kv_cache_gb or (
         cache_bytes(policy.model, config.engine.max_batch, longest, device=choose(config.model.device)) / 2**30

@@ -11,16 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.types import Sample
 
 AT_ONCE = 8  # requests
 TIMEOUT = 300.0  # seconds a request may take
-
-
-def served(teacher: str) -> bool:
-    """Is algorithm.teacher behind an address, or a model to load?"""
-    return teacher.startswith(("http://", "https://"))
 
 
 class ServedTeacher:
@@ -33,7 +29,7 @@ class ServedTeacher:
     def __init__(self, address: str) -> None:
         self.address, _, self.model = address.partition("#")
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def __call__(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
         """For each sample the log-probs of its trained tokens, at temperature 1."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self._one, samples))

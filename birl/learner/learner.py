@@ -16,16 +16,14 @@ from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
 from birl.learner.optimizer import Masters, Parts, adamw, on_grid
 from birl.learner.outputs import Outputs
-from birl.learner.split_lora import SplitAdapters, prepare
 from birl.models.forward import forget, head
 from birl.models.heads import score_head
 from birl.models.load import cast
 from birl.models.routing import Seen, balance, load_counts, routing_for
 from birl.models.slices import fill
+from birl.parallel.layout import drop_gathered
 from birl.parallel.norm import global_norm, sum_gradients
 from birl.parallel.ranks import Ranks
-from birl.parallel.shard import drop_gathered, settle, shard
-from birl.parallel.tensor import split
 from birl.waits import alive
 
 #: logp [N] (or scores), entropy [N], batch -> scalar loss, and figures to report: name -> [N], or [pairs]
@@ -138,6 +136,8 @@ class Learner:
         if gradient_checkpointing:
             recompute(model)
         if ranks.sharded:
+            from birl.learner.split_lora import SplitAdapters, prepare
+
             origin = None if lora is None else prepare(model, lora, dtype, ranks)
             summands = self._shard(dtype, offload)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -303,6 +303,9 @@ class Learner:
 
     def _shard(self, dtype: torch.dtype, offload: bool) -> list[str]:
         """Names of the parameters whose gradients have to be summed over the ranks of tp."""
+        from birl.parallel.shard import settle, shard
+        from birl.parallel.tensor import split
+
         summands = split(self.model, self.ranks) if self.ranks.grid.tp > 1 else []
         shard(self.outputs, self.model, self.ranks, dtype, offload=offload)
         if fill(self.model, offload):

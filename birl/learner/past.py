@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from birl.learner.learner import Learner
 from birl.models.forward import weights_changed
-from birl.parallel.shard import drop_gathered
+from birl.parallel.layout import drop_gathered
 
 
 class Past:

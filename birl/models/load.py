@@ -24,7 +24,6 @@ from transformers.utils import logging as transformers_logging
 from birl.errors import BirlError, first_line
 from birl.hub import WEIGHTS, check_tokenizer, check_weights, is_local
 from birl.models import attention
-from birl.models.gguf import bundled, converted
 from birl.models.heads import add_score_head
 from birl.named import template_file
 from birl.regular import check_all, inside, read_json, read_text
@@ -37,12 +36,12 @@ REWARD_MODEL = {"beside": {"score.weight"}, "without": {"lm_head.weight"}}  # be
 def resolve(path: str, say: Callable[[str], None] = print, weights: bool = True, key: str = "model.path") -> Path:
     """A model folder for `smollm2`, a folder, a .gguf file or a hub id; of the latter `weights` may be left out. `key`
     is what the errors call it."""
-    if path == "smollm2":
-        return converted(bundled(), say)
+    local = Path(path).expanduser()
+    if path == "smollm2" or (is_local(key, path) and local.is_file()):
+        from birl.models.gguf import bundled, converted
+
+        return converted(bundled() if path == "smollm2" else local.resolve(), say)
     if is_local(key, path):
-        local = Path(path).expanduser()
-        if local.is_file():
-            return converted(local.resolve(), say)
         check_all(local)
         return local
     return from_hub(path, WANTED if weights else [p for p in WANTED if "safetensors" not in p], key)

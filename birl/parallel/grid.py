@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+import torch
+
 from birl.allocator import cores
 from birl.config import schema
 from birl.parallel.ranks import Grid
@@ -30,6 +32,16 @@ def rank_threads(config: schema.RL | schema.Stage) -> int:
     """CPU threads of each rank; 0: what PyTorch would take."""
     ranks = grid_of(config).size
     return config.threads or (max(1, cores() // ranks) if ranks > 1 else 0)
+
+
+def learner_threads(config: schema.RL) -> int:
+    """threads, where it is 0: half of the cores when servers on this machine have the others."""
+    if grid_of(config).size > 1:
+        return rank_threads(config)
+    shares = config.engine.kind != "embedded" and not config.engine.attach
+    if config.threads or not shares or config.model.device == "cuda" or torch.cuda.is_available():
+        return config.threads
+    return max(cores() // 2, 1)
 
 
 def end_with_torchrun() -> None:

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -57,3 +58,10 @@ def local(tensor: Tensor) -> Tensor:
 def cut(placement: Placement) -> int | None:
     """The dimension that is cut; torch has two classes that say so."""
     return getattr(placement, "dim", None)
+
+
+def drop_gathered(root: nn.Module) -> None:
+    """Before weights change: FSDP keeps what it has gathered for `root` itself until the next backward pass, and after
+    a forward pass without one would go on with the old values."""
+    if isinstance(root, FSDPModule):
+        root.reshard()

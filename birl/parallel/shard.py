@@ -61,10 +61,3 @@ def layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers: the modules that transformers says must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [m for m in model.modules() if type(m).__name__ in names]
-
-
-def drop_gathered(root: nn.Module) -> None:
-    """Before weights change: FSDP keeps what it has gathered for `root` itself until the next backward pass, and after
-    a forward pass without one would go on with the old values."""
-    if isinstance(root, FSDPModule):
-        root.reshard()

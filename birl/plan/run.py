@@ -14,13 +14,13 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner.export import resolved
+from birl.learner.open import check_device
 from birl.models.load import context_limit, skeleton
 from birl.parallel.grid import grid_of
 from birl.parallel.machine import free_memory, peak_memory
 from birl.plan import run_memory as memory
 from birl.plan.run_memory import GIB, Phases
 from birl.track.units import counted
-from birl.train.learners import check_device
 from birl.train.parts import Parts
 
 PROMPT = 128  # tokens of a prompt, where data.max_prompt_tokens does not say

@@ -26,7 +26,6 @@ from birl.config.decided import CRITIC
 from birl.engine.open import SHARE
 from birl.engine.pages import pages_for
 from birl.engine.scheduler import PREFILL
-from birl.engines.teacher import served
 from birl.kernels import PAGE
 from birl.learner.comparison import KEPT
 from birl.learner.lora import targets
@@ -187,7 +186,7 @@ def predict(model: nn.Module, config: schema.RL, load: Load) -> Phases:
     frozen = module.wide * parameters + (laid_out if module.on_kernels else 0)
     if keeps_reference(config.algorithm, surrogate_of(config.algorithm)):
         always["reference model"] = frozen
-    if config.algorithm.teacher and not served(config.algorithm.teacher):
+    if config.algorithm.teacher and "://" not in config.algorithm.teacher:
         always["teacher, if as large"] = frozen
     critic = config.algorithm.advantage in CRITIC and not config.critic.shared
     if config.checkpoint.asynchronous:

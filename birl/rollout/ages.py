@@ -5,7 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from birl.errors import BirlError
+from birl.track.units import counted
 from birl.types import Sample
+
+OLD = 8  # ages of this many steps or more are one class of the figures
 
 
 @dataclass(slots=True)
@@ -22,6 +26,15 @@ class Ages:
         """0: the step that began last began with these weights."""
         return sum(start > version for start in self.starts)
 
+    def check(self, versions: Iterable[int], most: int) -> None:
+        """The bound that `rollout/pipeline.py` proves, for the versions that groups were begun with. Raises
+        `BirlError`."""
+        if (oldest := max(map(self.of, versions), default=0)) > most:
+            raise BirlError(
+                f"A group was begun {counted(oldest, 'step')} ago, and rollout.max_staleness={most}. "
+                "That is a mistake in birl: please report it, with the ledger.jsonl of this run."
+            )
+
     def histogram(self, samples: Iterable[Sample]) -> Counter[int]:
         """Trained tokens by age."""
         counts = Counter(v for s in samples for v in s.versions if v >= 0)
@@ -29,6 +42,17 @@ class Ages:
         for version, n in counts.items():
             found[self.of(version)] += n
         return found
+
+    def figures(self, samples: Sequence[Sample], bound: int) -> dict[str, float]:
+        """How old the trained tokens are [training steps]; with a `bound` above 0 also the share of each age."""
+        ages = self.histogram(samples)
+        figures = {"staleness/mean": mean(ages), "staleness/max": float(max(ages, default=0))}
+        if bound > 0:
+            figures["staleness/mixed"] = mixed(samples)
+            for age in range(min(bound, OLD) + 1):
+                count = ages[age] if age < OLD else sum(n for a, n in ages.items() if a >= OLD)
+                figures[f"staleness/{age}"] = count / max(ages.total(), 1)
+        return figures
 
 
 def mean(histogram: Counter[int]) -> float:

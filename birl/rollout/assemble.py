@@ -134,3 +134,35 @@ def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list
 
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:
     return [sum(s.mask) for s in samples]
+
+
+def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
+    """Samples in at most `parts` pieces of about equally many groups, in order; the samples of a group stay
+    together."""
+    groups = list(dict.fromkeys(s.group for s in samples))
+    pieces = min(parts, len(groups))
+    piece_of = {g: n * pieces // len(groups) for n, g in enumerate(groups)}
+    return [[s for s in samples if piece_of[s.group] == piece] for piece in range(pieces)]
+
+
+Unit = tuple[Group, int, int | None]  # what has an advantage of its own: an episode, or one of its turns
+
+
+def places(units: Sequence[Unit]) -> list[int]:
+    """What each unit is compared with, counted from 0: the same turn, or all, of its group and agent."""
+    names = [(g.index, g.agent, turn) for g, _, turn in units]
+    order = {name: n for n, name in enumerate(dict.fromkeys(names))}
+    return [order[name] for name in names]
+
+
+def unit_lengths(units: Sequence[Unit]) -> list[int]:
+    """Tokens that the model generated."""
+    turns = [(g.trajectories[i].turns, turn) for g, i, turn in units]
+    return [sum(len(t.completion.tokens) for t in (own if n is None else own[n : n + 1])) for own, n in turns]
+
+
+def earned(trajectory: Trajectory, penalty: float) -> list[float]:
+    """The reward of each trained token of an episode's samples, one after the other."""
+    rewards = turn_rewards(trajectory)
+    rewards[-1] += penalty
+    return [value for own in token_rewards(trajectory, rewards) for value in own]

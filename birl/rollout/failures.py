@@ -25,6 +25,18 @@ def check(step: Step, most: float) -> None:
     )
 
 
+def refill(step: Step, wanted: int, most: float) -> str:
+    """A warning where the pipeline gave up refilling a step of `wanted` groups, after `most` times so many refused
+    ones, and handed over what it had."""
+    asked = len(step.groups) + len(step.refused)
+    if len(step.groups) >= wanted or len(step.refused) <= most * wanted:
+        return ""
+    return (
+        f"Step {step.number}: only {len(step.groups)} of {asked} groups have rewards that differ "
+        f"(algorithm.max_refill={most:g}). Where that lasts, the prompts are too easy or too hard by now."
+    )
+
+
 ALIKE = 8  # episodes
 CHANCE = 0.01  # of so many failures in a row
 VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in what went wrong

@@ -21,10 +21,26 @@ once does not depend on how long a reward took, and a resumed run is bit-identic
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
+from typing import Any
 
 from birl.types import Group, Task
 from birl.waits import event, waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one training step gets. Every task before number `position` of the stream is consumed after it, and those
+    with the numbers `ahead`. `ready` groups are finished and wait, `running` ones are being rolled out."""
+
+    number: int
+    groups: list[Group]
+    refused: list[Group]
+    position: int
+    ahead: tuple[int, ...] = ()
+    ready: int = 0
+    running: int = 0
 
 
 @dataclass(slots=True)
@@ -33,9 +49,11 @@ class Ordered:
     finished. None: there will be no more."""
 
     window: int = 0
+    position: int = 0  # of the first task in the stream,
+    done: Collection[int] = ()  # and those behind it that are passed over
+    numbers: list[int] = field(default_factory=list[int])  # of the task at each place
     finished: dict[int, Group] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    admitted: int = 0
     first: int = 0  # the first place that was not taken,
     ahead: set[int] = field(default_factory=set)  # and those behind it that were
     closed: bool = False
@@ -53,7 +71,27 @@ class Ordered:
     @property
     def running(self) -> int:
         """How many admitted groups are not finished. A group's coroutine ends only after it was put here."""
-        return self.admitted - self.first - len(self.ahead) - len(self.finished)
+        return len(self.numbers) - self.first - len(self.ahead) - len(self.finished)
+
+    def step(self, number: int, kept: list[Group], refused: list[Group]) -> Step:
+        """What training step `number` gets, now that these were taken."""
+        start = self.numbers[self.first] if self.first < len(self.numbers) else self.end()
+        return Step(
+            number=number,
+            groups=kept,
+            refused=refused,
+            position=start,
+            ahead=tuple(sorted(n for n in {*(self.numbers[p] for p in self.ahead), *self.done} if n > start)),
+            ready=len(self.finished),
+            running=self.running,
+        )
+
+    def end(self) -> int:
+        """The first task that was not admitted, where everything that was is consumed."""
+        last = self.numbers[-1] + 1 if self.numbers else self.position
+        while last in self.done:
+            last += 1
+        return last
 
     def ready(self) -> int | None:
         """The first place from which a group can be taken now."""
@@ -62,7 +100,7 @@ class Ordered:
     async def take(self) -> Group | None:
         async with self.changed:
             await self.changed.wait_for(
-                lambda: self.ready() is not None or (self.closed and self.first == self.admitted)
+                lambda: self.ready() is not None or (self.closed and self.first == len(self.numbers))
             )
             place = self.ready()
             if place is None:
@@ -74,26 +112,26 @@ class Ordered:
             return self.finished.pop(place)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one training step gets. Every task before number `position` of the stream is consumed after it, and those
-    with the numbers `ahead`. `ready` groups are finished and wait, `running` ones are being rolled out."""
-
-    number: int
-    groups: list[Group]
-    refused: list[Group]
-    position: int
-    ahead: tuple[int, ...] = ()
-    ready: int = 0
-    running: int = 0
-
-
 def slots(groups_per_step: int, max_staleness: int, sync_every: int = 1, window: int = 0) -> int:
     """How many groups may be admitted and not yet trained: see the proof above."""
     found = (max_staleness - sync_every + 2) * groups_per_step - window
     if found < groups_per_step or window < 0 or sync_every < 1:
         raise ValueError(f"no step could ever be filled with {max_staleness=}, {sync_every=}, {window=}")
     return found
+
+
+class Slots(asyncio.Semaphore):
+    """`room` of them, of which the last steps, which want no more groups than `wanted`, give back fewer."""
+
+    def __init__(self, room: int, wanted: float, groups_per_step: int) -> None:
+        super().__init__(int(min(room, max(wanted, groups_per_step))))
+        self.later = wanted - room  # groups that are wanted beyond the first slots
+
+    def trained(self, groups: int) -> None:
+        for _ in range(groups):
+            if self.later > 0:
+                self.release()
+            self.later -= 1
 
 
 async def run(
@@ -121,78 +159,55 @@ async def run(
     of a step to that many times groups_per_step: then the step is handed over as it is. With `steps`, no group is begun
     that none of them could train.
     """
-    room = slots(groups_per_step, max_staleness, sync_every, window)
     wanted = inf if steps is None else (steps - first_step + 1) * groups_per_step
-    free = asyncio.Semaphore(int(min(room, max(wanted, groups_per_step))))
-    later = wanted - room  # groups that the last steps still want beyond the first slots
-    numbers: list[int] = []  # of the task at each place
-    order = Ordered(window)
-    running: set[asyncio.Task[None]] = set()
-    stop = stop or asyncio.Event()
+    free = Slots(slots(groups_per_step, max_staleness, sync_every, window), wanted, groups_per_step)
+    order = Ordered(window, position, done)
+    running, stop = set[asyncio.Task[Any]](), stop or asyncio.Event()
     async with asyncio.TaskGroup() as everything:  # an error on any side cancels the others
-
-        async def produce() -> None:
-            for number, task in enumerate(tasks, start=position):
-                if number in done:
-                    continue
-                with waiting("rollout", "a free slot", "the next training step"):
-                    await free.acquire()
-                group = everything.create_task(one(len(numbers), number, task))
-                running.add(group)
-                group.add_done_callback(running.discard)
-                numbers.append(number)
-                order.admitted += 1
-            await order.close()
 
         async def one(place: int, number: int, task: Task) -> None:
             await order.put(place, await rollout(number, task))
             event(f"group {number} rolled out")
 
-        def handed_over(number: int, kept: list[Group], refused: list[Group]) -> Step:
-            start = numbers[order.first] if order.first < len(numbers) else _end(numbers, position, done)
-            return Step(
-                number=number,
-                groups=kept,
-                refused=refused,
-                position=start,
-                ahead=tuple(sorted(n for n in {*(numbers[p] for p in order.ahead), *done} if n > start)),
-                ready=len(order.finished),
-                running=order.running,
-            )
+        def begin(place: int, number: int, task: Task) -> None:
+            group = everything.create_task(one(place, number, task))
+            running.add(group)
+            group.add_done_callback(running.discard)
 
-        producer = everything.create_task(produce())
+        producer = everything.create_task(_produce(tasks, order, free, begin))
         stopped = everything.create_task(stop.wait())
-        number = first_step
-        while steps is None or number <= steps:
-            wave = groups_per_step if max_staleness == 0 else 1
+        wave = groups_per_step if max_staleness == 0 else 1
+        for number in count(first_step) if steps is None else range(first_step, steps + 1):
             collecting = everything.create_task(_collect(order, free, keep, groups_per_step, max_refill, wave))
             with waiting("training", f"{groups_per_step} groups for step {number}", "rollout"):
                 await asyncio.wait((collecting, stopped), return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
-                running.add(collecting)  # pyright: ignore[reportArgumentType]
+                running.add(collecting)
                 break
             kept, refused = collecting.result()
             if not kept and not refused:
                 break
-            await train(handed_over(number, kept, refused))
+            await train(order.step(number, kept, refused))
             event(f"step {number} trained")
-            number += 1
             if stop.is_set():
                 break
-            for _ in kept:
-                if later > 0:
-                    free.release()
-                later -= 1
+            free.trained(len(kept))
         for task in (producer, stopped, *running):
             task.cancel()
 
 
-def _end(numbers: list[int], position: int, done: Collection[int]) -> int:
-    """The first task that was not admitted, where everything that was is consumed."""
-    found = numbers[-1] + 1 if numbers else position
-    while found in done:
-        found += 1
-    return found
+async def _produce(
+    tasks: Iterator[Task], order: Ordered, free: asyncio.Semaphore, begin: Callable[[int, int, Task], None]
+) -> None:
+    """Admit a task for each slot: `begin(place, number, task)`."""
+    for number, task in enumerate(tasks, start=order.position):
+        if number in order.done:
+            continue
+        with waiting("rollout", "a free slot", "the next training step"):
+            await free.acquire()
+        begin(len(order.numbers), number, task)
+        order.numbers.append(number)
+    await order.close()
 
 
 async def _collect(

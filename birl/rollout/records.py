@@ -8,7 +8,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from birl.rollout import assemble, pipeline
-from birl.types import Group, Outcome, Sample
+from birl.rollout.group import Rollout, last_reply
+from birl.types import Group, Message, Outcome, Sample
 
 
 def episode_records(
@@ -98,3 +99,27 @@ def _means(prefix: str, columns: Iterable[Mapping[str, float]]) -> dict[str, flo
         for name, value in row.items():
             values[name].append(value)
     return {prefix + name: fmean(each) for name, each in values.items()}
+
+
+def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None) -> list[dict]:
+    """First answer of each task, as text, for reports."""
+    found = []
+    for group in groups[:limit]:
+        trajectory = group.trajectories[0]
+        found.append(
+            {
+                "prompt": prompt_text(group.task.prompt),
+                "completion": last_reply(trajectory, rollout.chat).content if trajectory.turns else "",
+                "answer": group.task.answer,
+                "score": trajectory.score if trajectory.outcome.scored else None,
+                "outcome": str(trajectory.outcome),
+                "source": group.task.source,
+                "id": group.task.id,
+            }
+        )
+    return found
+
+
+def prompt_text(prompt: tuple[Message, ...] | str) -> str:
+    """The user's message, for people to read; the model sees the template's rendering."""
+    return prompt if isinstance(prompt, str) else "\n".join(m.content for m in prompt if m.role != "system")

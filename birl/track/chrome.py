@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from birl.track.log import writing
+from birl.regular import writing
 from birl.track.progress import stored
 from birl.track.rows import NESTED, Floats, lane_order, nested, rows_of
 from birl.track.timeline import Timeline

@@ -3,28 +3,16 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
-from birl.regular import check, parse_json, read_bytes
+from birl.regular import check, parse_json, read_bytes, writing
 
 #: what ends a line for `str.splitlines` and editors, and is allowed in a JSON string
 LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a full or failing disk into an error that names the file and the fix."""
-    try:
-        yield
-    except OSError as error:
-        raise BirlError(
-            f"cannot write {path}: {error.strerror or error}. Free some space (`birl checkpoints` can prune) or make "
-            "the folder writable, then start the same command again: the run goes on from its last checkpoint."
-        ) from error
 
 
 def encode(record: object, exact: bool = False) -> bytes:
@@ -93,14 +81,6 @@ def parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BirlError(f"{path}, line {number}: it is no JSON object. Delete the line to read the rest.")
     return record
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Old content or new content, never half of it."""
-    new = path.with_name(path.name + ".new")
-    with writing(path):
-        new.write_bytes(data)
-        os.replace(new, path)
 
 
 def _is_record(line: bytes) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.regular import write_whole
 from birl.track.log import encode
-from birl.track.log import replace as write_whole
 from birl.track.runs import mapping
 from birl.track.sink import Figures, Sink, Start
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from birl.regular import read_bytes
+from birl.regular import read_bytes, write_whole
 from birl.track.figures import TABLE, figure, headed, ordered
-from birl.track.log import replace
 from birl.track.panel import PHASES
 from birl.track.progress import headline, idle_words, numbers, rises, source, stored
 from birl.track.runs import summary
@@ -27,7 +26,7 @@ Records = list[dict[str, Any]]
 def write_report(run: Path) -> Path:
     """Write `run`/report.html: its path."""
     path = Path(run) / "report.html"
-    replace(path, report(Path(run)).encode("utf-8", "replace"))
+    write_whole(path, report(Path(run)).encode("utf-8", "replace"))
     return path
 
 

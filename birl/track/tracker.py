@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from birl.config.schema import Reports, Track
+from birl.regular import write_whole, writing
 from birl.track.console import Terminal, only_shown, open_view
-from birl.track.log import JsonLog, encode, replace, writing
+from birl.track.log import JsonLog, encode
 from birl.track.outbox import PATIENCE, Marks, Outbox, Record
 from birl.track.progress import Progress, numbers, stored
 from birl.track.sink import Figures, Start, public
@@ -163,7 +164,7 @@ class Tracker:
             found |= facts(self.run)
         found |= summary
         self.close(summary=figures(found))
-        replace(self.run / "summary.json", encode(found))
+        write_whole(self.run / "summary.json", encode(found))
         report = None
         if self.track.report:
             from birl.track.report import write_report

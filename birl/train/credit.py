@@ -25,14 +25,15 @@ from birl.config import schema
 from birl.config.decided import BY_TOKEN
 from birl.data.columns import behaviour, by_sample, per_token, spread, trained
 from birl.data.pack import Batch, pack
-from birl.engines.teacher import ServedTeacher
 from birl.errors import BirlError
 from birl.learner.learner import Learner
 from birl.rollout import assemble
+from birl.rollout.assemble import Unit
 from birl.types import Group, Outcome, Sample
 
 Episode = tuple[Group, int]
-Unit = tuple[Group, int, int | None]  # what has an advantage of its own: an episode, or one of its turns
+#: log-probs of trained tokens, sample by sample
+Teacher = Callable[[Sequence[Batch], Sequence[Sample]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +49,24 @@ class Credited:
 
 @dataclass(slots=True, kw_only=True)
 class Credit:
-    """How advantages are made, as the configuration says."""
+    """How advantages are made. `max_tokens`: of an answer; `capacity`: of a micro-batch; `shares`: of the ranks."""
 
-    config: schema.RL
+    keys: schema.Algorithm
+    critic_keys: schema.Critic
+    max_tokens: int
+    capacity: int
+    shares: int = 1
     usage: assemble.Usage
     reference: Learner | None = None
     critic: Callable[[Sequence[Batch]], list[Tensor]] | None = None
-    teacher: Learner | ServedTeacher | None = None
+    teacher: Teacher | None = None
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
     pair_cost: float = 0.0  # of `pack`
     estimator: Part | None = field(init=False)
 
     def __post_init__(self) -> None:
-        keys = self.config.algorithm
+        keys = self.keys
         self.estimator = None
         if keys.advantage not in BY_TOKEN:
             name = "algorithm.advantage"
@@ -69,7 +74,7 @@ class Credit:
 
     def of(self, groups: Sequence[Group], greedy: dict[int, float], kl_coef: float) -> Credited:
         """`greedy`: the reward of the greedy answer to each group's prompt, where algorithm.baseline=greedy."""
-        keys = self.config.algorithm
+        keys = self.keys
         kept = [(g, i) for group in groups for g in assemble.by_agent(group) for i in self.usage.usable(g)]
         if keys.baseline == "greedy":
             kept = [(g, i) for g, i in kept if greedy.get(g.index) is not None]
@@ -108,17 +113,21 @@ class Credit:
 
     def penalties(self, kept: Sequence[Episode]) -> Tensor:
         """What length adds to or takes from each reward."""
-        keys = self.config.algorithm
+        keys = self.keys
         last = torch.tensor(
             [float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept], dtype=torch.float32
         )
         found = estimate.overlong_penalty(
-            last, limit=self.config.rollout.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
+            last, limit=self.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
         )
         if keys.length_penalty:
             units: list[Unit] = [(g, i, None) for g, i in kept]
             right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept], dtype=torch.bool)
-            found = found + keys.length_penalty * estimate.length_penalty(_lengths(units), right, _places(units))
+            found = found + keys.length_penalty * estimate.length_penalty(
+                _lengths(units),
+                right,
+                _places(units),
+            )
         return found
 
     def _by_turn(self, kept: Sequence[Episode], penalties: Tensor, greedy: dict[int, float]) -> list[Sample]:
@@ -128,7 +137,7 @@ class Credit:
         for (g, i), penalty in zip(kept, penalties.tolist(), strict=True):
             rewards = torch.tensor(assemble.turn_rewards(g.trajectories[i]), dtype=torch.float32)
             rewards[-1] += penalty
-            returns.append(estimate.rewards_to_go(rewards, self.config.algorithm.turn_discount))
+            returns.append(estimate.rewards_to_go(rewards, self.keys.turn_discount))
             units += [(g, i, number) for number in range(len(rewards))]
         each = self._estimate(torch.cat(returns), units, greedy).split([len(r) for r in returns])
         return [
@@ -155,10 +164,10 @@ class Credit:
         try:
             found = self.estimator.bound(tensors)(rewards, _places(units))
         except ValueError as error:
-            raise BirlError(f"algorithm.advantage={self.config.algorithm.advantage}: {error}.") from error
+            raise BirlError(f"algorithm.advantage={self.keys.advantage}: {error}.") from error
         if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.isfinite().all():
             raise BirlError(
-                f"algorithm.advantage={self.config.algorithm.advantage}: must give one finite number for each of "
+                f"algorithm.advantage={self.keys.advantage}: must give one finite number for each of "
                 f"{len(rewards)} rewards as a tensor, not {found if not isinstance(found, Tensor) else found.tolist()}."
             )
         return found
@@ -167,11 +176,10 @@ class Credit:
         return self._kl_in_reward() or any(m is not None for m in (self.critic, self.teacher, self.learner))
 
     def _kl_in_reward(self) -> bool:
-        return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
+        return self.keys.kl_coef > 0 and self.keys.kl_in == "reward"
 
     def _packed(self, samples: Sequence[Sample]) -> list[Batch]:
-        weights, keys = [0.0] * len(samples), self.config
-        return pack(samples, weights, keys.capacity, keys.parallel.shares, self.pair_cost)
+        return pack(samples, [0.0] * len(samples), self.capacity, self.shares, self.pair_cost)
 
     def _kl(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor] | None:
         """The KL's estimate for each trained token, sample by sample; under the weights that sampled."""
@@ -179,7 +187,7 @@ class Credit:
             return None
         assert self.reference is not None
         ref = by_sample(batches, self.reference.each(batches, self.reference.forward), len(samples))
-        estimator = estimators.ESTIMATORS[self.config.algorithm.kl]
+        estimator = estimators.ESTIMATORS[self.keys.kl]
         return [estimator(b, r) for b, r in zip(map(behaviour, samples), ref, strict=True)]
 
     def _returns(
@@ -209,19 +217,23 @@ class Credit:
     ) -> list[Sample]:
         """PPO: each turn's reward at its last token, the KL at each; advantages and returns by the critic's values."""
         assert self.critic is not None
-        keys = self.config.critic
+        keys = self.critic_keys
         values = by_sample(batches, self.critic(batches), len(samples))
         turns = by_sample(batches, [b.turn for b in batches], len(samples))
         sizes = [len(v) for v in values]
         sample = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes, dtype=torch.int64))
         flat = torch.cat(values)
         earned = torch.tensor(
-            [reward for (g, i), p in zip(kept, penalties.tolist(), strict=True) for reward in _earned(g, i, p)],
+            [
+                reward
+                for (g, i), p in zip(kept, penalties.tolist(), strict=True)
+                for reward in assemble.earned(g.trajectories[i], p)
+            ],
             dtype=torch.float32,
         )
         if kl is not None:
             earned = critics.token_rewards(earned, torch.cat(kl), kl_coef)
-        if self.config.algorithm.advantage == "turn_gae":
+        if self.keys.advantage == "turn_gae":
             found = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
         else:
             found = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam)
@@ -235,13 +247,9 @@ class Credit:
         """On-policy distillation: each token's advantage gains teacher_coef (teacher - ours), the negative of the
         sampled reverse KL."""
         assert self.teacher is not None
-        coef = self.config.algorithm.teacher_coef
-        if isinstance(self.teacher, ServedTeacher):
-            says = self.teacher.logprobs(samples)
-        else:
-            says = by_sample(batches, self.teacher.each(batches, self.teacher.forward), len(samples))
+        coef = self.keys.teacher_coef
         found = []
-        for sample, theirs in zip(samples, says, strict=True):
+        for sample, theirs in zip(samples, self.teacher(batches, samples), strict=True):
             own = torch.tensor(trained(sample, per_token(sample)), dtype=torch.float32)
             found.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
         return found
@@ -253,12 +261,17 @@ class Credit:
         return [replace(s, proximal=spread(s, p)) for s, p in zip(samples, now, strict=True)]
 
     def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:
-        keys = self.config.algorithm
+        keys = self.keys
         outcomes = [kept[e][0].trajectories[kept[e][1]].outcome for e in owner.tolist()]
         found = [
             s for s, o in zip(samples, outcomes, strict=True) if not (keys.mask_truncated and o is Outcome.TRUNCATED)
         ]
         return [s for s in found if s.advantage != 0] if keys.advantage == "best_and_worst" else found
+
+
+def taught_by(model: Learner) -> Teacher:
+    """A frozen model as the teacher."""
+    return lambda batches, samples: by_sample(batches, model.each(batches, model.forward), len(samples))
 
 
 def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:
@@ -271,23 +284,8 @@ def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode
 
 
 def _places(units: Sequence[Unit]) -> Tensor:
-    """What each unit is compared with, counted from 0: the same turn, or all, of its group and agent."""
-    names = [(g.index, g.agent, turn) for g, _, turn in units]
-    order = {name: n for n, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([order[name] for name in names], dtype=torch.int64)
+    return torch.tensor(assemble.places(units), dtype=torch.int64)
 
 
 def _lengths(units: Sequence[Unit]) -> Tensor:
-    """Tokens that the model generated [U]."""
-    found = []
-    for g, i, turn in units:
-        turns = g.trajectories[i].turns
-        found.append(float(sum(len(x.completion.tokens) for x in (turns if turn is None else turns[turn : turn + 1]))))
-    return torch.tensor(found, dtype=torch.float32)
-
-
-def _earned(group: Group, episode: int, penalty: float) -> list[float]:
-    """The reward of each trained token of an episode's samples, one after the other."""
-    rewards = assemble.turn_rewards(group.trajectories[episode])
-    rewards[-1] += penalty
-    return [value for own in assemble.token_rewards(group.trajectories[episode], rewards) for value in own]
+    return torch.tensor(assemble.unit_lengths(units), dtype=torch.float32)

@@ -3,9 +3,7 @@
 One loss of `algorithms/preference.py`, chosen by preference.loss. KTO judges every answer alone; the others compare.
 """
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,21 +15,17 @@ from torch import Tensor
 
 from birl.algorithms import preference
 from birl.algorithms.custom import part
-from birl.algorithms.segments import starts, totals
 from birl.config import schema
 from birl.data.examples import Example, load_pairs
 from birl.data.pack import Batch, pack
 from birl.data.sequences import Tokens
 from birl.errors import BirlError
 from birl.learner.learner import Learner, Loss, Stats
-from birl.learner.lora import digest
+from birl.learner.open import make_learner
 from birl.learner.policy import DTYPES, Policy
+from birl.learner.reference import Reference, answers, samples_of
 from birl.parallel.ranks import Ranks
-from birl.regular import read_json
-from birl.track.log import replace as write_whole
 from birl.train import offline
-from birl.train.learners import make_learner
-from birl.types import Sample
 
 FREE = ("simpo", "orpo")  # losses without a reference
 MEANS = ("simpo", "orpo")  # losses of the mean log-prob of a token, not of the sum
@@ -59,26 +53,6 @@ def preferred(chosen: Tensor, rejected: Tensor) -> Tensor:
     return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers in a micro-batch, in order: which of the step it is, its sum of log-probs, its tokens."""
-
-    number: Tensor  # [A]
-    total: Tensor  # [A] float32
-    length: Tensor  # [A]
-    weight: Tensor  # [A]
-
-    @property
-    def mean(self) -> Tensor:
-        return self.total / self.length
-
-
-def answers(logp: Tensor, batch: Batch) -> Answers:
-    """Log-probs of trained tokens [N] -> of answers [A]."""
-    first, length = starts(batch.sample), totals(torch.ones_like(batch.sample), batch.sample)
-    return Answers(batch.sample[first], totals(logp, batch.sample), length, batch.weights[first])
-
-
 @dataclass
 class Preferences:
     """Each row is a pair, or (KTO) one or two answers that are judged alone."""
@@ -86,57 +60,35 @@ class Preferences:
     config: schema.DPO
     policy: Policy
     longest: int
-    reference: Learner | None = None
-    trained: Learner = field(init=False)
-    known: dict[str, list[float]] = field(default_factory=dict)  # reference=precomputed: tokens -> sum of each answer
+    reference: Reference = field(init=False)
 
     def __post_init__(self) -> None:
         self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
         self.loss = self.config.preference.loss
-
-    @property
-    def kind(self) -> str:
-        return "none" if self.loss in FREE else self.config.preference.reference
+        self.kind = "none" if self.loss in FREE else self.config.preference.reference
 
     def learner(self, policy: Policy, ranks: Ranks) -> Learner:
+        frozen = None
         if self.kind == "live":
             dtype = DTYPES[self.config.model.dtype]
-            self.reference = Learner(deepcopy(policy.model), dtype=dtype, trainable=False, ranks=ranks)
-        self.trained = make_learner(self.config, policy.model, ranks)
-        return self.trained
+            frozen = Learner(deepcopy(policy.model), dtype=dtype, trainable=False, ranks=ranks)
+        trained = make_learner(self.config, policy.model, ranks)
+        self.reference = Reference(
+            trained=trained, frozen=frozen, capacity=self.capacity, pair_cost=self.policy.pair_cost
+        )
+        return trained
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
-        """reference=precomputed: the sums of all answers under the first weights, once for the run."""
         if self.loss != "kto" and any(len(e.sequences) == 1 for e in examples):
             raise BirlError(
                 f"preference.loss={self.loss} compares two answers, and the rows have one and a `label`: set "
                 "preference.loss=kto, or give rows with `chosen` and `rejected`."
             )
-        if self.kind != "precomputed":
-            return
-        rows, ranks = {_identity(e): e for e in examples}, self.trained.ranks
-        file, mark = None if run is None else run / "reference.json", self._mark(rows)
-        stored = read_json(file) if ranks.rank == 0 and file is not None and file.is_file() else {}
-        self.known = ranks.told(stored["sums"] if stored.get("of") == mark else {})
-        if not self.known:
-            names, different = list(rows), list(rows.values())
-            for start in range(0, len(different), self.config.batch_size):
-                part = different[start : start + self.config.batch_size]
-                sums = iter(self._sums(self.trained, self._samples(part)).tolist())
-                for name, example in zip(names[start:], part, strict=False):
-                    self.known[name] = [next(sums) for _ in example.sequences]
-            if file is not None and ranks.rank == 0:
-                write_whole(file, json.dumps({"of": mark, "sums": self.known}).encode())
-
-    def _mark(self, rows: Iterable[str]) -> str:
-        """What the sums belong to: these weights and these rows."""
-        found = hashlib.sha256(digest(self.trained.model))
-        for name in rows:
-            found.update(name.encode())
-        return found.hexdigest()
+        if self.kind == "precomputed":
+            self.reference.precompute(examples, self.config.batch_size, run)
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
-        samples = self._samples(examples)
+        samples = samples_of(examples)
         weight = 1 / len(samples) if self.loss == "kto" else 1 / len(examples)
         batches = pack(
             samples, [weight] * len(samples), self.capacity, self.config.parallel.shares, self.policy.pair_cost
@@ -145,30 +97,7 @@ class Preferences:
             make = partial(self._kto, self._good(examples), self._divergence(examples))
         else:
             make = self._paired
-        return [(b, make(r)) for b, r in zip(batches, self._references(batches, examples), strict=True)]
-
-    def _samples(self, examples: Sequence[Example]) -> list[Sample]:
-        return [s.sample(group=i) for i, e in enumerate(examples) for s in e.sequences]
-
-    def _sums(self, learner: Learner, samples: Sequence[Sample]) -> Tensor:
-        """Sum of each sample's log-probs, [samples] float32, no gradient."""
-        found = torch.empty(len(samples), dtype=torch.float32)
-        batches = pack(samples, [0.0] * len(samples), self.capacity, learner.ranks.shares, self.policy.pair_cost)
-        for batch, logp in zip(batches, learner.each(batches, learner.forward), strict=True):
-            a = answers(logp.cpu(), batch)
-            found[a.number] = a.total
-        return found
-
-    def _references(self, batches: Sequence[Batch], examples: Sequence[Example]) -> list[Tensor]:
-        """[A] for each micro-batch: the reference's sum for each of its answers; zeros without a reference."""
-        if self.reference is not None:
-            said = self.reference.each(batches, self.reference.forward)
-            return [answers(logp.cpu(), batch).total for batch, logp in zip(batches, said, strict=True)]
-        found = [answers(batch.logprobs, batch) for batch in batches]
-        if self.kind == "precomputed":
-            sums = torch.tensor([x for e in examples for x in self.known[_identity(e)]], dtype=torch.float32)
-            return [sums[a.number] for a in found]
-        return [torch.zeros_like(a.total) for a in found]
+        return [(b, make(r)) for b, r in zip(batches, self.reference.of(batches, examples), strict=True)]
 
     def _paired(self, reference: Tensor) -> Loss:
         keys = self.config.preference
@@ -204,9 +133,9 @@ class Preferences:
             for i in range(len(e.sequences))
         ]
         mixed = [s for s in mixed if len(s.tokens) <= self.capacity and len(examples) > 1]
-        gained = self._sums(self.trained, mixed)
-        if self.reference is not None:
-            gained = gained - self._sums(self.reference, mixed)
+        gained = self.reference.sums(self.reference.trained, mixed)
+        if self.reference.frozen is not None:
+            gained = gained - self.reference.sums(self.reference.frozen, mixed)
         return max(gained.mean().item(), 0.0) if mixed else 0.0
 
     def _kto(self, good: Tensor, divergence: float, reference: Tensor) -> Loss:
@@ -250,14 +179,6 @@ class Preferences:
 
     def score(self, figures: Mapping[str, float]) -> float:
         return figures["accuracy"]
-
-
-def _identity(example: Example) -> str:
-    """Of an example's tokens. Its id will not do: rows of data.train and data.validation may have the same."""
-    found = hashlib.sha256()
-    for side in example.sequences:
-        found.update(side.ids.tobytes() + side.mask + b"|")
-    return found.hexdigest()
 
 
 def _joined(prompt: Tokens, answer: Tokens) -> Tokens:

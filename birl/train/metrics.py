@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 
 from birl.learner.learner import Stats
 from birl.parallel.machine import peak_memory
-from birl.rollout import ages, assemble, pipeline
+from birl.rollout import assemble, pipeline
 from birl.rollout.records import outcome_metrics, reward_metrics
 from birl.train.credit import Credited
 
 if TYPE_CHECKING:
     from birl.train.rl import Loop
-
-OLD = 8  # staleness of this many steps or more is one class of the histogram
 
 
 def step_metrics(
@@ -57,24 +55,10 @@ def step_metrics(
     metrics |= {name: stats.mean(name) for name in told} | stats.other
     if credited.kl == credited.kl:
         metrics |= {"kl/episode": credited.kl, "kl/coef": worker.kl.coef}
-    return metrics | staleness_metrics(loop, step, credited) | weights_metrics(loop)
-
-
-def staleness_metrics(loop: "Loop", step: pipeline.Step, credited: Credited) -> dict[str, float]:
-    """How old the trained tokens were, in training steps, and how much is under way."""
-    found = loop.worker.ages.histogram(credited.samples)
-    total = max(found.total(), 1)
-    metrics = {
-        "staleness/mean": ages.mean(found),
-        "staleness/max": float(max(found, default=0)),
-    }
-    if loop.config.rollout.max_staleness > 0:
+    staleness = loop.config.rollout.max_staleness
+    if staleness > 0:
         metrics |= {"queue/ready": float(step.ready), "queue/running": float(step.running)}
-        metrics["staleness/mixed"] = ages.mixed(credited.samples)
-        for age in range(min(loop.config.rollout.max_staleness, OLD) + 1):
-            count = found[age] if age < OLD else sum(n for a, n in found.items() if a >= OLD)
-            metrics[f"staleness/{age}"] = count / total
-    return metrics
+    return metrics | worker.ages.figures(credited.samples, staleness) | weights_metrics(loop)
 
 
 def weights_metrics(loop: "Loop") -> dict[str, float]:

@@ -20,9 +20,9 @@ from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
 from birl.config import schema
-from birl.config.decided import corrects, proximal, remembers
 from birl.data.pack import Batch
 from birl.errors import BirlError
+from birl.learner.critic import critic_figures
 from birl.learner.learner import Learner, Loss
 
 TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # what a surrogate may ask for by name
@@ -51,16 +51,21 @@ class Known:
 
 @dataclass(slots=True, kw_only=True)
 class Objective:
-    """What the policy minimises, as the configuration says."""
+    """What the policy minimises. `start`: what the importance ratio starts from, one of behaviour, recompute (the
+    learner before the first update), now (the learner itself, whose ratio is 1) and interpolate. `corrected`: the
+    proximal policy is weighed against the one that sampled."""
 
-    config: schema.RL
+    keys: schema.Algorithm
+    critic_keys: schema.Critic
+    start: str
+    corrected: bool
     learner: Learner
     reference: Learner | None
     surrogate: Part
 
     def look(self, batches: Sequence[Batch], seed: int) -> list[Known]:
         """Masks that rank or average tokens do so over the whole step, so that micro-batches change nothing."""
-        keys, reference = self.config.algorithm, self.reference
+        keys, reference = self.keys, self.reference
         refs: Sequence[Tensor | None] = [None] * len(batches)
         if reference is not None and self.needs_reference():
             refs = reference.each(batches, reference.forward)
@@ -105,13 +110,13 @@ class Objective:
     def _loss(
         self, logp: Tensor, entropy: Tensor, batch: Batch, *, known: Known, kl_coef: float, value_weight: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        keys = self.config.algorithm
+        keys = self.keys
         on = {
             n: None if t is None else t.to(logp.device)
             for n, t in (("f", known.factor), ("h", known.held), ("r", known.ref_logp))
         }
-        factor, old_logp = on["f"], self.start(logp.detach(), batch)
-        if corrects(self.config):
+        factor, old_logp = on["f"], self.proximal(logp.detach(), batch)
+        if self.corrected:
             weight = self.correction(old_logp - batch.logprobs, batch.sample)
             factor = weight if factor is None else factor * weight
         tensors = {"entropy": entropy, "group": batch.group, "turn": batch.turn, "versions": batch.versions}
@@ -137,15 +142,15 @@ class Objective:
         figures["gap"] = (logp - batch.logprobs).abs() * fresh
         figures["fresh"] = fresh.float()
         if batch.said is not None:
-            each, clipped = value_loss(batch.said, batch.values, batch.returns, clip=self.config.critic.clip)
-            loss = loss + self.config.critic.coef * value_weight * each.sum()
+            each, clipped = value_loss(batch.said, batch.values, batch.returns, clip=self.critic_keys.clip)
+            loss = loss + self.critic_keys.coef * value_weight * each.sum()
             figures |= critic_figures(batch.said, batch.returns, each, clipped)
         return loss, figures
 
-    def start(self, logp: Tensor, batch: Batch) -> Tensor:
-        """What the importance ratio starts from: algorithm.proximal [N]."""
-        match proximal(self.config):
-            case "recompute" if not remembers(self.config):
+    def proximal(self, logp: Tensor, batch: Batch) -> Tensor:
+        """Log-probs that the importance ratio starts from [N]."""
+        match self.start:
+            case "now":
                 return logp
             case "interpolate":
                 now = max(self.learner.version, int(batch.versions.max())) if len(batch.versions) else 0
@@ -161,13 +166,13 @@ class Objective:
         if not isinstance(found, Surrogate) or found.loss.shape != logp.shape:
             shape = f"a tensor of shape {tuple(found.loss.shape)}" if isinstance(found, Surrogate) else repr(found)
             raise BirlError(
-                f"algorithm.surrogate={self.config.algorithm.surrogate}: must give the loss of each of {len(logp)} "
+                f"algorithm.surrogate={self.keys.surrogate}: must give the loss of each of {len(logp)} "
                 f"tokens, as a tensor or a Surrogate, not {shape}."
             )
         return found
 
     def correction(self, log_ratio: Tensor, sample: Tensor) -> Tensor:
-        keys, auto = self.config.algorithm, self.config.algorithm.correction == "auto"
+        keys, auto = self.keys, self.keys.correction == "auto"
         return corrections.importance(
             log_ratio,
             sample,
@@ -179,28 +184,9 @@ class Objective:
 
     def needs_reference(self) -> bool:
         """In the loss, not only in the reward."""
-        keys = self.config.algorithm
+        keys = self.keys
         return (keys.kl_coef > 0 and keys.kl_in == "loss") or "ref_logp" in self.surrogate.tensors
 
     def needs_look(self) -> bool:
-        keys = self.config.algorithm
+        keys = self.keys
         return keys.second_moment > 0 or keys.reject != "none" or keys.entropy_control != "none"
-
-
-def critic_figures(said: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:
-    return {
-        "critic/loss": each,
-        "critic/clip_fraction": clipped.float(),
-        "critic/value": said,
-        "critic/error": (said - returns).abs(),
-    }
-
-
-def critic_loss(clip: float, weight: float) -> Loss:
-    """The loss of a critic with a backbone of its own: a mean over all tokens of the step, 1 / weight of them."""
-
-    def loss(values: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        each, clipped = value_loss(values, batch.values, batch.returns, clip=clip)
-        return weight * each.sum(), critic_figures(values, batch.returns, each, clipped)
-
-    return loss

@@ -23,6 +23,8 @@ from birl.data.examples import Example, Examples
 from birl.data.pack import Batch, packing
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
+from birl.given import Given
+from birl.learner.checkpoints import Checkpoints
 from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.policy import Policy, load_policy
 from birl.parallel.crew import Crew
@@ -34,7 +36,6 @@ from birl.spans import done
 from birl.track.folder_lock import held
 from birl.track.tracker import Tracker
 from birl.train import ranks
-from birl.train.given import Given
 from birl.train.ranks import crew
 from birl.train.run import Run, stream
 from birl.train.run_folder import claim, find_checkpoint
@@ -91,7 +92,7 @@ class RowsWorker(Worker):
 
     def begin(self, folder: Path | None, examples: Sequence[Example], total_updates: int) -> None:
         """`folder`: of the run; None where nothing may be written."""
-        self.folder, self.total_updates = folder or self.folder, total_updates
+        self.checkpoints.run, self.total_updates = folder or self.checkpoints.run, total_updates
         self.objective.before(folder, examples)
 
     def update(self, rows: Sequence[Example]) -> Stats:
@@ -147,7 +148,7 @@ async def _main(
         try:
             return await (loop.tell() if dry_run else loop.to_the_end())
         finally:
-            await asyncio.to_thread(loop.worker.writer.finish)
+            await asyncio.to_thread(loop.worker.checkpoints.writer.finish)
             loop.run.tracker.close()
 
 
@@ -164,10 +165,9 @@ def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objecti
 def worker_of(config: schema.Stage, policy: Policy, objective: Objective, together: Crew, folder: Path) -> RowsWorker:
     return RowsWorker(
         optimizer=config.optimizer,
-        keys=config.checkpoint,
         learner=objective.learner(policy, together.ranks),
         crew=together,
-        folder=folder,
+        checkpoints=Checkpoints(run=folder, keys=config.checkpoint, ranks=together.ranks),
         objective=objective,
         shares=config.parallel.shares,
         pair_cost=policy.pair_cost,
@@ -193,7 +193,7 @@ def assembled(
     held_out = load(policy, config.data, "validation", limit, given.validation)
     if config.data.validation_split > 0 and not held_out:
         train, held_out = split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
-    objective = make(config, policy, max(_size(e) for s in (*train, *held_out) for e in s))
+    objective = make(config, policy, max(e.room for s in (*train, *held_out) for e in s))
     total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)
     worker = worker_of(config, policy, objective, together, run)
     if not dry_run:
@@ -214,18 +214,6 @@ def assembled(
             validates=config.validation.every > 0 and bool(rows.held_out),
         ),
     )
-
-
-def _size(example: Example) -> int:
-    """Tokens that an example takes in a micro-batch, at most: its prompt once, both answers, and a place for the score
-    of each."""
-    sides = example.sequences
-    together = sum(map(len, sides)) + len(sides)
-    if len(sides) == 1:
-        return together
-    start = min(s.mask.index(1) for s in sides)
-    shared = next((i for i, (a, b) in enumerate(zip(*(s.ids for s in sides), strict=False)) if a != b), start)
-    return together - min(shared, start)
 
 
 def fitting(config: schema.Stage, longest: int, what: str) -> int:
@@ -250,7 +238,7 @@ class _Loop:
     async def to_the_end(self) -> dict[str, Any]:
         run, total = self.run, self.rows.total_steps
         every = [e for s in self.rows.train for e in s] + [*self.rows.held_out]
-        await run.ranks(RowsWorker.begin, self.worker.folder, every, total)
+        await run.ranks(RowsWorker.begin, self.worker.checkpoints.run, every, total)
         await run.resume()
         if run.validation_due() and (run.step > 0 or self.config.validation.at_start):
             await self.validate()

@@ -6,30 +6,34 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from birl.config import schema
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
-from birl.engines.servers import Servers
-from birl.engines.spread import Spread
 from birl.learner.policy import Policy
+from birl.rollout.evaluate import Plan, data_digest
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress
 from birl.seeds import derive_seed
+from birl.signals import Stop
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
-from birl.train.evaluate import Plan, data_digest
-from birl.train.run import stream
+from birl.train.run import Run, stream
 from birl.train.step import RLWorker
 from birl.types import SamplingParams, Task
-from birl.weights.publish import Publisher
+from birl.weights.publisher import Publisher
+
+if TYPE_CHECKING:
+    from birl.engines.servers import Servers
+    from birl.engines.spread import Spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     run: Path
     worker: RLWorker
-    engine: EmbeddedEngine | Spread | Servers
+    engine: "EmbeddedEngine | Spread | Servers"
     rollout: Rollout
     params: SamplingParams
     train: Sequence[Tasks]
@@ -64,10 +68,21 @@ class Parts:
         """The same but for its seed: validation draws other numbers than training."""
         return replace(self.rollout, seed=derive_seed(self.config.seed, -1))
 
+    def begin(self, stop: Stop) -> Run:
+        return Run(
+            config=self.config,
+            worker=self.worker,
+            tracker=self.tracker,
+            compute=self.policy.compute,
+            stop=stop,
+            resume_from=self.resume_from,
+            validates=self.config.validation.every > 0 and self.plan_validation is not None,
+        )
+
     def stream(self, position: int) -> Iterator[Task]:
         return stream(self.config, self.train, position)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self.worker.writer.finish)
+        await asyncio.to_thread(self.worker.checkpoints.writer.finish)
         await self.opened.aclose()
         self.tracker.close()

@@ -12,19 +12,11 @@ from typing import Any
 from birl.config import schema
 from birl.config.load import load, to_yaml
 from birl.learner.export import resolved
+from birl.learner.open import check_split
 from birl.models.device import choose
-from birl.models.load import skeleton
-from birl.parallel import processes
 from birl.parallel.crew import Crew
 from birl.parallel.grid import grid_of, leads, rank_threads
 from birl.parallel.ranks import Ranks
-from birl.parallel.tensor import check
-
-
-def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
-    """Can the model of a folder be split over that many ranks? Before its weights are loaded. Raises `BirlError`."""
-    if config.parallel.tp > 1:
-        check(skeleton(folder), config.parallel.tp)
 
 
 @contextmanager
@@ -34,6 +26,8 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
     if grid.size == 1:
         yield Crew(Ranks())
         return
+    from birl.parallel import processes
+
     if leads():  # where model.path is a run, it is exported once, before the others look for it
         source = resolved(config.model.path)
         check_split(config, source)
@@ -46,6 +40,8 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
 
 def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], Any]) -> None:
     """The life of a rank other than 0: `make` its worker, then do what rank 0 calls."""
+    from birl.parallel import processes
+
     device = choose(config.model.device)
     processes.follow(grid_of(config), device, config.parallel.timeout, rank_threads(config), make)
 

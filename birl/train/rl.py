@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -24,26 +24,25 @@ from birl.config import schema
 from birl.config.decided import algorithm_notes
 from birl.config.load import run_folder
 from birl.engine.engine import Counters
-from birl.engines.servers import learner_threads
 from birl.errors import BirlError, innermost
 from birl.learner.policy import load_policy
 from birl.learner.token_figures import token_figures
 from birl.models.digests import digests, whole
 from birl.parallel.crew import Crew
+from birl.parallel.grid import learner_threads
 from birl.parallel.machine import compute_thread
-from birl.plan import run as planning
 from birl.rollout import assemble, failures, pipeline
 from birl.rollout.assemble import Usage
+from birl.rollout.evaluate import evaluate, versions_of
 from birl.rollout.ledger import Ledger, settle
-from birl.rollout.records import episode_records
+from birl.rollout.records import answers, episode_records
 from birl.rollout.replay import replay, resample, row_of
 from birl.signals import Stop, saving_signals
 from birl.spans import done
 from birl.track.folder_lock import held
 from birl.track.units import counted
-from birl.train import build, checks, ranks
+from birl.train import build, ranks
 from birl.train.credit import Credited
-from birl.train.evaluate import answers, evaluate, versions_of
 from birl.train.metrics import step_metrics
 from birl.train.parts import Parts
 from birl.train.ranks import crew
@@ -51,7 +50,7 @@ from birl.train.run import Run
 from birl.train.step import RLWorker
 from birl.types import Group, Task
 from birl.waits import Watchdog, exit_at_once, spent
-from birl.weights.publish import Sender, Sent, published
+from birl.weights.publisher import Sent, published
 
 
 def train(
@@ -81,25 +80,15 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
         parts = await build.training(config, folder, given, dry_run, compute, together)
         try:
             if dry_run:
+                from birl.plan import run as planning
+
                 return planning.dry_run(parts)
-            loop = Loop(parts=parts, run=run_of(config, parts, stop))
+            loop = Loop(parts=parts, run=parts.begin(stop))
             with Watchdog(config.watchdog or inf, exit_at_once, folder / "stall.txt"), interrupting(config.env.timeout):
                 return await loop.to_the_end()
         finally:
             await parts.close()
             await foreign.stop(*(asyncio.all_tasks() - {asyncio.current_task()}))
-
-
-def run_of(config: schema.RL, parts: Parts, stop: Stop) -> Run:
-    return Run(
-        config=config,
-        worker=parts.worker,
-        tracker=parts.tracker,
-        compute=parts.policy.compute,
-        stop=stop,
-        resume_from=parts.resume_from,
-        validates=config.validation.every > 0 and parts.plan_validation is not None,
-    )
 
 
 def follow(config: schema.RL) -> None:
@@ -204,7 +193,7 @@ class Loop:
         run, rolled_out = self.run, time.perf_counter()
         self.parts.tracker.phase("training")
         failures.check(step, self.config.rollout.max_failure_rate)
-        if few := checks.refill(step, self.config):
+        if few := failures.refill(step, self.config.rollout.prompts, self.config.algorithm.max_refill):
             self.parts.tracker.message(few)
         if self.parts.engine.version in versions_of(step.groups):
             await self.parts.publisher.proved()
@@ -270,10 +259,8 @@ class Loop:
 
     def take_counters(self) -> Counters:
         """What the engine did since the last call."""
-        now = self.parts.engine.counters
-        taken = Counters(*(getattr(now, f.name) - getattr(self.counted, f.name) for f in fields(Counters)))
-        self.counted = replace(now)
-        return taken
+        before, self.counted = self.counted, replace(self.parts.engine.counters)
+        return self.counted.since(before)
 
     async def finish_step(self, metrics: dict[str, float], reported: float) -> None:
         """Validate where it is time, then report."""
@@ -314,11 +301,6 @@ class Loop:
         done("validate", began, version=self.worker.learner.version)
         return self.run.validated(metrics, samples, metrics["validation/all/score"], about)
 
-    def sent_digest(self) -> str:
-        """Of the weights that engines elsewhere have, where no rank has all of them; else empty."""
-        publisher = self.parts.publisher
-        return publisher.digest if isinstance(publisher, Sender) and publisher.gathered is not None else ""
-
     def measured(self, groups: Sequence[Group]) -> dict[str, Any]:
         """What a validation says about itself. Raises `BirlError` where its answers are not from one snapshot."""
         version, plan = self.worker.learner.version, self.parts.plan_validation
@@ -330,7 +312,7 @@ class Loop:
         assert plan is not None
         return {
             "version": version,
-            "weights": self.sent_digest() or whole(digests(published(self.worker.sampled))),
+            "weights": self.parts.publisher.sent_digest or whole(digests(published(self.worker.sampled.model))),
             "data": self.parts.validation_digest,
             "seed": self.parts.validation_rollout.seed,
             "n": plan.samples,

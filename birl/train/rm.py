@@ -14,12 +14,12 @@ from birl.data.examples import Example
 from birl.data.pack import Batch, pack
 from birl.data.sequences import scored
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.open import make_learner
 from birl.learner.policy import Policy
 from birl.models.heads import add_score_head
 from birl.parallel.ranks import Ranks
 from birl.train import offline
 from birl.train.dpo import pairs, preferred
-from birl.train.learners import make_learner
 
 
 def train(

@@ -99,7 +99,7 @@ class Run:
         self.totals.update({k: int(metrics[k]) for k in counted})
         self.tracker.step(self.step, metrics)
         self.clock, self.saving = time.perf_counter(), 0.0
-        self.worker.writer.check()
+        self.worker.checkpoints.writer.check()
         self.say()
         if (keys.every and self.step % keys.every == 0) or (improved and keys.keep_best):
             await self.save()
@@ -131,8 +131,8 @@ class Run:
         self.say()
 
     def say(self) -> None:
-        while self.worker.unsaid:
-            self.tracker.message(self.worker.unsaid.pop(0))
+        while self.worker.checkpoints.warnings:
+            self.tracker.message(self.worker.checkpoints.warnings.pop(0))
 
     async def resume(self) -> None:
         """Go on from the checkpoint that was chosen, if any: tensors, counters, place in the data, ends of the logs."""
@@ -150,7 +150,7 @@ class Run:
         for name in REMEMBERED:
             setattr(self, name, state[name])
         self.totals.update(state["totals"])
-        own = path.resolve().parent == self.worker.checkpoints.resolve()
+        own = path.resolve().parent == self.worker.checkpoints.folder.resolve()
         self.saved = self.step if own else None
         self.tracker.rewind(state["logs"] if own else None, self.step)
         await self.trace(self.tracker.traced if own else 0.0)
@@ -159,7 +159,7 @@ class Run:
 
     async def trace(self, until: float) -> None:
         if self.config.track.trace:
-            await self.ranks(Worker.trace, str(self.worker.folder), until)
+            await self.ranks(Worker.trace, str(self.worker.checkpoints.run), until)
 
     async def intact(self, chosen: Path) -> tuple[Path, list[str]]:
         """The checkpoint to go on from, and warnings: where the newest of a run is damaged, the newest that is not.
@@ -171,7 +171,7 @@ class Run:
             raise BirlError(
                 f"The checkpoint {chosen} is damaged: {'; '.join(found[chosen])}. Choose an older one: resume=FOLDER."
             )
-        for entry in reversed(checkpoint.saved(self.worker.checkpoints)):
+        for entry in reversed(checkpoint.saved(self.worker.checkpoints.folder)):
             damage = found[entry.path] = found.get(entry.path) or await self.ranks(Worker.damage, entry.path, IN_STATE)
             if damage:
                 continue
@@ -183,7 +183,7 @@ class Run:
                 for path, where in aside.items()
             ]
         raise BirlError(
-            f"All {len(found)} checkpoints of {self.worker.folder} are damaged:\n"
+            f"All {len(found)} checkpoints of {self.worker.checkpoints.run} are damaged:\n"
             + "\n".join(f"  {path.name}: {'; '.join(damage[:3])}" for path, damage in found.items())
             + "\nNothing can be resumed: begin anew with run=ANOTHER_FOLDER, or put back a copy of a checkpoint."
         )

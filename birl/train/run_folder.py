@@ -14,9 +14,8 @@ from birl.learner.policy import Policy
 from birl.learner.resume import chosen_checkpoint, fetched, recovered
 from birl.learner.store import location
 from birl.models.load import save_hf_config
-from birl.regular import read_json
+from birl.regular import read_json, write_whole
 from birl.track.folder_lock import unwritable
-from birl.track.log import replace as write_whole
 from birl.track.runs import COMMAND_KEYS
 
 # Keys that may change when a run goes on: its length, and what bounds memory or time but changes a result by rounding

@@ -13,10 +13,10 @@ from birl.config import schema
 from birl.data.examples import Example, load_texts
 from birl.data.pack import Batch, pack
 from birl.learner.learner import Learner, Loss, Stats
+from birl.learner.open import make_learner
 from birl.learner.policy import Policy
 from birl.parallel.ranks import Ranks
 from birl.train import offline
-from birl.train.learners import make_learner
 
 
 def train(

@@ -4,12 +4,12 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from birl.algorithms.kl import AdaptiveKL, FixedKL
@@ -18,25 +18,20 @@ from birl.config import schema
 from birl.config.decided import CRITIC
 from birl.data.pack import Batch, pack, packing
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.open import open_engine
-from birl.learner.comparison import compare
+from birl.engine.sampled import Sampled
+from birl.learner.comparison import GAPS, check_gap, compare
+from birl.learner.critic import critic_loss
 from birl.learner.learner import Learner, Stats
+from birl.learner.open import replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy
 from birl.learner.token_figures import Key, Watch
-from birl.models.device import device_of
-from birl.models.forward import weights_changed
-from birl.models.load import cast
-from birl.models.slices import fill, sketched
-from birl.parallel.shard import drop_gathered
+from birl.parallel.layout import drop_gathered
 from birl.rollout import assemble
 from birl.rollout.ages import Ages
 from birl.seeds import derive_seed
-from birl.server.serve import hosted, service_of
-from birl.train import checks
 from birl.train.credit import Credit, Credited
-from birl.train.learners import replays
-from birl.train.objective import Objective, critic_loss
+from birl.train.objective import Objective
 from birl.train.worker import Worker
 from birl.types import Group, Sample
 from birl.weights.canary import said
@@ -52,22 +47,16 @@ class RLWorker(Worker):
     credit: Credit
     kl: FixedKL | AdaptiveKL
     past: Past
+    sampled: Sampled
     ages: Ages = field(default_factory=Ages)
     step: int = 0  # finished steps
     sampling: bool = True  # engines have the weights that the step begins with
     seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # what the learner said of the step's tokens
-    engine_model: nn.Module | None = None  # a copy that the engine samples from where the learner's weights are split,
-    engine_version: int = 0  # and the learner's version that it is of
-
-    @property
-    def sampled(self) -> nn.Module:
-        """The module that the embedded engine samples from."""
-        return self.engine_model or self.learner.model
 
     def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
         """What only rank 0 knows, as it has the data and the rewards; `weights` of each reward function."""
         keys = self.config.algorithm
-        self.folder, self.credit.weights = folder, weights
+        self.checkpoints.run, self.credit.weights = folder, weights
         self.total_updates = total_steps and total_steps * keys.updates_per_batch * keys.passes
 
     def learn(
@@ -80,7 +69,7 @@ class RLWorker(Worker):
         self.ages.starts = self.extra.get("versions", [])
         self.ages.begin(self.learner.version, self.config.rollout.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
-        checks.staleness(max((self.ages.of(g.start_version) for g in groups), default=0), self.config.rollout)
+        self.ages.check((g.start_version for g in groups), self.config.rollout.max_staleness)
         credited = self.credit.of(groups, greedy, self.kl.coef)
         stats = Stats() if self.config.debug.only_rollout else self.update(credited.samples)
         if credited.kl == credited.kl:
@@ -92,7 +81,7 @@ class RLWorker(Worker):
         """Optimizer steps on one batch of rollouts."""
         stats = Stats()
         self.rate = self.learning_rate()
-        parts = split_by_group(samples, self.config.algorithm.updates_per_batch)
+        parts = assemble.split_by_group(samples, self.config.algorithm.updates_per_batch)
         for part in parts * self.config.algorithm.passes:
             self.update_once(part, stats, samples)
         return stats
@@ -142,8 +131,9 @@ class RLWorker(Worker):
             stats.other["mismatch/unheld"] = found.unheld / max(sum(map(sum, (s.mask for s in samples))), 1)
         stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
         stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
+        kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
         for version, (mean, _) in gaps.items():
-            checks.gap(mean, version, config)
+            check_gap(mean, version, config.learner.max_logprob_gap or GAPS[kind])
         if self.sampling:
             self.past.keep()
 
@@ -167,36 +157,21 @@ class RLWorker(Worker):
         return everything or (any(own) if isinstance(own, tuple) else own != 0)
 
     def sampler(self, context: int, longest: int) -> EmbeddedEngine:
-        """An engine that samples from the learner's weights; where they are split over ranks, from a copy."""
-        keys, policy, learner = self.config, self.policy, self.learner
-        among = self.crew.ranks.shares if device_of(policy.model).type == "cpu" else 1
-        if not self.crew.ranks.sharded:
-            return open_engine(policy, keys.engine, context, lambda: learner.version, longest, replays(keys), among)
-        self.engine_model = cast(sketched(policy.folder, device_of(policy.model)), DTYPES[keys.model.dtype])
-        fill(self.engine_model.requires_grad_(False))
-        own = replace(policy, model=self.engine_model)
-        return open_engine(own, keys.engine, context, lambda: self.engine_version, longest, replays(keys), among)
+        return self.sampled.engine(self.config.engine, context, longest, replays(self.config))
 
     def host(self, token: str, context: int, longest: int) -> list[str]:
         """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""
         address = ""
         if not self.crew.leads and self.crew.ranks.first:
+            from birl.server.serve import hosted, service_of
+
             engine = self.sampler(context, longest)
             address = hosted(service_of(self.policy, engine, token, self.config.model.dtype))
             print(f"birl: rank {self.crew.ranks.rank} samples, too, at {address}", flush=True)
         return [a for a in self.crew.gather(address) if a]
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """The engines' own weights become the learner's, one after the other."""
-        copies = {} if self.engine_model is None else dict(self.engine_model.named_parameters())
-        for name, parameter in self.learner.model.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if name in copies:
-                copies[name].copy_(whole)
-        if self.engine_model is not None:
-            weights_changed(self.engine_model)
-        self.engine_version = self.learner.version
+        self.sampled.refresh()
 
     @torch.no_grad()
     def gathered(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -213,12 +188,3 @@ class RLWorker(Worker):
     def said(self, batches: list[Batch]) -> list[list[float]]:
         """What engines are compared with."""
         return said(self.learner, batches)
-
-
-def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Samples in at most `parts` pieces of about equally many groups, in order; the samples of a group stay
-    together."""
-    groups = list(dict.fromkeys(s.group for s in samples))
-    pieces = min(parts, len(groups))
-    piece_of = {g: n * pieces // len(groups) for n, g in enumerate(groups)}
-    return [[s for s in samples if piece_of[s.group] == piece] for piece in range(pieces)]

@@ -1,7 +1,8 @@
 """The tasks of a run: from data files or from the environment, checked against what the model can hold."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from birl.config import schema
 from birl.config.words import said_capacity, said_needed
@@ -9,13 +10,35 @@ from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_
 from birl.engine.open import longest_prompt
 from birl.envs.open import World
 from birl.errors import BirlError
+from birl.given import Given
 from birl.learner.policy import Policy
 from birl.rollout.session import Limits
 from birl.text.bounds import cannot_fit
 from birl.text.chat import Chat
 from birl.types import Task
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a run trains and is validated on. `context`: longest sequence [tokens]; `asked`: the longest prompt and
+    answer of training, and of validation where there is one [tokens]."""
+
+    context: int
+    train: Sequence[Tasks]
+    validation: Sequence[Task]
+    asked: Sequence[tuple[int, int]]
+
+
+def load_rows(config: schema.RL, world: World, policy: Policy, given: Given) -> Loaded:
+    """The rows, checked against the model and the environment, with warnings. Raises `BirlError`."""
+    context = context_of(config, world, policy.context)
+    train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
+    if config.data.train or given.train is not None:
+        report_data(train, validation)
+        tell_plain(policy.chat, [tasks[0] for tasks in train])
+    check_lengths(config, world, train, policy.chat)
+    asked = lengths(config, world, policy, train, validation, context)
+    return Loaded(context=context, train=train, validation=validation, asked=asked)
 
 
 def load_data(

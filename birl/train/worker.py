@@ -12,10 +12,9 @@ import torch
 from birl.config import schema
 from birl.errors import BirlError
 from birl.learner import checkpoint
+from birl.learner.checkpoints import Checkpoints
 from birl.learner.learner import Learner, Stats
 from birl.learner.optimizer import learning_rate
-from birl.learner.store import Store, location
-from birl.learner.writer import Writer
 from birl.parallel.crew import Crew
 from birl.track.trace import Trace, rank_file
 
@@ -27,22 +26,14 @@ class Worker:
     """What is trained, how far it is, and how that is kept."""
 
     optimizer: schema.Optimizer
-    keys: schema.Checkpoint
     learner: Learner
     crew: Crew
     critic: Learner | None = None  # with a model of its own
-    writer: Writer = field(default_factory=Writer)
-    folder: Path  # of the run, and
-    total_updates: int | None = None  # the optimizer steps in it, of which the others hear from rank 0
+    checkpoints: Checkpoints
+    total_updates: int | None = None  # optimizer steps of the run, of which the others hear from rank 0
     nonfinite: int = 0
     rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
     extra: dict[str, Any] = field(default_factory=dict[str, Any])  # small things that only one algorithm remembers
-    store: Store | None = None
-    unsaid: list[str] = field(default_factory=list[str])  # warnings of the thread that writes checkpoints
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that is trained, as a checkpoint holds it."""
@@ -74,41 +65,10 @@ class Worker:
             )
 
     def write(self, step: int, state: dict[str, Any], kept: set[int]) -> None:
-        """A checkpoint; then the old ones go, but for the newest and those of the steps in `kept`."""
-        ranks, keys, root = self.crew.ranks, self.keys, self.checkpoints
-
-        def work(tensors: dict[str, torch.Tensor], group: Any) -> None:
-            checkpoint.save(root, step, tensors, state, ranks, group)
-            if keys.store:
-                self.copy(root / f"step-{step:06d}", step, kept, group)
-            if ranks.rank == 0:
-                try:
-                    checkpoint.prune(root, keys.keep_last, kept)
-                except OSError as error:
-                    self.unsaid.append(f"WARNING: an old checkpoint cannot be deleted. {error}")
-
-        if keys.asynchronous:
-            self.writer.begin(self.tensors(), work, ranks)
-        else:
-            work(self.tensors(), None)
-
-    def copy(self, path: Path, step: int, kept: set[int], group: Any) -> None:
-        """A complete checkpoint to the object store. That it could not be is a warning: the run folder has
-        it, and the next one may get through."""
-        ranks, keys = self.crew.ranks, self.keys
-        try:
-            store = self.store or Store(location(keys.store, self.folder))
-            if self.store is None:
-                checkpoint.agreed(lambda: store.about(self.folder) if ranks.rank == 0 else None, ranks, group)
-            self.store = store  # it knows the run by now
-            store.put(path, step, ranks, group)
-            if ranks.rank == 0:
-                store.prune(keys.keep_last, kept)
-        except (BirlError, OSError) as error:  # other ranks' come as OSError
-            self.unsaid.append(f"WARNING: step {step} is not on the store. {error}")
+        self.checkpoints.write(step, self.tensors(), state, kept)
 
     def saving_done(self) -> None:
-        self.writer.wait()
+        self.checkpoints.writer.wait()
 
     def read(self, path: Path) -> dict[str, Any]:
         """A checkpoint's tensors into ours; gives its state."""
@@ -120,12 +80,7 @@ class Worker:
         return state
 
     def damage(self, path: Path, wanted: Sequence[str]) -> list[str]:
-        """What is wrong with the files of a checkpoint, whose state.json has the `wanted` keys."""
-        damage = checkpoint.verify(path, self.crew.ranks)
-        if not damage:
-            state = checkpoint.read_state(path)
-            damage = [f"state.json has no {name}" for name in wanted if name not in state]
-        return damage
+        return self.checkpoints.damage(path, wanted)
 
     def trace(self, folder: str, until: float) -> None:
         """Ranks but 0 write what they do beside rank 0's trace, where they see the run's folder, and go on

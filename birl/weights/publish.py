@@ -20,99 +20,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from birl.engines.peer import size
 from birl.engines.remote import Remote
 from birl.errors import EngineDown, WeightsFailed
 from birl.learner.learner import Learner
 from birl.models.digests import digests, whole
-from birl.models.heads import HEADS
-from birl.parallel.experts import experts_of
 from birl.types import Held, Update
 from birl.waits import event, waiting
 from birl.weights import folder
 from birl.weights.broadcast import Broadcast
 from birl.weights.canary import Canary
 from birl.weights.gathered import Gathered, Stored
+from birl.weights.publisher import Sent, published
 
 LOOK = 0.2  # seconds between two looks at whether an engine is still there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What an update cost: `seconds` in all, of which generation stood still for `paused` in the slowest engine.
-    `gap`: mean |engine log-prob - learner log-prob| of the canary [nats a token]."""
-
-    version: int = 0
-    digest: str = ""
-    seconds: float = 0.0
-    paused: float = 0.0
-    bytes: int = 0
-    gap: float = nan
-
-
-class Publisher(Protocol):
-    async def close(self) -> None:
-        """Call before the engines are closed: when this returns, nothing is asked of them any more."""
-        ...
-
-    async def publish(self, wait: bool = True) -> Sent:
-        """The engines get the weights as they are now. Without `wait` their proof may come later: ask `proved`."""
-        ...
-
-    async def proved(self) -> float:
-        """Waits for what the engines still have to prove; mean |engine - learner| of the last canary, NaN without one.
-        Call before training on tokens of the newest weights."""
-        ...
-
-    async def rest(self) -> None:
-        """Before the learner computes: engines that share its device give their memory back."""
-
-
-class Memory:
-    """The engine samples from the learner's own weights: there is nothing to send."""
-
-    async def publish(self, wait: bool = True) -> Sent:
-        return Sent()
-
-    async def proved(self) -> float:
-        return nan
-
-    async def rest(self) -> None:
-        return
-
-    async def close(self) -> None:
-        return
-
-
-@dataclass(frozen=True)
-class Refresh(Memory):
-    """The embedded engine has weights of its own, because the learner's are split over several ranks."""
-
-    refresh: Callable[[], None]
-    compute: Executor
-
-    async def publish(self, wait: bool = True) -> Sent:
-        began = time.perf_counter()
-        await asyncio.get_running_loop().run_in_executor(self.compute, self.refresh)
-        return Sent(seconds=time.perf_counter() - began)
-
-
-def published(model: nn.Module) -> dict[str, Tensor]:
-    """What an engine needs of a learner's module: parameters in the type that it computes in, tied ones once, without
-    heads that only training reads."""
-    return {name: p.data for name, p in model.named_parameters() if name.split(".")[0] not in HEADS}
-
-
-def released(model: nn.Module) -> dict[str, Tensor]:
-    """The same by the names of the model's own files, which other engines know: of a mixture of experts, which the
-    module holds together, each expert by itself. No copies."""
-    tensors = published(model)
-    return revert_weight_conversion(cast(Any, model), tensors) if experts_of(model) else tensors
 
 
 class Fleet(Protocol):
@@ -150,6 +75,10 @@ class Sender:
     gap: float = nan  # of the last proof
     lost: str = ""  # why an engine's canary had no answer
     resting: bool = False  # those of `sleeping` have no weights
+
+    @property
+    def sent_digest(self) -> str:
+        return self.digest if self.gathered is not None else ""
 
     async def publish(self, wait: bool = True) -> Sent:
         """Raises `WeightsFailed` with its cause: the run stops rather than go on with unproven weights."""

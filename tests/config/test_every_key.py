@@ -510,7 +510,7 @@ RL_CASES = {
     "checkpoint.every": Case("1", saved, ["step-000001", "step-000002"], "steps=2"),
     "checkpoint.keep_last": Case("1", saved, ["step-000002"], "steps=2 checkpoint.every=1"),
     "checkpoint.store": Case("memory://every", stored, True),
-    "checkpoint.asynchronous": Case("false", lambda s: s.parts.worker.writer.staged, 0),
+    "checkpoint.asynchronous": Case("false", lambda s: s.parts.worker.checkpoints.writer.staged, 0),
     "checkpoint.keep_best": Case(
         "false",
         saved,

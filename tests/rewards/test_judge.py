@@ -16,12 +16,12 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.learner import checkpoint, export
+from birl.learner.rewards import make_rewards
 from birl.rewards import judge as judges
 from birl.rewards.endpoint import endpoint
 from birl.rewards.requests import NoAnswer
 from birl.rewards.score import Rewards, Score
 from birl.train import build, sft
-from birl.train.rewards import make_rewards
 from tests.rewards.hostile import Hostile, hostile
 from tests.server.running import running
 

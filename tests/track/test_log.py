@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from birl.errors import BirlError
-from birl.track.log import JsonLog, encode, read_jsonl, replace, writing
+from birl.regular import write_whole, writing
+from birl.track.log import JsonLog, encode, read_jsonl
 
 
 def test_not_a_number_is_valid_json() -> None:
@@ -95,9 +96,9 @@ def test_a_real_full_device() -> None:
         f.write(b"x")
 
 
-def test_replace_leaves_no_half_file(tmp_path: Path) -> None:
-    replace(tmp_path / "a.json", b"1")
-    replace(tmp_path / "a.json", b"2")
+def test_write_whole_leaves_no_half_file(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a.json", b"1")
+    write_whole(tmp_path / "a.json", b"2")
     assert (tmp_path / "a.json").read_bytes() == b"2"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 

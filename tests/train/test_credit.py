@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from birl.config.load import load
 from birl.data.columns import behaviour, per_token
 from birl.data.pack import Batch
 from birl.errors import BirlError
-from birl.rollout.assemble import Usage
-from birl.train.credit import Credit
+from birl.train.build import credit_of
+from birl.train.credit import taught_by
 from birl.types import Completion, Group, Outcome, Sample, Stop, Task, Trajectory, Turn
 
 
@@ -64,8 +64,7 @@ def value(token: int) -> float:
 
 def credit(*words: str, greedy: dict[int, float] | None = None, kl_coef: float = 0.0, **models: Any) -> Any:
     keys = config(*words)
-    usage = Usage(failed=keys.rollout.failed, truncated=keys.rollout.truncated)
-    return Credit(config=keys, usage=usage, **models).of(groups(), greedy or {}, kl_coef)
+    return credit_of(keys, **models).of(groups(), greedy or {}, kl_coef)
 
 
 def flat(samples: Sequence[Sample], name: str = "advantage") -> list[float]:
@@ -107,7 +106,7 @@ def test_returns_of_a_talk_count_the_kl_of_later_turns() -> None:
     keys = config("algorithm=reinforce_pp", "algorithm.kl_coef=0.1")
     told = tuple(talk(*rewards, agents=()) for rewards in ((0.0, 1.0), (0.0, 0.0)))
     group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=told, start_version=0)
-    made = Credit(config=keys, usage=Usage(), reference=Says(lambda t: -0.7))  # type: ignore[arg-type]
+    made = credit_of(keys, reference=Says(lambda t: -0.7))  # type: ignore[arg-type]
     found = flat(made.of([group], {}, 0.1).samples)
     each = [r - 0.1 * 0.2 * later for r in (1.0, 0.0) for later in (4, 3, 2, 1)]
     mean = sum(each) / len(each)
@@ -151,7 +150,7 @@ def test_turns_share_an_advantage() -> None:
     turns = (Turn(prompt=(1, 2), completion=first), Turn(prompt=(1, 2, 5, 6, 3, 4), completion=second))
     talk = Trajectory(turns=turns, reward=1.0, score=1.0, outcome=Outcome.OK)
     group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=(talk, talk), start_version=0)
-    made = Credit(config=keys, usage=Usage(), reference=Says(lambda t: -0.5), critic=Says(value))  # type: ignore[arg-type]
+    made = credit_of(keys, reference=Says(lambda t: -0.5), critic=Says(value))  # type: ignore[arg-type]
     sample = made.of([group], {}, 0.0).samples[0]
     last = 1.0 - value(7)
     before = 0.0 + value(7) - value(5) + 0.95 * last
@@ -172,7 +171,7 @@ def talk(*rewards: float, agents: tuple[str, ...] = ()) -> Trajectory:
 
 def of(talks: Sequence[Trajectory], *words: str) -> Any:
     group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=tuple(talks), start_version=0)
-    return Credit(config=config(*words), usage=Usage()).of([group], {}, 0.0)
+    return credit_of(config(*words)).of([group], {}, 0.0)
 
 
 def test_each_turn_is_thanked_for_what_came_after_it() -> None:
@@ -189,7 +188,7 @@ def test_each_turn_is_thanked_for_what_came_after_it() -> None:
 def test_a_critic_is_told_when_each_turn_earned_what() -> None:
     keys = ("algorithm=ppo", "algorithm.kl_coef=0", "algorithm.kl_in=loss", "algorithm.kl=k3", "critic.whiten=false")
     group = Group(index=0, task=Task(id="t", prompt="?"), trajectories=(talk(1.0, -2.0),), start_version=0)
-    made = Credit(config=config(*keys, "critic.lam=1"), usage=Usage(), critic=Says(lambda t: 0.0))  # type: ignore[arg-type]
+    made = credit_of(config(*keys, "critic.lam=1"), critic=Says(lambda t: 0.0))  # type: ignore[arg-type]
     (sample,) = made.of([group], {}, 0.0).samples
     assert flat([sample], "returns") == pytest.approx([-1.0, -1.0, -2.0, -2.0])
 
@@ -220,9 +219,10 @@ def test_turns_cannot_be_combined_with_everything(words: list[str]) -> None:
 
 
 def test_a_teacher_is_followed_token_by_token() -> None:
-    found = credit("algorithm=distill", "algorithm.teacher=t", "algorithm.teacher_coef=2", teacher=Says(reference_logp))
+    teacher = taught_by(cast(Any, Says(reference_logp)))
+    found = credit("algorithm=distill", "algorithm.teacher=t", "algorithm.teacher_coef=2", teacher=teacher)
     assert flat(found.samples) == pytest.approx([2 * (reference_logp(t) + 0.5) for ts in TOKENS for t in ts], abs=1e-6)
-    both = credit("algorithm.teacher=t", teacher=Says(reference_logp))
+    both = credit("algorithm.teacher=t", teacher=teacher)
     means = [0.5, 0.5, 0.5, 0.5, 0.5]
     expected = [r - m + reference_logp(t) + 0.5 for r, m, ts in zip(REWARDS, means, TOKENS, strict=True) for t in ts]
     assert flat(both.samples) == pytest.approx(expected, abs=1e-6)

@@ -9,7 +9,7 @@ import pytest
 
 from birl.cli.evaluation import ruled, show
 from birl.config.schema import Validation
-from birl.train.evaluate import measure, plan
+from birl.rollout.evaluate import measure, plan
 from birl.train.run_folder import next_commands
 from birl.train.tasks import tell_plain
 from birl.types import Group, Outcome, Task, Trajectory

@@ -16,7 +16,8 @@ from birl.config.keys import documentation
 from birl.config.load import load
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
-from birl.train.objective import ALL_SURROGATES, Known, Objective, surrogate_of
+from birl.train.build import objective_of
+from birl.train.objective import ALL_SURROGATES, Known, surrogate_of
 from birl.types import Sample
 
 PRESETS = Path(schema.__file__).parents[1] / "presets" / "algorithm"
@@ -50,7 +51,7 @@ def gradient(*words: str) -> list[float]:
     """-dL/dl_t of each token, whatever the denominator: its weight in the batch is 1."""
     config = load(schema.RL, ["data.train=x", "rollout.max_staleness=4", *words])
     learner: Any = SimpleNamespace(version=3)
-    objective = Objective(config=config, learner=learner, reference=None, surrogate=surrogate_of(config.algorithm))
+    objective = objective_of(config, learner, None, surrogate_of(config.algorithm))
     made = batch(remembers(config))
     logp = torch.tensor([x for own in LOGP for x in own], requires_grad=True)
     known = Known()

@@ -28,7 +28,8 @@ from birl.server.membership import Membership
 from birl.types import Held, SamplingParams, Update
 from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
-from birl.weights.publish import Sender, published
+from birl.weights.publish import Sender
+from birl.weights.publisher import published
 from tests.server.running import running
 from tests.weights.test_weights import PROMPTS, train
 

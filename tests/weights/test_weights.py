@@ -22,7 +22,8 @@ from birl.models.load import cast, load_model, load_tokenizer
 from birl.types import Completion, Held, SamplingParams, Stop, Update
 from birl.weights import folder
 from birl.weights.canary import Canary
-from birl.weights.publish import Sender, Volume, published, shared_memory
+from birl.weights.publish import Sender, Volume, shared_memory
+from birl.weights.publisher import published
 
 PROMPTS = [tuple(range(5, 5 + n)) for n in (2, 9, 30)]
 

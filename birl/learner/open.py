@@ -1,14 +1,19 @@
-"""The learner that a configuration asks for."""
+"""The learner that a configuration asks for, and the models beside it."""
+
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from birl.config import schema
 from birl.errors import BirlError
+from birl.learner.export import resolved
 from birl.learner.learner import Learner
 from birl.learner.lora import Lora
-from birl.learner.policy import DTYPES
+from birl.learner.policy import DTYPES, Policy
 from birl.models.device import device_of
+from birl.models.load import load_model, load_reward_model, load_tokenizer, score_weight, skeleton
+from birl.models.slices import sketched, sketched_reward_model
 from birl.parallel.ranks import Ranks
 
 
@@ -53,3 +58,28 @@ def lora_of(config: schema.RL | schema.Stage) -> Lora | None:
 
 def replays(config: schema.RL | schema.Stage) -> bool:
     return isinstance(config, schema.RL) and config.algorithm.router_replay == "rollout"
+
+
+def check_split(config: schema.RL | schema.Stage, folder: Path) -> None:
+    """Can the model of a folder be split over that many ranks? Before its weights are loaded. Raises `BirlError`."""
+    if config.parallel.tp > 1:
+        from birl.parallel.tensor import check
+
+        check(skeleton(folder), config.parallel.tp)
+
+
+def other_model(config: schema.RL, path: str, policy: Policy, key: str, ranks: Ranks) -> nn.Module:
+    """A model that reads the policy's own tokens: that of critic.path with the score head that its folder may hold, or
+    that of algorithm.teacher. Raises `BirlError`."""
+    folder = resolved(path, key)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise BirlError(
+            f"{key}={path}: has another vocabulary than model.path={config.model.path}, so its tokens mean something "
+            "else. Take a model of the same family."
+        )
+    check_split(config, folder)
+    scores = key == "critic.path" and any(score_weight(file) is not None for file in folder.glob("*.safetensors"))
+    if ranks.sharded:
+        return (sketched_reward_model if scores else sketched)(folder, device_of(policy.model))
+    return (load_reward_model if scores else load_model)(folder).to(device_of(policy.model))

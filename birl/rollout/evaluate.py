@@ -1,5 +1,5 @@
-"""Measure a policy on held-out tasks: unbiased pass@k by source, failures counted apart. For `birl eval`
-(`evaluation.py`), and validation in `birl rl`."""
+"""Answer held-out tasks and measure the policy: unbiased pass@k by source, failures counted apart. For `birl eval`, and
+validation in `birl rl`."""
 
 import asyncio
 import math
@@ -12,8 +12,8 @@ import xxhash
 from birl import foreign
 from birl.algorithms.pass_at_k import pass_at_k
 from birl.config import schema
-from birl.rollout.group import Rollout, last_reply
-from birl.types import Group, Message, SamplingParams, Task
+from birl.rollout.group import Rollout
+from birl.types import Group, SamplingParams, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,27 +138,3 @@ def _mean(values: Sequence[float]) -> float:
 def versions_of(groups: Sequence[Group]) -> set[int]:
     """All versions of the weights that sampled a token of them."""
     return {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.completion.versions}
-
-
-def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None) -> list[dict]:
-    """First answer of each task, as text, for reports."""
-    found = []
-    for group in groups[:limit]:
-        trajectory = group.trajectories[0]
-        found.append(
-            {
-                "prompt": prompt_text(group.task.prompt),
-                "completion": last_reply(trajectory, rollout.chat).content if trajectory.turns else "",
-                "answer": group.task.answer,
-                "score": trajectory.score if trajectory.outcome.scored else None,
-                "outcome": str(trajectory.outcome),
-                "source": group.task.source,
-                "id": group.task.id,
-            }
-        )
-    return found
-
-
-def prompt_text(prompt: tuple[Message, ...] | str) -> str:
-    """The user's message, for people to read; the model sees the template's rendering."""
-    return prompt if isinstance(prompt, str) else "\n".join(m.content for m in prompt if m.role != "system")

@@ -1,0 +1,57 @@
+"""The weights that the embedded engine samples from: the learner's own module, or where its weights are split over
+ranks a whole copy, brought up to date after each step."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from birl.config import schema
+from birl.engine.engine import EmbeddedEngine
+from birl.engine.open import open_engine
+from birl.learner.learner import Learner
+from birl.learner.policy import DTYPES, Policy
+from birl.models.device import device_of
+from birl.models.forward import weights_changed
+from birl.models.load import cast
+from birl.models.slices import fill, sketched
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    """`copy`: None where the engine has the learner's module; `version`: of the learner, that the copy is of."""
+
+    policy: Policy
+    learner: Learner
+    dtype: str
+    copy: nn.Module | None = None
+    version: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.copy or self.learner.model
+
+    def engine(self, keys: schema.Engine, context: int, longest: int, routes: bool) -> EmbeddedEngine:
+        """An engine that samples from these weights; arguments as those of `open_engine`."""
+        policy, learner = self.policy, self.learner
+        ranks, device = learner.ranks, device_of(policy.model)
+        among = ranks.shares if device.type == "cpu" else 1
+        if not ranks.sharded:
+            return open_engine(policy, keys, context, lambda: learner.version, longest, routes, among)
+        self.copy = cast(sketched(policy.folder, device), DTYPES[self.dtype])
+        fill(self.copy.requires_grad_(False))
+        own = replace(policy, model=self.copy)
+        return open_engine(own, keys, context, lambda: self.version, longest, routes, among)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """(every rank) The copies become the learner's weights, one tensor after the other."""
+        copies = {} if self.copy is None else dict(self.copy.named_parameters())
+        for name, parameter in self.learner.model.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if name in copies:
+                copies[name].copy_(whole)
+        if self.copy is not None:
+            weights_changed(self.copy)
+        self.version = self.learner.version
