@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ COLDEST = 0.001  # logits divided by less leave what float32 can hold; 0 is gree
 HOTTEST = sys.float_info.max  # JSON's whole numbers have no bound
 QUIET = 60.0  # seconds between two pieces of a body
 STOPS, STOP_CHARACTERS, STOP_IDS = 256, 4096, 4096  # each token of an answer is compared with all of them
+THINGS = 300_000  # lists, objects and keys of a request: reading a million holds everything else up for two seconds
+TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 INVALID, OVERLOADED, TIMEOUT = "invalid_request_error", "overloaded", "timeout"
 
 
@@ -120,6 +123,8 @@ async def body(request: Request, most: int) -> bytes:
 async def json_object(request: Request, most: int) -> dict[str, Any]:
     """Raises `Refused` where the body is no JSON object; an empty one counts as {}."""
     raw = await body(request, most)
+    if _things(raw) > THINGS and _things(TEXT.sub(b"", raw)) > THINGS:
+        raise Refused(400, f"The body has more than {THINGS:,} lists, objects and keys. Send several requests.")
     try:
         found = json.loads(raw.decode()) if raw.strip() else {}  # from bytes it takes other encodings, and halves
     except (ValueError, RecursionError) as error:
@@ -134,6 +139,10 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
                 400, "The body has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
             ) from None
     return found
+
+
+def _things(raw: bytes) -> int:
+    return sum(map(raw.count, (b"[", b"{", b":")))
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

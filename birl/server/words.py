@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from birl.server import ask
-from birl.server.bulk import check_bulk
+from birl.server.bulk import check_bulk, too_large
 from birl.server.limits import answered, json_object
 from birl.server.messages import invalid, message, typed
 from birl.server.native import ids
@@ -42,6 +42,8 @@ async def detokenize(service: Service, request: Request) -> Response:
     data = await json_object(request, service.most_bytes)
     ask.known(data, ("model", "tokens"), service)
     tokens = ids(data, "tokens", service.vocabulary)
+    if len(tokens) > service.engine.context:
+        raise too_large("tokens", f"{len(tokens)} tokens", service.engine.context)
     return JSONResponse({"prompt": await service.read(lambda: service.chat.decode(tokens))})
 
 

@@ -50,6 +50,9 @@ HUGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "prompts": ("completions", {"prompt": ["x"] * 30_000}, "30000 answers in one request"),
     "a prompt": ("completions", {"prompt": "x" * 200_000}, "200000 characters"),
     "ids": ("completions", {"prompt": [1] * 200_000}, "200000 tokens"),
+    "lists": ("completions", {"prompt": [[]] * 300_001}, "more than 300,000 lists, objects and keys"),
+    "keys": ("completions", {str(i): 1 for i in range(300_001)}, "more than 300,000 lists, objects and keys"),
+    "brackets": ("completions", {"prompt": "[" * 300_001}, "300001 characters cannot fit"),
     "stop strings": ("completions", {"prompt": "x", "stop": ["x"] * 1000}, "at most 256 strings"),
     "a stop string": ("completions", {"prompt": "x", "stop": ["x" * 9000]}, "at most 4096 characters"),
 }
@@ -62,6 +65,11 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered(server: Running, monke
     reply = server.http.post(f"/v1/{path}", json=sent)
     assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text[:300]
     assert len(reply.text) < 1000
+
+
+def test_more_tokens_than_a_context_are_not_decoded(server: Running) -> None:
+    reply = server.http.post("/detokenize", json={"tokens": [1] * 20_000})
+    assert reply.status_code == 400 and "tokens: 20000 tokens cannot fit" in reply.json()["error"]["message"]
 
 
 def test_prompts_are_rendered_beside_the_event_loop(server: Running, monkeypatch) -> None:
