@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from birl.config import file
 from birl.config.check import configured, refusal, wrong_type
 from birl.config.keys import DEFAULT_PRESETS, PRESETS, Doc, documentation, presets, written
 from birl.config.nearest import meant, suggest
@@ -32,13 +33,11 @@ from birl.config.schema import Config as AnyConfig
 from birl.config.words import command
 from birl.errors import BirlError, did_you_mean, first_line
 from birl.hub import is_model, is_run
-from birl.regular import read_text
 
 Config = TypeVar("Config", RL, SFT, RM, DPO, Eval, Serve)
 Section = TypeVar("Section")
 
 SHORTHANDS = {"reward": "reward.functions", "env": "env.kind", "benchmark": "env.kind"}
-DEPTH, ENTRIES = 32, 100_000  # of a YAML file: mappings and lists in one another, and all that is in it
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
@@ -79,7 +78,8 @@ def load_with_choices(schema: type[Config], overrides: list[str]) -> tuple[Confi
     docs = documentation(schema)
     if wrong := [_wrong_type(docs[key], sources[key]) for key, errors in refused.items() if wrong_type(errors)]:
         raise BirlError("\n".join(wrong))
-    if wrong := [*(refusal(docs[key], errors) for key, errors in refused.items()), *rules(result)]:
+    wrong = [refusal(docs[key], errors, _file_of(sources.get(key))) for key, errors in refused.items()]
+    if wrong := [*wrong, *rules(result)]:
         raise BirlError("\n".join(wrong))
     return result, choices
 
@@ -117,50 +117,6 @@ def _read_argument(argument: str, schema: type) -> Setting:
     return Setting(key=key, value=value, source=f"{key}={value}")
 
 
-class _Texts(yaml.BaseLoader):
-    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean. A key that is
-    there twice is an error: YAML would forget the first, with all that is below it."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value} is there twice", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def _content(text: str) -> Any:
-    """What a YAML file says; None where it is empty. Raises `yaml.YAMLError`."""
-    loader = _Texts(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _size(node, {}, 0)
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _size(node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """Entries of a node, those of its aliases counted as often as they are named. Raises `ConstructorError` above
-    `ENTRIES` or `DEPTH`, and for an alias of what it is in."""
-    if known.get(id(node)) == 0:
-        raise yaml.constructor.ConstructorError(problem="an alias is in what it names", problem_mark=node.start_mark)
-    if id(node) not in known:
-        known[id(node)] = 0  # being counted
-        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
-        inner = inner if isinstance(node, yaml.CollectionNode) else ()
-        known[id(node)] = 1 + sum(_size(one, known, depth + 1) for one in inner)
-    if depth > DEPTH or known[id(node)] > ENTRIES:
-        problem = f"nested deeper than {DEPTH}" if depth > DEPTH else f"more than {ENTRIES:,} entries, with its aliases"
-        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
-    return known[id(node)]
-
-
 def _read_file(name: str, schema: type) -> list[Setting]:
     if schema in (Eval, Serve) and Path(name).name == "config.yaml" and is_run(Path(name).parent):
         command, run = schema.__name__.lower(), Path(name).parent
@@ -168,36 +124,13 @@ def _read_file(name: str, schema: type) -> list[Setting]:
             f"{name}: says how a training run was configured, and `birl {command}` has other keys. The run itself is a "
             f"model: birl {command} {run}" + (" data.validation=FILE" if schema is Eval else "")
         )
-    try:
-        content = _content(read_text(Path(name)))
-    except FileNotFoundError:
-        near = did_you_mean(name, _yaml_files(Path(name).parent))
-        raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None
-    except OSError as error:
-        raise BirlError(f"{name}: cannot be read ({error.strerror})") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise BirlError(f"{name}{where}: is not valid YAML: {error.problem}. Are the lines indented alike?") from None
-    except RecursionError:
-        raise BirlError(f"{name}: is not valid YAML: it is nested too deep") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BirlError(f"{name}: is not valid YAML: {' '.join(str(error).split())}") from None
-    if content in ("", None):
-        return []
-    if not isinstance(content, dict):
-        found = type(content).__name__
-        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, found a {found}")
-    flat = _flatten_mapping(content)
-    return [Setting(key=key, value=value, source=f"{name}: {key}: {written(value)}") for key, value in flat]
+    return [Setting(key=k, value=v, source=f"{name}: {k}: {written(v)}") for k, v in file.read(name).items()]
 
 
-def _flatten_mapping(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten_mapping(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _file_of(setting: Setting | None) -> str:
+    """`FILE: ` where it was written in one."""
+    name, between, _ = setting.source.rpartition(f": {setting.key}: ") if setting else ("", "", "")
+    return f"{name}: " if between else ""
 
 
 def _choose(settings: list[Setting], schema: type, errors: list[str]) -> tuple[dict[str, str], list[Setting]]:
@@ -364,10 +297,6 @@ def _unknown_key(setting: Setting, schema: type) -> str:
     return f"{setting.source}: there is no key {key}.{suggest(key, schema)} {where}"
 
 
-def _yaml_files(folder: Path) -> list[str]:
-    return [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
-
-
 def _values(config: DictConfig) -> dict[str, Any]:
     """With what `${section.key}` stands for."""
     try:
@@ -424,7 +353,7 @@ def _escape(value: Any) -> Any:
 
 def flatten(config: AnyConfig) -> dict[str, Any]:
     """Every dotted key and its value, in the schema's order: {"model.path": "smollm2", ..., "threads": 0}."""
-    return dict(_flatten_mapping(asdict(config)))
+    return dict(file.flat(asdict(config)))
 
 
 def run_folder(config: RL | Stage, choices: Mapping[str, str], without: Iterable[str] = ()) -> str:

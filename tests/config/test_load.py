@@ -89,6 +89,13 @@ def test_a_key_can_copy_another():
     assert "rollout.nothing" in message(TRAIN, "validation.max_tokens=${rollout.nothing}")
 
 
+def test_a_refused_number_of_a_file_is_told_with_the_file(tmp_path: Path):
+    (tmp_path / "my.yaml").write_text("rollout:\n  prompts: 0\n")
+    text = message(TRAIN, f"{tmp_path}/my.yaml", "seed=-1")
+    assert f"{tmp_path}/my.yaml: rollout.prompts=0: must be at least 1." in text
+    assert text.splitlines()[0].startswith("seed=-1: must be") and len(text.splitlines()) == 2
+
+
 def test_reward_is_short_for_its_functions(tmp_path: Path):
     (tmp_path / "my_file.py").write_text("def score(completions, **columns): return [0.0]")
     assert load(RL, [TRAIN, "reward=[math,format]"]).reward.functions == ["math", "format"]

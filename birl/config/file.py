@@ -1,0 +1,93 @@
+"""YAML files of keys, in which every value stays the text that it is in the file."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from birl.errors import BirlError, did_you_mean
+from birl.regular import read_text
+
+DEPTH, ENTRIES = 32, 100_000  # of a YAML file: mappings and lists in one another, and all that is in it
+
+
+def read(name: str) -> Mapping[str, Any]:
+    """Texts and lists by dotted key. Raises `BirlError`."""
+    try:
+        content = _content(read_text(Path(name)))
+    except FileNotFoundError:
+        near = did_you_mean(name, _yaml_files(Path(name).parent))
+        raise BirlError(f"{name}: cannot be read: there is no such file.{near}") from None
+    except OSError as error:
+        raise BirlError(f"{name}: cannot be read ({error.strerror})") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise BirlError(f"{name}{where}: is not valid YAML: {error.problem}. Are the lines indented alike?") from None
+    except RecursionError:
+        raise BirlError(f"{name}: is not valid YAML: it is nested too deep") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BirlError(f"{name}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if content in ("", None):
+        return {}
+    if not isinstance(content, dict):
+        found = type(content).__name__
+        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, found a {found}")
+    return dict(flat(content))
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class _Texts(yaml.BaseLoader):
+    """Every scalar stays the text that it is in the file: YAML would turn `wandb: off` into a boolean. A key that is
+    there twice is an error: YAML would forget the first, with all that is below it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is there twice", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _content(text: str) -> Any:
+    """What a YAML file says; None where it is empty. Raises `yaml.YAMLError`."""
+    loader = _Texts(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _size(node, {}, 0)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[int, int], depth: int) -> int:
+    """Entries of a node, those of its aliases counted as often as they are named. Raises `ConstructorError` above
+    `ENTRIES` or `DEPTH`, and for an alias of what it is in."""
+    if known.get(id(node)) == 0:
+        raise yaml.constructor.ConstructorError(problem="an alias is in what it names", problem_mark=node.start_mark)
+    if id(node) not in known:
+        known[id(node)] = 0  # being counted
+        inner = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        inner = inner if isinstance(node, yaml.CollectionNode) else ()
+        known[id(node)] = 1 + sum(_size(one, known, depth + 1) for one in inner)
+    if depth > DEPTH or known[id(node)] > ENTRIES:
+        problem = f"nested deeper than {DEPTH}" if depth > DEPTH else f"more than {ENTRIES:,} entries, with its aliases"
+        raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+    return known[id(node)]
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    return [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
