@@ -54,57 +54,64 @@ class Doc:
 @cache
 def documentation(schema: type) -> dict[str, Doc]:
     """Every key of `schema`, dotted, in the order of the source. A field without a string has an empty text."""
-    return {doc.key: doc for doc in _walk(schema(), "")}
+    return {doc.key: doc for doc in _walk(schema(), "", _json(schema).get("$defs", {}))}
 
 
 @cache
 def adapter(section: type) -> TypeAdapter[Any]:
-    """What makes an object of a section from values. Raises `BirlError` where a key has a type without a text form."""
+    """What makes an object of a section from values."""
     for one in section.__mro__:
         if is_dataclass(one) and not hasattr(one, "__pydantic_config__"):  # the user's own, a plain dataclass
             with_config(ConfigDict(use_attribute_docstrings=True))(one)
-    try:
-        return TypeAdapter(section)
-    except PydanticUserError:
-        raise _strange(next(key for key, hint in get_type_hints(section).items() if not _possible(hint))) from None
+    return TypeAdapter(section)
 
 
 def _strange(key: str) -> BirlError:
     return BirlError(f"{key}: cannot be read from a text. A key is a number, true or false, text, or a list.")
 
 
-def _possible(hint: Any) -> bool:
-    try:
-        TypeAdapter(hint)
-    except PydanticUserError:
-        return False
-    return True
-
-
-def _walk(section: Any, prefix: str) -> list[Doc]:
-    known, found = _properties(type(section)), []
+def _walk(section: Any, prefix: str, definitions: Mapping[str, Any]) -> list[Doc]:
+    schema, found = type(section), []
+    known = _properties(schema, definitions.get(schema.__name__) or _json(schema))
     for field in fields(section):
         key, value = prefix + field.name, getattr(section, field.name)
-        found += _walk(value, f"{key}.") if is_dataclass(value) else [_doc(key, value, known[field.name])]
+        its = known[field.name]
+        found += _walk(value, f"{key}.", definitions) if is_dataclass(value) else [_doc(key, value, its)]
     return found
 
 
 @cache
-def _properties(section: type) -> Mapping[str, Any]:
+def _json(section: type) -> Mapping[str, Any]:
+    try:
+        return adapter(section).json_schema()
+    except (PydanticUserError, NameError):
+        raise _strange(next(field.name for field in fields(section) if not _possible(section, field.name))) from None
+
+
+def _possible(section: type, key: str) -> bool:
+    try:
+        TypeAdapter(get_type_hints(section, include_extras=True)[key]).json_schema()
+    except (PydanticUserError, NameError):
+        return False
+    return True
+
+
+def _properties(section: type, its: Mapping[str, Any]) -> Mapping[str, Any]:
     """JSON schema of each key; a text that is missing in a subclass is that of the class above."""
-    known = adapter(section).json_schema().get("properties", {})
-    for above in section.__mro__[1:]:
-        for name, its in _properties(above).items() if is_dataclass(above) else ():
-            known[name] = its | known[name]
+    known = dict(its.get("properties", {}))
+    for above in filter(is_dataclass, section.__mro__[1:]):
+        for name, inherited in _json(above).get("properties", {}).items():
+            known[name] = inherited | known[name]
     return known
 
 
 def _doc(key: str, default: Any, its: Mapping[str, Any]) -> Doc:
-    one = its.get("items", its)  # of a list
+    several = its.get("type") == "array"
+    one = [*its.get("prefixItems", []), its.get("items") or {"type": "string"}][0] if several else its
     ways = one.get("anyOf", [one])
     text, unit = _split_unit(" ".join(its.get("description", "").split()))
     choices = tuple(name for way in ways for name in way.get("enum", [way["const"]] if "const" in way else []))
-    kind = TYPES.get(ways[0].get("type", "string" if "items" in its else ""), "")
+    kind = TYPES.get(ways[0].get("type"), "")
     if not kind:
         raise _strange(key)
     low, high = one.get("minimum"), one.get("maximum", one.get("exclusiveMaximum"))
@@ -112,7 +119,7 @@ def _doc(key: str, default: Any, its: Mapping[str, Any]) -> Doc:
         unit = f"0 to {high:g}"
     return Doc(
         key=key,
-        type=f"list[{kind}]" if "items" in its else kind,
+        type=f"list[{kind}]" if several else kind,
         default=default,
         text=text,
         unit=unit,

@@ -226,8 +226,8 @@ def _convert(doc: Doc, setting: Setting) -> Any:
     value = _given(doc, setting)
     if doc.type not in PLAIN or "${" in str(value):
         return value
-    if doc.type == "list[str]":
-        value = [written(one) if isinstance(one, int | float) else one for one in value]
+    if doc.several:  # Hydra's grammar made numbers and truth values of what may be meant as text
+        value = [str(one).lower() if isinstance(one, int | float) else one for one in value]
     try:
         return PLAIN[doc.type].validate_python(value)
     except ValidationError:

@@ -202,6 +202,8 @@ def test_a_section_lists_its_keys():
         ("reward.weights=[a]", ["takes a list", "list[float]"]),
         ("seed=null", ["no key can be null", "seed=0"]),
         ("seed=", ["takes a whole number"]),
+        ("validation.k=[true]", ["takes a list", "list[int]"]),
+        ("data.train=[[a]]", ["takes a list", "list[str]"]),
         ("rollout.prompts=1,2", ["--multirun"]),
         ("data.train=a,b", ["data.train=[a,b]", "--multirun"]),
         ("reward=[math", ["reward=[math", "not complete"]),

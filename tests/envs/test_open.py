@@ -15,6 +15,8 @@ from birl.types import Message, Task
 
 WORLD = """
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+from pydantic import Field
 
 class Shared:
     closed = False
@@ -61,6 +63,17 @@ class Untyped(Bare):
     @dataclass
     class Config:
         low: object = 1
+
+class Ranged(Bare):
+    @dataclass
+    class Config:
+        low: Annotated[int, Field(ge=1)] = 1
+        pace: Literal["fast", "slow"] = "fast"
+
+class Uncalled(Bare):
+    @dataclass
+    class Config:
+        low: "Unknown" = 1
 
 class Nothing: pass
 
@@ -111,6 +124,8 @@ def test_a_class_has_its_own_typed_keys_tasks_and_shared_things(world: Any) -> N
         ("world.py:Plain", {}, r"Plain\.Config is no dataclass: put @dataclass above it"),
         ("world.py:Undecided", {}, r"own key low needs a default, in Undecided\.Config"),
         ("world.py:Untyped", {}, r"env\.low: cannot be read from a text\. A key is a number"),
+        ("world.py:Uncalled", {}, r"env\.low: cannot be read from a text"),
+        ("world.py:Ranged", {"low": "0", "pace": "slwo"}, r"env\.low=0: must be at least 1\.\n.*slwo.*mean slow\?"),
         ("single_tern", {}, "Did you mean single_turn"),
     ],
 )
