@@ -19,10 +19,25 @@ from typing import Any
 
 from birl import trl
 from birl.errors import BirlError
+from birl.given import Given
 from birl.track.records import Records
 from birl.trl import LOSS_TYPES, SCALES
 
 Reward = Callable[..., Sequence[float]] | str
+
+# Parameters that are a key each.
+KEYS = {
+    "batch_size": "rollout.prompts",
+    "beta": "algorithm.kl_coef",
+    "learning_rate": "optimizer.lr",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "max_model_len": "model.max_length",
+    "max_tokens": "rollout.max_tokens",
+    "num_generations": "rollout.group_size",
+    "output_dir": "run",
+    "seed": "seed",
+    "temperature": "rollout.temperature",
+}
 
 # What trainers of transformers and TRL also have, and where that is here.
 ELSEWHERE = {
@@ -163,81 +178,38 @@ class Trainer(Started):
         args: Any = None,
         **names: Any,
     ) -> None:
-        from birl.config.keys import documentation
-        from birl.config.load import load_with_choices
-        from birl.config.schema import RL
-        from birl.launch.program import engine_keys, launch_words, named
-        from birl.train.build import Given
-
-        model = _model(model)
-        if unknown := [name for name in names if not trl.knows(name)]:
-            raise BirlError(_unknown(unknown[0]))
-        if loss_type and loss_type not in LOSS_TYPES:
-            raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
-        if scale_rewards is not None and scale_rewards not in SCALES:
-            raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
-        gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
-        if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
-            raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
-        self._launch = launch_words(launcher, gpus, launch or {}) if launcher else ()
-        if reward_funcs is None:
-            reward_funcs = "math" if env == "single_turn" else []
-        sandboxed = reward_funcs == "sandbox"  # MRL's word for unit tests
-        rewards = _listed("code" if sandboxed else reward_funcs)
-        if not rewards and env == "single_turn":
-            raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
-        if train_dataset is None and env == "single_turn" and "data.train" not in (overrides or {}):
-            raise BirlError(_no_rows(reward_funcs == "math"))
-        if max_completion_length is not None:  # MRL has both
-            max_tokens = max_completion_length if max_tokens == 256 else min(max_tokens, max_completion_length)
-        docs = documentation(RL)
-        if weight_sync_method and weight_sync_method not in (methods := docs["weights.method"].choices):
-            raise BirlError(f"weight_sync_method={weight_sync_method!r}: choose one of {', '.join(methods)}.")
-        # an engine in the learner's process has the learner's own weights: there is nothing to synchronise
-        elsewhere = {"engine.kind", "engine.count", "engine.attach"} & {*(overrides or {})}
-        apart = num_rollout_workers != 0 or bool(elsewhere)
-        keys: dict[str, Any] = {
-            "model.path": model,
+        given = {key: value for name, value in locals().items() if (key := KEYS.get(name))}
+        given["model.path"] = model = _model(model)
+        _known(names)
+        more = names | ({} if num_generations == 8 else {"num_generations": num_generations})
+        rows = train_dataset is not None or "data.train" in (overrides or {})
+        rewards = _judges(reward_funcs, env, rows)
+        given |= _loss(loss_type) | _engines(num_rollout_workers, weight_sync_method, overrides or {})
+        given |= _reward_keys(rewards, reward_weights, reward_funcs == "sandbox", launcher)
+        given |= {
             "env.kind": env if isinstance(env, str) else f"given:{getattr(env, '__name__', type(env).__name__)}",
-            "reward.functions": _names(rewards),
-            "reward.weights": list(reward_weights),
-            "rollout.group_size": num_generations,
-            "rollout.prompts": batch_size,
-            "rollout.temperature": temperature,
-            "rollout.max_tokens": max_tokens,
-            "optimizer.lr": learning_rate,
-            "algorithm.kl_coef": beta,
-            "model.max_length": max_model_len,
+            "rollout.max_tokens": _answer_tokens(max_tokens, max_completion_length),
             "lora.rank": 16 if use_lora else 0,
-            "algorithm.mask_truncated": mask_truncated_completions,
             "data.train": _source(train_dataset),
             "data.validation": _source(eval_dataset),
-            "seed": seed,
-            "run": output_dir,
             **({"steps": max_steps} if max_steps > 0 else {"epochs": num_epochs}),
-            **{f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()},
-            **({"reward.timeout": 300.0} if sandboxed else {}),  # a call runs the tests of a whole group
-            **({"sandbox.kind": "modal"} if sandboxed and launcher == "modal" else {}),
-            **engine_keys(num_rollout_workers, weight_sync_method if apart else ""),
         }
-        # what is at its default is left out, so that a preset (overrides={"algorithm": "grpo"}) can decide about it
-        keys = {k: v for k, v in keys.items() if v != docs[k].default}
-        if scale_rewards is not None:
-            keys["algorithm.scale_rewards"] = SCALES[scale_rewards]
-        more = trl.without_tokenizer(names, model)
-        more |= {"num_generations": num_generations} if num_generations != 8 else {}
-        theirs = trl.keys_of(trl.Names.of(args, more), RL, "GRPO", len(rewards))
-        keys = _fitting(theirs | keys | _clips(epsilon, epsilon_high)) | (overrides or {})
-        self._keys, self._launcher, self._here = keys, launcher, dict[str, Any]()
-        self.config, self.choices = load_with_choices(RL, [f"{k}={_written(v)}" for k, v in keys.items()])
-        if launcher:
-            self._keys, self._here = named(launcher, keys, rewards, env)
-        self._given = Given(
-            rewards=rewards,
-            env=None if isinstance(env, str) else env,
-            train=_rows(train_dataset),
-            validation=_rows(eval_dataset),
-        )
+        keys = _theirs(args, more, model, len(rewards)) | _not_default(given)
+        keys |= _scale(scale_rewards) | _clips(epsilon, epsilon_high)
+        own = None if isinstance(env, str) else env
+        self._given = Given(rewards=rewards, env=own, train=_rows(train_dataset), validation=_rows(eval_dataset))
+        self._launcher, self._launch = launcher, _launch_words(launcher, actor_gpu, rollout_gpu, launch or {})
+        self._configure(_fitting(keys) | (overrides or {}), env)
+
+    def _configure(self, keys: dict[str, Any], env: Any) -> None:
+        from birl.config.load import load_with_choices
+        from birl.launch.program import named
+
+        self._keys, self._here = keys, dict[str, Any]()
+        words = [f"{k}={_written(v)}" for k, v in keys.items()]
+        self.config, self.choices = load_with_choices(_schema("rl"), words)
+        if self._launcher:
+            self._keys, self._here = named(self._launcher, keys, list(self._given.rewards), env)
 
     @property
     def rollouts(self) -> Records:
@@ -305,11 +277,95 @@ def _model(model: Any) -> str:
 def _fitting(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys, with micro-batches that hold the longest sequence."""
     from birl.config.keys import documentation
-    from birl.config.schema import RL
 
     key = "learner.tokens_per_microbatch"
     longest = keys.get("model.max_length") or 0
-    return {**({key: longest} if longest > documentation(RL)[key].default else {}), **keys}
+    return {**({key: longest} if longest > documentation(_schema("rl"))[key].default else {}), **keys}
+
+
+def _judges(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
+    """The reward functions, with what stands for them where none is given. `rows`: there are some to train on."""
+    if reward_funcs is None:
+        reward_funcs = "math" if env == "single_turn" else []
+    rewards = _listed("code" if reward_funcs == "sandbox" else reward_funcs)  # MRL's word for unit tests
+    if not rewards and env == "single_turn":
+        raise BirlError("reward_funcs is empty: name a function, such as math, or an env that rewards.")
+    if not rows and env == "single_turn":
+        raise BirlError(_no_rows(reward_funcs == "math"))
+    return rewards
+
+
+def _reward_keys(rewards: list[Reward], weights: Sequence[float], tests: bool, launcher: str) -> dict[str, Any]:
+    keys: dict[str, Any] = {"reward.functions": _names(rewards), "reward.weights": list(weights)}
+    if tests:
+        keys["reward.timeout"] = 300.0  # a call runs the tests of a whole group
+        keys |= {"sandbox.kind": "modal"} if launcher == "modal" else {}
+    return keys
+
+
+def _answer_tokens(max_tokens: int, max_completion_length: int | None) -> int:
+    """MRL has both names."""
+    if max_completion_length is None:
+        return max_tokens
+    return max_completion_length if max_tokens == 256 else min(max_tokens, max_completion_length)
+
+
+def _known(names: dict[str, Any]) -> None:
+    if unknown := [name for name in names if not trl.knows(name)]:
+        raise BirlError(_unknown(unknown[0]))
+
+
+def _theirs(args: Any, names: dict[str, Any], model: str, rewards: int) -> dict[str, Any]:
+    """The keys that TRL's names stand for, of a config object and of parameters."""
+    return trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), _schema("rl"), "GRPO", rewards)
+
+
+def _loss(loss_type: str) -> dict[str, Any]:
+    if loss_type and loss_type not in LOSS_TYPES:
+        raise BirlError(f"loss_type={loss_type!r}: choose one of {', '.join(LOSS_TYPES)}.")
+    return {f"algorithm.{name}": value for name, value in LOSS_TYPES.get(loss_type, {}).items()}
+
+
+def _scale(scale_rewards: str | bool | None) -> dict[str, Any]:
+    if scale_rewards is None:
+        return {}
+    if scale_rewards not in SCALES:
+        raise BirlError(f"scale_rewards={scale_rewards!r}: choose group, batch or none.")
+    return {"algorithm.scale_rewards": SCALES[scale_rewards]}
+
+
+def _engines(workers: int, method: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """An engine in the learner's process has the learner's own weights: there is nothing to synchronise."""
+    from birl.config.keys import documentation
+    from birl.launch.program import engine_keys
+
+    if method and method not in (methods := documentation(_schema("rl"))["weights.method"].choices):
+        raise BirlError(f"weight_sync_method={method!r}: choose one of {', '.join(methods)}.")
+    elsewhere = workers != 0 or {"engine.kind", "engine.count", "engine.attach"} & overrides.keys()
+    return engine_keys(workers, method if elsewhere else "")
+
+
+def _launch_words(launcher: str, actor_gpu: str, rollout_gpu: str, launch: dict[str, Any]) -> tuple[str, ...]:
+    from birl.launch.program import launch_words
+
+    gpus = {"actor_gpu": actor_gpu, "rollout_gpu": rollout_gpu}
+    if not launcher and (stray := [name for name, value in {**gpus, "launch": launch}.items() if value]):
+        raise BirlError(f'{stray[0]}: says what a launcher is to give; name one, as in launcher="modal".')
+    return launch_words(launcher, gpus, launch) if launcher else ()
+
+
+def _not_default(keys: dict[str, Any]) -> dict[str, Any]:
+    """Without what is at its default, so that a preset (overrides={"algorithm": "grpo"}) can decide about it."""
+    from birl.config.keys import documentation
+
+    docs = documentation(_schema("rl"))
+    return {k: v for k, v in keys.items() if v != docs[k].default}
+
+
+def _schema(command: str) -> Any:
+    from birl.config.schema import COMMANDS
+
+    return COMMANDS[command]
 
 
 def _clips(low: float | None, high: float | None) -> dict[str, Any]:
@@ -425,7 +481,6 @@ class _Offline(Started):
         from birl.config.load import load_with_choices
         from birl.config.nearest import suggest
         from birl.config.schema import COMMANDS
-        from birl.train.build import Given
 
         schema: Any = COMMANDS[self.command]
         for name in names:
