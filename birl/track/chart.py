@@ -1,24 +1,10 @@
-"""Small charts and big figures made of characters, with a plain ASCII form of each."""
+"""Small charts made of characters, also of ASCII alone."""
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .-=+*%#@"
-_DIGITS = {
-    "0": ("┏━┓", "┃ ┃", "┗━┛"),
-    "1": ("╺┓ ", " ┃ ", "╺┻╸"),
-    "2": ("╺━┓", "┏━┛", "┗━╸"),
-    "3": ("╺━┓", " ━┫", "╺━┛"),
-    "4": ("╻ ╻", "┗━┫", "  ╹"),
-    "5": ("┏━╸", "┗━┓", "╺━┛"),
-    "6": ("┏━╸", "┣━┓", "┗━┛"),
-    "7": ("╺━┓", "  ┃", "  ╹"),
-    "8": ("┏━┓", "┣━┫", "┗━┛"),
-    "9": ("┏━┓", "┗━┫", "╺━┛"),
-    "-": ("   ", "╺━╸", "   "),
-    ".": (" ", " ", "╹"),
-}
 
 
 def sparkline(values: Sequence[float], width: int, height: int = 1, ascii_only: bool = False) -> list[str]:
@@ -56,21 +42,3 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
 def mean(values: Sequence[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
-
-
-def big(text: str) -> list[str]:
-    """Digits three lines high. Characters other than digits, point and minus are left out."""
-    glyphs = [_DIGITS[char] for char in text if char in _DIGITS]
-    return ["".join(glyph[row] for glyph in glyphs) for row in range(3)]
-
-
-def split(shares: Sequence[float], width: int) -> list[int]:
-    """Whole columns for each share, `width` in all (largest remainders). Example: split([1, 1, 2], 8) == [2, 2, 4]"""
-    total = sum(shares)
-    if total <= 0 or width <= 0:
-        return [0] * len(shares)
-    exact = [width * value / total for value in shares]
-    columns = [int(value) for value in exact]
-    for index in sorted(range(len(exact)), key=lambda i: columns[i] - exact[i])[: width - sum(columns)]:
-        columns[index] += 1
-    return columns

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from rich import box
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
 from rich.panel import Panel
+from rich.progress import BarColumn, SpinnerColumn, TextColumn
+from rich.progress import Progress as Bar
 from rich.segment import Segment
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -18,44 +18,55 @@ from birl.track.progress import Progress, failures
 from birl.track.units import count, duration, figure, share
 from birl.visible import visible
 
-PHASES = {  # time/<name>: colour, mark without colours, mark without UTF-8
-    "generate": ("cyan", "█", "G"),
-    "reward": ("yellow", "▓", "R"),
-    "train": ("green", "▒", "T"),
-    "validate": ("blue", "▚", "V"),
-    "checkpoint": ("magenta", "▞", "C"),
-    "other": ("bright_black", "░", "o"),
-}
+PHASES = ("generate", "reward", "train", "validate", "checkpoint", "other")  # time/<name>
+CELL = 28  # columns of a figure
 Cell = tuple[str, str, str]  # label, figure, style of both
 
 
 class ProgressPanel:
-    """Draws `progress` anew at each refresh, as large as the terminal is then.
+    """Draws `progress` anew at each refresh, as large as the terminal is then. What does not fit is cropped at the end,
+    so what matters most comes first.
 
     Example: Live(ProgressPanel(progress))
     """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.spinner = Spinner("dots", style="cyan")
+        self.bar = Bar(
+            TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[times]}"), expand=True
+        )
+        self.bar.add_task("", total=None, times="")
+        self.phase = Bar(SpinnerColumn(), TextColumn("{task.description}", style="cyan", markup=False))
+        self.phase.add_task("")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        plain = options.ascii_only
-        inner = max(8, options.max_width - 4)
-        rows = _rows(self.progress, inner, console.height - 4, plain, console.no_color)
-        body = Group(*rows, self._phase(plain, console))
-        title = Text(f" birl · {_short(self.progress.title, inner - 12)} ".replace("·", "-" if plain else "·"), "bold")
+        plain, width = options.ascii_only, max(1, options.max_width - 4)
+        rows = [self._bar(width), self._phase(plain)]
+        rows += _warnings(self.progress)
+        rows += _curves(self.progress, width, console.height >= 24 and width >= 56, plain)
+        rows += _cells(self.progress.metrics, width)
+        title = Text(f" birl · {_short(self.progress.title, width - 12)} ".replace("·", "-" if plain else "·"), "bold")
         shape = box.ASCII if plain else box.ROUNDED
-        yield Panel(body, title=title, title_align="left", box=shape, border_style="bright_black", padding=(0, 1))
+        yield Panel(Group(*rows), title=title, title_align="left", box=shape, border_style="bright_black")
         # Without this, rich leaves the cursor at the end of the last line, where a log line would be glued on.
         yield Segment("")
 
-    def _phase(self, plain: bool, console: Console) -> RenderableType:
-        text = Text(visible(self.progress.phase) or " ", style="cyan", no_wrap=True, overflow="ellipsis")
-        if plain or not self.progress.phase:
-            return text
-        self.spinner.update(text=text)
-        return self.spinner.render(console.get_time())
+    def _bar(self, width: int) -> RenderableType:
+        total, step, eta = self.progress.total, self.progress.step, self.progress.eta
+        times = ([] if eta is None else [f"eta {duration(eta)}"]) + [duration(self.progress.elapsed)]
+        text = f"step {step}/{total}" if total else f"step {step}"
+        if not total or width < 36:
+            return Text("  ".join([text, *times]), "bold", no_wrap=True, overflow="ellipsis")
+        (task,) = self.bar.task_ids
+        self.bar.update(task, description=text, total=total, completed=step, times="  ".join(times))
+        return self.bar.get_renderable()
+
+    def _phase(self, plain: bool) -> RenderableType:
+        text = visible(self.progress.phase)
+        if plain or not text:
+            return Text(text, "cyan", no_wrap=True, overflow="ellipsis")
+        self.phase.update(self.phase.task_ids[0], description=text)
+        return self.phase.get_renderable()
 
 
 def _short(text: str, width: int) -> str:
@@ -63,91 +74,50 @@ def _short(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def _rows(progress: Progress, width: int, height: int, plain: bool, no_color: bool) -> Iterator[RenderableType]:
-    tall = height >= 16
-    yield _bar(progress, width, plain)
-    if tall:
-        yield Text("")
-    yield from _curves(progress, width, plain, tall)
-    if tall:
-        yield Text("")
-    # What does not fit goes, from the end: a cropped panel would lose the phase, which is its last line.
-    failed = failures(progress.metrics)
-    most = height - (11 if tall else 5) - bool(failed) - bool(progress.warning)
-    yield _cells(list(_figures(progress.metrics)), width, most=max(2, most))
-    if failed:
+def _warnings(progress: Progress) -> Iterator[RenderableType]:
+    m = progress.metrics
+    if failed := failures(m):
         causes = ", ".join(f"{count(n)} {cause}" for cause, n in failed.items())
-        asked = f" of {count(progress.metrics['outcome/asked'])}" if "outcome/asked" in progress.metrics else ""
+        asked = f" of {count(m['outcome/asked'])}" if "outcome/asked" in m else ""
         text = f"FAILED     {count(sum(failed.values()))}{asked} episodes: {causes}"
         yield Text(text, "bold red", no_wrap=True, overflow="crop")
     if progress.warning:
         yield Text(progress.warning, "bold yellow", no_wrap=True, overflow="ellipsis")
-    yield from _time_split(progress.metrics, width, plain, no_color)
 
 
-def _bar(progress: Progress, width: int, plain: bool) -> RenderableType:
-    total, step = progress.total, progress.step
-    words = [f"step {step}/{total}" if total else f"step {step}"]
-    if progress.eta is not None:
-        words.append(f"eta {duration(progress.eta)}")
-    words.append(duration(progress.elapsed))
-    label = "  ".join(words)
-    room = width - len(label) - 2
-    if not total or room < 8:
-        return Text(label, style="bold", no_wrap=True, overflow="ellipsis")
-    done = min(room, round(room * step / total))
-    full, empty = ("#", "-") if plain else ("━", "━")
-    line = Text(full * done, style="green")
-    # The rest of the bar must differ without colours too.
-    line.append((empty if plain else "╌") * (room - done), style="bright_black")
-    return line.append("  " + label, style="bold")
-
-
-def _curves(progress: Progress, width: int, plain: bool, tall: bool) -> Iterator[RenderableType]:
+def _curves(progress: Progress, width: int, tall: bool, plain: bool) -> Iterator[RenderableType]:
+    """Of reward or loss, and of validation: last and first value, and the curve in one line or three."""
     name = "reward" if progress.headline == "reward/mean" else "loss"
     curves = [(name, progress.curve, "green"), ("validation", [value for _, value in progress.validations], "blue")]
-    curves = [curve for curve in curves if curve[1]]
-    if not curves:
-        yield Text("waiting for the first step", style="bright_black")
-    elif not tall or width < 56 or plain:
-        for name, values, style in curves:
-            yield _thin_curve(name, values, style, width, plain)
-    elif width < 100:
-        yield _big_curve(*curves[0], width)
-        for name, values, style in curves[1:]:
-            yield Text("")
-            yield _thin_curve(name, values, style, width, plain)
-    else:
-        grid = Table.grid(padding=(0, 4, 0, 0))
-        room = (width - 4 * len(curves)) // len(curves)
-        grid.add_row(*(_big_curve(name, values, style, room) for name, values, style in curves))
-        yield grid
+    if not progress.curve:
+        yield Text("waiting for the first step", "bright_black")
+    for name, values, style in curves:
+        if not values:
+            continue
+        parts = [f"{name:<10}", f"{values[-1]:.3f}", f"from {values[0]:.3f}"]
+        about = Text(("\n" if tall else " ").join(parts), no_wrap=True, overflow="crop")
+        about.stylize(f"bold {style}", len(parts[0]) + 1, len(parts[0]) + 1 + len(parts[1]))
+        room = width - 2 - max(map(len, about.plain.split("\n")))
+        lines = chart.sparkline(values, max(room, 1), 3 if tall and not plain else 1, plain)
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(about, Text("\n".join(lines), style, no_wrap=True, overflow="crop"))
+        yield grid if room >= 4 else about
 
 
-def _thin_curve(name: str, values: list[float], style: str, width: int, plain: bool) -> Text:
-    line = Text(f"{name:<10} ", no_wrap=True, overflow="crop").append(f"{values[-1]:.3f}", style=f"bold {style}")
-    first = f"  from {values[0]:.3f}" if len(values) > 1 else ""
-    room = width - len(line.plain) - len(first) - 2
-    if room >= 4:
-        line.append("  " + chart.sparkline(values, min(room, 60), 1, plain)[0], style=style)
-    return line.append(first if room >= 0 else "", style="bright_black")
-
-
-def _big_curve(name: str, values: list[float], style: str, width: int) -> RenderableType:
-    """Three lines: the figure on the left, its curve on the right."""
-    last = values[-1]
-    finite = math.isfinite(last)
-    digits = chart.big(f"{last:.3f}" if abs(last) < 100 else f"{last:.0f}") if finite else ["", str(last), ""]
-    known = [value for value in values if math.isfinite(value)]
-    notes = [f"{max(known):.3f} max", f"{values[0]:.3f} first", f"{min(known):.3f} min"] if known else [""] * 3
-    room = width - 12 - len(digits[0]) - 2 - 2 - max(map(len, notes))
-    rows = chart.sparkline(values, max(4, room), 3)
-    block = Text(no_wrap=True, overflow="crop")
-    for row in range(3):
-        block.append(f"{name if row == 1 else '':<12}").append(f"{digits[row]}  ", style=f"bold {style}")
-        block.append(rows[row], style=style).append("  " + notes[row], style="bright_black")
-        block.append("\n" if row < 2 else "")
-    return block
+def _cells(metrics: dict[str, float], width: int) -> Iterator[RenderableType]:
+    texts = [
+        Text(f"{label:<10} ", style or "bright_black", no_wrap=True, overflow="crop").append(value, style or "default")
+        for label, value, style in _figures(metrics)
+    ]
+    if texts:
+        yield Columns(texts, width=min(CELL, width), padding=0)
+    parts = {name: metrics.get(f"time/{name}", 0.0) for name in PHASES}
+    parts = {name: seconds for name, seconds in parts.items() if math.isfinite(seconds) and seconds > 0}
+    if parts:
+        total = sum(parts.values())
+        shares = [f"{name} {100 * seconds / total:.0f} %" for name, seconds in parts.items()]
+        line = Text(f"{'time':<10} ", "bright_black", no_wrap=True, overflow="ellipsis")
+        yield line.append("  ".join([f"{metrics.get('time/step', total):.1f} s", *shares]), "default")
 
 
 def _figures(m: dict[str, float]) -> Iterator[Cell]:
@@ -178,39 +148,3 @@ def _episodes(m: dict[str, float]) -> Iterator[Cell]:
         yield "finished", f"{count(m.get('outcome/ok', 0))} of {count(m['outcome/asked'])}", ""
     if m.get("outcome/truncated"):
         yield "truncated", count(m["outcome/truncated"]), "yellow"
-
-
-def _cells(cells: list[Cell], width: int, most: int) -> RenderableType:
-    if not cells:
-        return Text("")
-    columns = max(1, min(len(cells), width // 24))
-    room = width // columns
-    grid = Table.grid()
-    for _ in range(columns):
-        grid.add_column(width=room, no_wrap=True)
-    texts = [
-        Text(f"{label:<10} ", style or "bright_black", overflow="crop").append(value, style or "default")
-        for label, value, style in cells
-    ]
-    for start in range(0, min(len(texts), most * columns), columns):
-        grid.add_row(*texts[start : start + columns])
-    return grid
-
-
-def _time_split(metrics: dict[str, float], width: int, plain: bool, no_color: bool) -> Iterator[RenderableType]:
-    parts = {name: metrics.get(f"time/{name}", 0.0) for name in PHASES}
-    parts = {name: seconds for name, seconds in parts.items() if math.isfinite(seconds) and seconds > 0}
-    if not parts:
-        return
-    total = metrics.get("time/step", sum(parts.values()))
-    columns = chart.split(list(parts.values()), max(8, width - 21))
-    bar = Text(f"{'time':<10} ", "bright_black", no_wrap=True, overflow="crop")
-    legend: list[Text] = []
-    for (name, seconds), size in zip(parts.items(), columns, strict=True):
-        color, shade, letter = PHASES[name]
-        mark = letter if plain else shade if no_color else "█"
-        bar.append(mark * size, style=color)
-        percent = f"{name} {100 * seconds / sum(parts.values()):.0f} %"
-        legend.append(Text(mark, style=color).append(f" {percent}", style="bright_black"))
-    yield bar.append(f"  {total:.1f} s", style="default")
-    yield Padding(Columns(legend, padding=(0, 3, 0, 0)), (0, 0, 0, 11 if width >= 60 else 0))
