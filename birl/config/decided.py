@@ -1,4 +1,4 @@
-"""What keys come to together: `auto` decided, and which part of the package a setting means. Standard library only."""
+"""What keys come to together: `auto` decided, and which part of the package a setting means."""
 
 import math
 import re

@@ -224,10 +224,10 @@ PLAIN: dict[str, TypeAdapter[Any]] = {
 def _convert(doc: Doc, setting: Setting) -> Any:
     """The value of a key; one with an interpolation stays text until all are known."""
     value = _given(doc, setting)
-    if doc.type not in PLAIN or "${" in str(value):
-        return value
     if doc.several:  # Hydra's grammar made numbers and truth values of what may be meant as text
         value = [str(one).lower() if isinstance(one, int | float) else one for one in value]
+    if doc.type not in PLAIN or "${" in str(value):
+        return value
     try:
         return PLAIN[doc.type].validate_python(value)
     except ValidationError:

@@ -1,5 +1,4 @@
-"""Which key a word stands for that is none: by its name in another system, or by its spelling. Standard library
-only."""
+"""Which key a word stands for that is none: by its name in another system, or by its spelling."""
 
 import difflib
 import re

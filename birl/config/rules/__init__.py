@@ -1,4 +1,4 @@
-"""What several keys must agree on. Standard library only."""
+"""What several keys must agree on."""
 
 from birl.config.keys import documentation
 from birl.config.rules.computed import COMPUTED

@@ -1,4 +1,4 @@
-"""Rules whose message names a number to set, or one of several items. Standard library only."""
+"""Rules whose message names a number to set, or one of several items."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Values of keys that cannot go together: a table. Standard library only."""
+"""Values of keys that cannot go together: a table."""
 
 import os
 from collections.abc import Callable

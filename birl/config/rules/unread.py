@@ -1,4 +1,4 @@
-"""Keys that other keys leave without a reader: a table. Standard library only."""
+"""Keys that other keys leave without a reader: a table."""
 
 from collections.abc import Callable
 from typing import Any
