@@ -33,7 +33,10 @@ class ProgressPanel:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.bar = Bar(
-            TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[times]}"), expand=True
+            TextColumn("{task.description}"),
+            BarColumn(None, complete_style="green"),
+            TextColumn("{task.fields[times]}"),
+            expand=True,
         )
         self.bar.add_task("", total=None, times="")
         self.phase = Bar(SpinnerColumn(), TextColumn("{task.description}", style="cyan", markup=False))

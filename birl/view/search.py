@@ -77,14 +77,14 @@ class Search:
         """The columns of the query that are known of these rows; a number that there is not is null."""
         import pyarrow
 
-        known, wanted = self.episodes.rows[rows], self.query.columns
+        known, wanted = self.episodes.rows, self.query.columns
         columns: dict[str, Any] = {"row": rows, **(texts or {})}
         for name in wanted & set(NUMBERS) - {"row"}:
-            columns[name] = pyarrow.array(known["prompt" if name == "prompt_tokens" else name], from_pandas=True)
+            columns[name] = pyarrow.array(known["prompt" if name == "prompt_tokens" else name][rows], from_pandas=True)
         of = {"outcome": OUTCOMES, "source": self.episodes.sources, "task": self.episodes.tasks, "flags": NAMED}
         for name in wanted & set(of):
             values = of[name] if name in ("outcome", "flags") else list(map(_text, of[name]))
-            columns[name] = pyarrow.array(values).take(pyarrow.array(known[name]))
+            columns[name] = pyarrow.array(values).take(pyarrow.array(known[name][rows]))
         return pyarrow.table(columns)
 
     @property
