@@ -16,7 +16,7 @@ from birl.track.progress import stored
 from birl.track.rows import NESTED, Floats, lane_order, nested, rows_of
 from birl.track.timeline import Timeline
 
-ABOUT = ("step", "version", "tokens", "group")
+ABOUT = ("step", "version", "tokens", "group", "busy", "paused")
 COUNTED = {"staleness": ("staleness/mean", "staleness/max"), "queue": ("queue/ready", "queue/running")}
 
 

@@ -147,10 +147,6 @@ class Step:
     life: int
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
-    @property
-    def total(self) -> float:
-        return self.end - self.begin
-
 
 def steps_of(timeline: Timeline) -> list[Step]:
     """In the order of time. The last one may still go on: then it has no `train` yet."""

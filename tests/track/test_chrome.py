@@ -89,7 +89,7 @@ def test_clocks_that_are_read_one_after_the_other_do_not_break_it(tmp_path: Path
         span("learner", "loop", "train", 1.0, 2.0),
         span("learner", "loop", "wait:engines", 2.5, 0.500002),
         span("learner", "loop", "sync", 2.999999, 1.0),
-        span("engine", "requests", "generate", 0, 1.000001),
+        span("engine", "requests", "generate", 0, 1.000001, busy=0.5),
         span("engine", "requests", "generate", 1.0, 1.0),
     ]
     timeline = Timeline(traces.write(tmp_path, spans))
@@ -99,6 +99,7 @@ def test_clocks_that_are_read_one_after_the_other_do_not_break_it(tmp_path: Path
     assert [e["name"] for e in found if e["ph"] == "X" and e["pid"] == 1 and e["dur"] > 10] == [
         *("wait:rollout", "train", "wait:engines", "sync")
     ]
+    assert [e["args"].get("busy") for e in found if e.get("cat") == "requests"] == [0.5, None]
 
 
 def test_an_empty_trace_is_an_empty_list(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_steps_have_the_time_of_their_lines(tmp_path: Path) -> None:
     found = steps_of(timeline)
     assert [s.number for s in found] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [s.life for s in found] == [1] * 6 + [2] * 2
-    assert [s.total for s in found] == pytest.approx([10.0] * 8)
+    assert [s.end - s.begin for s in found] == pytest.approx([10.0] * 8)
     assert found[5].end - ZERO == pytest.approx(60) and found[6].begin - ZERO == pytest.approx(1000)
     expected = {"wait:rollout": 6.0, "train": 2.75, "wait:engines": 1.25, "sync": 0.0}
     assert {name: round(s, 6) for name, s in found[3].seconds.items()} == expected
