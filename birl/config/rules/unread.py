@@ -132,7 +132,7 @@ UNREAD: tuple[Row, ...] = (
         RL,
         "weights.bucket_mb",
         lambda c: weights_method(c) in ("direct", "nccl"),
-        "only weights.method=direct and nccl send buckets",
+        "this weights.method sends no buckets; direct and nccl do",
     ),
     _row(RL, "weights.max_gap", lambda c: c.weights.canary, "weights.canary=0 compares nothing"),
     _row(RL, "debug.resample", lambda c: c.debug.replay, "debug.replay is empty; name the run to replay"),
