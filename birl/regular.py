@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -62,18 +63,28 @@ def open_regular(path: Path) -> io.BufferedReader:
     """The file, opened for reading. Raises `OSError` at once where it is a pipe, a device, a socket or a folder."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
-        check(path, os.fstat(handle).st_mode)
+        check(path, os.fstat(handle))
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
         raise
 
 
-def check(path: Path, mode: int | None = None) -> None:
-    """Raises `OSError` where there is something at `path` that is no regular file, or nothing."""
-    kind = stat.S_IFMT(os.stat(path).st_mode if mode is None else mode)
+def check(path: Path, about: os.stat_result | None = None) -> None:
+    """Raises `OSError` where there is something at `path` that is no regular file, or nothing. Files of /proc and /sys,
+    which may have no end, are none."""
+    about = about or os.stat(path)
+    kind = stat.S_IFMT(about.st_mode)
+    if kind == stat.S_IFREG and about.st_dev in _kernel():
+        raise NotRegular(errno.EINVAL, "the kernel makes it up: it is not a regular file", str(path))
     if kind != stat.S_IFREG:
         raise NotRegular(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, not a regular file", str(path))
+
+
+@cache
+def _kernel() -> frozenset[int]:
+    """The devices of /proc and /sys."""
+    return frozenset(os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.ismount(path))
 
 
 def check_all(folder: Path, links: bool = False) -> None:

@@ -75,6 +75,7 @@ def _nearest(path: Path) -> str:
 
 def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str], text: Callable[[str], bool]) -> list[Part]:
     from datasets.data_files import EmptyDatasetError
+    from yaml import YAMLError
 
     check_all(path, links=True)
     try:
@@ -86,7 +87,7 @@ def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str], tex
             f"{path}: {_builder_reason(error)} Nothing of a data folder is run: move the .py file away, or name the "
             "data files one by one."
         ) from error
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError, YAMLError) as error:  # of what describes the folder, too
         raise BirlError(f"{path}: {_builder_reason(error)}") from error
     chosen = _choose(str(path), [str(name) for name in files], split, splits)
     found, folder = sorted(Path(str(file)) for file in files[chosen]), Path(os.path.abspath(path))

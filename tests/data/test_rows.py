@@ -420,6 +420,14 @@ def test_a_pipe_in_a_data_folder_is_refused_at_once(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["a: [\n", "\x00\x01", "- 1"])
+def test_a_description_of_a_data_folder_that_is_no_yaml_is_told(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "train.jsonl")
+    (tmp_path / ".huggingface.yaml").write_text(text)
+    with pytest.raises(BirlError, match=str(tmp_path)):
+        read(str(tmp_path))
+
+
 LONG = {"7" * 5000: 0, "-" + "7" * 25: 0, f'"{"7" * 5000}"': 1, "1e30": 1, "0.1234567890123456789012": 1, "12345678": 1}
 
 
@@ -463,10 +471,10 @@ def test_absent_columns_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rows[7] == {"prompt": "a"} | {f"k{i}": 7 if i == 7 else None for i in range(300)}
 
 
-@pytest.mark.parametrize("kind", ["pipe", "circle", "device"])
+@pytest.mark.parametrize("kind", ["pipe", "a.jsonl", "/dev/zero", "/proc/self/pagemap"])
 def test_what_is_no_file_is_named_and_not_opened(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.jsonl"
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to("a.jsonl" if kind == "circle" else "/dev/zero")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(kind)
     assert "a.jsonl cannot be read: " in refused(path)
 
 
