@@ -43,6 +43,18 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     return function
 
 
+def module(key: str, name: str, table: Mapping[str, Any]) -> Any:
+    """The module of a part of birl: a row of a table that has `module`, or is its name. Raises `BirlError` where this
+    installation was made without that part."""
+    place = getattr(table[name], "module", table[name])
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if not f"{place}.".startswith(f"{error.name}."):
+            raise
+        raise BirlError(f"{key}={name}: this installation of birl has no {error.name}.") from error
+
+
 # Packages that are imported by another name than they are installed by.
 PACKAGES = {"bs4": "beautifulsoup4", "cv2": "opencv-python", "dotenv": "python-dotenv", "PIL": "pillow",
             "sklearn": "scikit-learn", "yaml": "pyyaml"}  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 from fsspec import available_protocols
 
 from birl.config import schema
+from birl.config.decided import ENGINES
 from birl.config.load import flatten
 from birl.data.early import check_data
 from birl.envs.open import check_world
@@ -40,11 +41,11 @@ def check_names(config: Any) -> None:
         check_world(config.env)
     engine = getattr(config, "engine", None)
     if isinstance(engine, schema.Engine) and not engine.attach and not engine.python:
-        kind = engine.kind
-        if kind in ("vllm", "sglang") and find_spec(kind) is None:
+        package = ENGINES[engine.kind].package if engine.kind in ENGINES else ""
+        if package and find_spec(package) is None:
             raise BirlError(
-                f"engine.kind={kind}: {kind} is not installed for this Python. Install it ({sys.executable} -m pip "
-                f"install {kind}), name a Python that has it (engine.python=PATH), or a server that runs "
+                f"engine.kind={engine.kind}: {package} is not installed for this Python. Install it ({sys.executable} "
+                f"-m pip install {package}), name a Python that has it (engine.python=PATH), or a server that runs "
                 "(engine.attach=[http://HOST:PORT])."
             )
     for key in FUNCTIONS:

@@ -50,7 +50,7 @@ def test_every_requirement_has_one_tested_version() -> None:
 
 def elsewhere() -> set[Path]:
     """What runs in other environments, with their packages: vLLM's processes, and those that hold a browser."""
-    return {ROOT / "birl/engines/vllm_plugin.py", *(ROOT / "birl/envs/browser/worker").glob("*.py")}
+    return {ROOT / "birl/engines/vllm/plugin.py", *(ROOT / "birl/envs/browser/worker").glob("*.py")}
 
 
 def test_every_import_is_declared() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import dataclass
 
 from birl.allocator import cores
 from birl.config.schema import RL, Engine, Eval, reward_functions
@@ -15,10 +16,36 @@ UNCLIPPED = ("reinforce", "importance")  # surrogates without a bound
 AGAINST_BEHAVIOUR = ("gspo", "gmpo", "cispo", "sapo", "dppo")
 RATIOS = ("clip", *AGAINST_BEHAVIOUR)  # surrogates that differ only where the ratio is not 1
 
-SERVERS = ("birl", "vllm", "sglang")
 OWN = "my_file.py:MyEngine"  # stands for every class of the user's
 NAME = re.compile(r"[\w.-]+/[\w.-]+")  # experiment/trial
 LAUNCHED = "birl-launch/"  # names of engines that `birl launch` starts beside the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """An engine. `methods`: how it takes weights; `package`: what its server needs; `module`: its part of birl, with
+    `speak` and `start`, empty where it is in the process of the run; `own`: it is `birl serve`, which names and types
+    weights as the learner does."""
+
+    methods: tuple[str, ...]
+    module: str = ""
+    package: str = ""
+    own: bool = False
+
+
+FOLDERS = ("reload", "shared", "checkpoint")
+ENGINES: dict[str, Kind] = {
+    "embedded": Kind(methods=("memory",)),
+    "birl": Kind(
+        module="birl.engines.birl",
+        methods=("reload", "shared", "volume", "direct", "nccl", "checkpoint"),
+        own=True,
+    ),
+    "vllm": Kind(module="birl.engines.vllm", package="vllm", methods=FOLDERS),
+    "sglang": Kind(module="birl.engines.sglang", package="sglang", methods=FOLDERS),
+    OWN: Kind(methods=("reload", "shared", "direct")),
+}
+SERVERS = tuple(name for name, kind in ENGINES.items() if kind.module)
 
 USUAL = 10.0  # seconds a call of a reward function may take
 ROOM = 5.0  # seconds beside the tests of code themselves: the first call starts the sandbox

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from birl.config import schema
-from birl.config.decided import LAUNCHED, NAME, SERVERS
+from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, kind_of
 from birl.engines import names
 from birl.engines.bounded import TooLarge, fetch
 from birl.engines.client import Client
@@ -174,11 +174,12 @@ async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote],
 
 def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> str:
     """Why a server can not stand in for the model, and what to do; empty where it can."""
+    own = ENGINES[kind_of(engine)].own
     if info.words and wanted.words and info.words != wanted.words:
         return (
             "its vocabulary or its end tokens are others, so its tokens mean something else. Start it with this model."
         )
-    if engine.kind == "birl" and info.dtype != wanted.dtype:
+    if own and info.dtype != wanted.dtype:
         return f"it computes in {info.dtype}. Set model.dtype={info.dtype} here, or start it with {wanted.dtype}."
     if info.context < wanted.longest:
         return (
@@ -187,7 +188,7 @@ def unfit(engine: schema.Engine, wanted: Wanted, address: str, info: Info) -> st
         )
     here = urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")  # else it may see it at another place
     elsewhere = info.volume != wanted.volume if here else not info.volume
-    if engine.kind == "birl" and wanted.volume and elsewhere:
+    if own and wanted.volume and elsewhere:
         return (
             f"it looks for new weights in {info.volume or 'no folder'}. Start it with volume={wanted.volume} (the "
             "folder as it sees it), or set weights.method=reload or direct."

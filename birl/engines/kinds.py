@@ -1,20 +1,20 @@
 """One engine in another process: what it is started with, and how one speaks to it."""
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from birl.allocator import cores
 from birl.config import schema
-from birl.config.decided import SERVERS
+from birl.config.decided import ENGINES, SERVERS
 from birl.config.keys import documentation
-from birl.engines import custom, sglang, sglang_process, vllm, vllm_process
-from birl.engines.client import Client
+from birl.engines import custom
 from birl.engines.remote import Remote
+from birl.named import module
 from birl.process import Process, answers
 
 KINDS = dict.fromkeys(documentation(schema.RL)["engine.kind"].choices)
@@ -44,6 +44,34 @@ class Wanted:
     bucket_mb: int = 256
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One server that is started: its place among them, and what it has of the machine."""
+
+    port: int
+    token: str
+    number: int
+    threads: int
+    gpu: bool
+    python: str
+
+
+def common(engine: schema.Engine, wanted: Wanted, one: Start) -> dict[str, Any]:
+    """What the commands of vLLM and SGLang have in common."""
+    return {
+        "model": str(wanted.folder),
+        "port": one.port,
+        "python": one.python,
+        "dtype": wanted.dtype,
+        "tensor_parallel": engine.tensor_parallel,
+        "pipeline_parallel": engine.pipeline_parallel,
+        "memory_fraction": engine.memory_fraction if one.gpu else None,
+        "max_batch": engine.max_batch,
+        "context": wanted.context,
+        "extra": engine.arguments,
+    }
+
+
 def server_threads(engine: schema.Engine) -> int:
     return engine.threads or max((cores() - max(cores() // 2, 1)) // engine.count, 1)
 
@@ -57,26 +85,12 @@ def check_engine(engine: schema.Engine, trains: bool) -> None:
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str, number: int = 0) -> Remote:
     """The adapter for one address. A class of the user's has none where it is not attached to."""
+    if engine.kind in SERVERS:
+        return module("engine.kind", engine.kind, ENGINES).speak(engine, wanted, address, token)
+    offered = {"model": wanted.folder, "address": address, "number": number, "arguments": engine.arguments}
+    offered |= {name: getattr(wanted, name) for name in ("dtype", "device", "context", "end_ids")}
     limits = {"timeout": engine.request_timeout, "load_timeout": wanted.timeout}
-    if engine.kind == "birl":
-        return Client(address, token, bucket_mb=wanted.bucket_mb, run=wanted.run, **limits)  # pyright: ignore
-    if engine.kind not in SERVERS:
-        offered = {"model": wanted.folder, "address": address, "number": number, "arguments": engine.arguments}
-        offered |= {name: getattr(wanted, name) for name in ("dtype", "device", "context", "end_ids")}
-        return custom.custom(engine.kind, KINDS, offered, **limits)
-    kind = vllm.VLLM if engine.kind == "vllm" else sglang.SGLang
-    token = token if engine.attach or engine.kind == "sglang" else ""  # vLLM's own token does not guard its controls
-    seconds = engine.request_timeout
-    return kind(address, token=token, recompute_kv=engine.recompute_kv, end_ids=wanted.end_ids, timeout=seconds)
-
-
-def serve_words(engine: schema.Engine, wanted: Wanted) -> list[str]:
-    """The arguments of `birl serve`, except its address."""
-    words = [f"model.path={wanted.folder}", f"model.dtype={wanted.dtype}", f"model.device={wanted.device}"]
-    words += [f"model.max_length={wanted.context}", f"engine.max_batch={engine.max_batch}"]
-    words += [f"engine.kv_cache_gb={wanted.kv_cache_gb:.4f}", f"engine.draft_rows={engine.draft_rows}"]
-    words += [f"engine.recompute_kv={str(engine.recompute_kv).lower()}", f"threads={server_threads(engine)}"]
-    return words + ([f"volume={wanted.volume}"] if wanted.volume else [])
+    return custom.custom(engine.kind, KINDS, offered, **limits)
 
 
 def cores_of(number: int, threads: int, among: Sequence[int]) -> Sequence[int]:
@@ -89,33 +103,15 @@ def cores_of(number: int, threads: int, among: Sequence[int]) -> Sequence[int]:
 
 def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, token: str, number: int | str) -> Process:
     """How one server is started."""
-    threads = server_threads(engine)
-    gpu = wanted.device != "cpu" and torch.cuda.is_available()
-    python = engine.python or sys.executable
-    if engine.kind == "birl":
-        command = [python, "-m", "birl", "serve", *serve_words(engine, wanted), f"port={port}", *engine.arguments]
-        env: dict[str, str] = {"BIRL_TOKEN": token, "OMP_NUM_THREADS": str(threads)}
-    else:
-        common = {
-            "model": str(wanted.folder),
-            "port": port,
-            "python": python,
-            "dtype": wanted.dtype,
-            "tensor_parallel": engine.tensor_parallel,
-            "pipeline_parallel": engine.pipeline_parallel,
-            "memory_fraction": engine.memory_fraction if gpu else None,
-            "max_batch": engine.max_batch,
-            "context": wanted.context,
-            "extra": engine.arguments,
-        }
-        if engine.kind == "vllm":
-            command = vllm_process.command(**common)
-            own = cores_of(number if isinstance(number, int) else 0, threads, sorted(os.sched_getaffinity(0)))
-            bind = ",".join(map(str, own))
-            env = vllm_process.environment(cpu=not gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
-        else:
-            command = sglang_process.command(**common, token=token, cpu=not gpu)
-            env = sglang_process.environment(cpu=not gpu) | {"OMP_NUM_THREADS": str(threads)}
+    one = Start(
+        port=port,
+        token=token,
+        number=number if isinstance(number, int) else 0,
+        threads=server_threads(engine),
+        gpu=wanted.device != "cpu" and torch.cuda.is_available(),
+        python=engine.python or sys.executable,
+    )
+    command, env = module("engine.kind", engine.kind, ENGINES).start(engine, wanted, one)
     return Process(
         command,
         log=wanted.logs / f"engine-{number}.log",

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from birl.config import schema
-from birl.config.decided import LAUNCHED, NAME, SERVERS, weights_method
+from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, kind_of, weights_method
 from birl.data.tasks import Tasks
 from birl.engine.open import cache_bytes
 from birl.engines.attached import Following, found, other_kind, take
@@ -256,7 +256,7 @@ def sender(
         compute=policy.compute,
         canary=Canary(learner, prompts[: config.weights.canary], config.weights.max_gap),
         timeout=config.weights.timeout,
-        tensors=published if config.engine.kind == "birl" else released,
+        tensors=published if ENGINES[kind_of(config.engine)].own else released,
         broadcast=servers.broadcast,
         sleeping=servers.remotes.values() if config.engine.sleep else (),  # as they are then
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,

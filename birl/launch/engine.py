@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
 
 def own(config: schema.RL, name: str, host: str) -> int:
     """`birl serve`, in this process unless engine.python is another interpreter."""
-    from birl.engines.kinds import serve_words
+    from birl.engines.birl import serve_words
     from birl.launch.prepare import prepared
     from birl.server import serve
 

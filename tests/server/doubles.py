@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from birl.engine.engine import EmbeddedEngine
-from birl.engines import vllm_plugin
+from birl.engines.vllm import plugin as vllm_plugin
 from birl.models.digests import digests
 from birl.types import SamplingParams, Stop, Update
 from tests.engine.test_update import weights

@@ -7,20 +7,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from birl.config.decided import NAME, OWN, at_once, kind_of, most_answers, tests_seconds, weights_method
+from birl.config.decided import ENGINES, NAME, at_once, kind_of, most_answers, tests_seconds, weights_method
 from birl.config.keys import documentation, written
 from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
 from birl.config.words import command, said, said_capacity, said_needed, value_of
 from birl.errors import did_you_mean
 
-METHODS = {
-    "embedded": ("memory",),
-    "birl": ("reload", "shared", "volume", "direct", "nccl", "checkpoint"),
-    "vllm": ("reload", "shared", "checkpoint"),
-    "sglang": ("reload", "shared", "checkpoint"),
-    OWN: ("reload", "shared", "direct"),
-}
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
     "wandb": "export WANDB_BASE_URL=..., then track.wandb=online",
     "mlflow": "export MLFLOW_TRACKING_URI=..., then track.mlflow=online",
@@ -141,7 +134,7 @@ def _engines(c: RL | Eval) -> Iterator[str]:
 
 
 def _new_weights(c: RL) -> Iterator[str]:
-    method, allowed = weights_method(c), METHODS.get(kind_of(c.engine), ())
+    method, allowed = weights_method(c), ENGINES[kind_of(c.engine)].methods if kind_of(c.engine) in ENGINES else ()
     if allowed and method not in allowed:
         yield f"weights.method={method}: engine.kind={c.engine.kind} takes {' | '.join(allowed)}."
     old, every, window = c.rollout.max_staleness, c.weights.sync_every, c.rollout.order_window

@@ -16,8 +16,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from birl.engines import vllm_plugin
 from birl.engines.peer import QUICK, Peer, answer_given, check_folder, fresh, number, size, tied, versions, vocabulary
+from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.types import Completion, Held, SamplingParams, Stop, Update

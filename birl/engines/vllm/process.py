@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from birl.engines import vllm_plugin
+from birl.engines.vllm import plugin as vllm_plugin
 from birl.errors import BirlError
 from birl.hosts import is_loopback
 from birl.process import flags
