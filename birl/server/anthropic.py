@@ -84,3 +84,12 @@ async def count_tokens(service: Service, request: Request) -> Response:
         return len(service.chat.render(*gateway_anthropic.conversation(data)))
 
     return JSONResponse({"input_tokens": await answered(request, service.read(count), service.timeout)})
+
+
+error = gateway_anthropic.error
+ROUTES = {
+    ("POST", "/v1/messages"): messages,
+    ("POST", "/v1/v1/messages"): messages,  # its client adds a v1 to the base_url that OpenAI's takes
+    ("POST", "/v1/messages/count_tokens"): count_tokens,
+    ("POST", "/v1/v1/messages/count_tokens"): count_tokens,
+}

@@ -26,10 +26,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from birl.errors import Aborted, BirlError, EngineFailed, TooLong
-from birl.server import gateway_anthropic, gateway_openai
 from birl.server.agent_session import Reply, Session, Visit
 from birl.server.bulk import check_bulk
 from birl.server.connections import Patient
+from birl.server.dialects import modules
 from birl.server.limits import TIMEOUT, Gone, Refused, ambiguous, disconnected, json_object
 from birl.server.messages import typed
 from birl.server.request_policy import Terms
@@ -52,6 +52,9 @@ class Gateway:
     def __init__(self, chat: Chat, sampling: str = "run") -> None:
         self.terms = Terms(chat=chat, sampling=sampling)
         self.visits: dict[str, Visit] = {}
+        dialects = modules("gateway")
+        self.replies = {route: reply for m in dialects for route, reply in m.REPLIES.items()}
+        self.errors = [(path, m.error) for m in dialects if hasattr(m, "error") for _, path in m.REPLIES]
         self._url = ""
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -104,7 +107,7 @@ class Gateway:
         """A response, or an ASGI app where it is a stream."""
         empty, place, secret, *path = request.url.path.split("/") + [""] * 3
         where = "/".join(path).strip("/").removeprefix("v1/").removeprefix("v1/")  # Anthropic's client adds another v1
-        error = gateway_anthropic.error if where.startswith("messages") else Refused.body
+        error = next((error for path, error in self.errors if where.startswith(path)), Refused.body)
         visit = self.visits.get(secret) if not empty and place == "s" else None
         try:
             if doubt := ambiguous(request.headers):
@@ -127,17 +130,12 @@ class Gateway:
                 return JSONResponse(card(name.removeprefix("models/")))
             case "POST", "reward":
                 return reward(visit, await json_object(request, MOST_BYTES))
-            case "POST", "messages/count_tokens":
-                said, tools = gateway_anthropic.conversation(await asked(request, visit))
-                return JSONResponse({"input_tokens": len(self.terms.chat.render(said, tools))})
-            case "POST", "chat/completions":
-                reply = gateway_openai.chat(await asked(request, visit), self.terms, visit)
-            case "POST", "completions":
-                reply = gateway_openai.completion(await asked(request, visit), self.terms, visit)
-            case "POST", "messages":
-                reply = gateway_anthropic.message(await asked(request, visit), self.terms, visit)
+            case route if route in self.replies:
+                reply = self.replies[route](await asked(request, visit), self.terms, visit)
             case _:
                 raise Refused(404, f"{request.method} /{where}: there is no such address.", "not_found_error")
+        if not isinstance(reply, Reply):
+            return JSONResponse(reply)
         reply.agent = request.headers.get("x-birl-agent", reply.agent)
         return await answered(visit, reply, request)
 

@@ -192,3 +192,10 @@ def event(kind: str, **data: Any) -> bytes:
 def error(refused: Refused) -> Block:
     kind = "overloaded_error" if refused.kind == OVERLOADED else KINDS.get(refused.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+
+
+def count_tokens(data: Mapping[str, Any], terms: Terms, visit: Visit) -> Block:
+    return {"input_tokens": len(terms.chat.render(*conversation(data)))}
+
+
+REPLIES = {("POST", "messages"): message, ("POST", "messages/count_tokens"): count_tokens}

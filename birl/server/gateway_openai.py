@@ -115,3 +115,6 @@ def _reply(data: Mapping[str, Any], terms: Terms, visit: Visit, *, limit: str, *
         token_ids=typed(data, "return_token_ids", bool, False),
         **own,
     )
+
+
+REPLIES = {("POST", "chat/completions"): chat, ("POST", "completions"): completion}

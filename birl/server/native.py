@@ -226,3 +226,24 @@ def ids(data: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
     if wrong is not None:
         raise Refused(400, f"{key}: {wrong} is no token; the model has {vocabulary}.")
     return tuple(found)
+
+
+ROUTES = {
+    ("POST", "/claim"): claim,
+    ("POST", "/release"): release,
+    ("POST", "/generate"): generate,
+    ("POST", "/load"): load,
+    ("PUT", "/stage/{version:int}"): stage,
+    ("POST", "/join"): join,
+    ("POST", "/leave"): leave,
+    ("POST", "/pause"): pause,
+    ("POST", "/resume"): resume,
+    ("POST", "/abort"): abort,
+    ("POST", "/sleep"): sleep,
+    ("POST", "/wake"): wake,
+    ("GET", "/health"): health,
+    ("GET", "/ready"): ready,
+    ("GET", "/info"): info,
+    ("GET", "/digests"): digests,
+    ("GET", "/metrics"): metrics,
+}

@@ -64,3 +64,11 @@ async def scores(service: Service, asked: Ask) -> list[Scored]:
     return await service.together(
         [service.score(ids) for ids in asked.prompts] if asked.echo and asked.logprobs else []
     )
+
+
+ROUTES = {
+    ("GET", "/v1/models"): models,
+    ("GET", "/v1/models/{name:path}"): model,
+    ("POST", "/v1/chat/completions"): chat,
+    ("POST", "/v1/completions"): completion,
+}

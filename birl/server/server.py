@@ -14,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from birl.errors import BirlError, EngineDown, WeightsFailed
-from birl.server import anthropic, gateway_anthropic, native, openai, words
+from birl.server import native
+from birl.server.dialects import modules
 from birl.server.limits import Gone, Refused, ambiguous, intruder
 from birl.server.service import Service
 from birl.server.stream import refusal
@@ -23,37 +24,9 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 OPEN = ("/health", "/ready")  # open: process monitors have no token
 CLOSED = 499  # in the metrics: the client disconnected
 
-ROUTES: dict[tuple[str, str], Handler] = {
-    ("POST", "/claim"): native.claim,
-    ("POST", "/release"): native.release,
-    ("POST", "/generate"): native.generate,
-    ("POST", "/load"): native.load,
-    ("PUT", "/stage/{version:int}"): native.stage,
-    ("POST", "/join"): native.join,
-    ("POST", "/leave"): native.leave,
-    ("POST", "/pause"): native.pause,
-    ("POST", "/resume"): native.resume,
-    ("POST", "/abort"): native.abort,
-    ("POST", "/sleep"): native.sleep,
-    ("POST", "/wake"): native.wake,
-    ("GET", "/health"): native.health,
-    ("GET", "/ready"): native.ready,
-    ("GET", "/info"): native.info,
-    ("GET", "/digests"): native.digests,
-    ("GET", "/metrics"): native.metrics,
-    ("GET", "/v1/models"): openai.models,
-    ("GET", "/v1/models/{name:path}"): openai.model,
-    ("POST", "/v1/chat/completions"): openai.chat,
-    ("POST", "/v1/completions"): openai.completion,
-    ("POST", "/v1/messages"): anthropic.messages,
-    ("POST", "/v1/v1/messages"): anthropic.messages,  # its client adds a v1 to the base_url that OpenAI's takes
-    ("POST", "/v1/messages/count_tokens"): anthropic.count_tokens,
-    ("POST", "/v1/v1/messages/count_tokens"): anthropic.count_tokens,
-    ("POST", "/tokenize"): words.tokenize,
-    ("POST", "/detokenize"): words.detokenize,
-    ("GET", "/tokenizer_info"): words.tokenizer_info,
-    ("GET", "/version"): words.version,
-}
+MODULES = [native, *modules("server")]
+ROUTES: dict[tuple[str, str], Handler] = {route: handler for m in MODULES for route, handler in m.ROUTES.items()}
+ERRORS = {path: m.error for m in MODULES if hasattr(m, "error") for _, path in m.ROUTES}  # path -> body of a refusal
 
 
 def app(service: Service) -> Starlette:
@@ -100,7 +73,7 @@ async def answer(
         error = refusal(failure)
     if error is not None:
         if not status:
-            body = gateway_anthropic.error(error) if "/messages" in path else error.body()
+            body = ERRORS.get(path, Refused.body)(error)
             await JSONResponse(body, error.status, error.headers)(scope, receive, send)
         status = error.status
     service.metrics.requests.labels(path, str(status)).inc()

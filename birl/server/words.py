@@ -57,3 +57,11 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 async def version(service: Service, request: Request) -> Response:
     return JSONResponse({"version": version_of("birl")})
+
+
+ROUTES = {
+    ("POST", "/tokenize"): tokenize,
+    ("POST", "/detokenize"): detokenize,
+    ("GET", "/tokenizer_info"): tokenizer_info,
+    ("GET", "/version"): version,
+}

@@ -1,0 +1,29 @@
+"""The dialects of HTTP in which a model is asked: one row each. A dialect that an installation lacks is not served."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """`server`: its module for `birl serve`, with `ROUTES` ((method, path) -> handler). `gateway`: that for agents of a
+    run, with `REPLIES` ((method, path) -> function of the request's data, terms and visit, which gives a `Reply`, or
+    what is sent at once). Either may have `error`, the body of a refusal."""
+
+    server: str
+    gateway: str = ""
+
+
+DIALECTS: dict[str, Dialect] = {
+    "openai": Dialect(server="birl.server.openai", gateway="birl.server.gateway_openai"),
+    "anthropic": Dialect(server="birl.server.anthropic", gateway="birl.server.gateway_anthropic"),
+    "tokens": Dialect(server="birl.server.words"),
+}
+
+
+def modules(side: str) -> list[ModuleType]:
+    """Of `server` or `gateway`, those that are there."""
+    places = [getattr(dialect, side) for dialect in DIALECTS.values()]
+    return [import_module(place) for place in places if place and find_spec(place) is not None]
