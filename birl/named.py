@@ -43,16 +43,15 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
     return function
 
 
-def module(key: str, name: str, table: Mapping[str, Any]) -> Any:
-    """The module of a part of birl: a row of a table that has `module`, or is its name. Raises `BirlError` where this
-    installation was made without that part."""
-    place = getattr(table[name], "module", table[name])
+def module(what: str, place: str) -> Any:
+    """The module `place` of birl, imported when a key names it. Raises `BirlError` with `what` asks for it where the
+    installation was made without it."""
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if not f"{place}.".startswith(f"{error.name}."):
             raise
-        raise BirlError(f"{key}={name}: this installation of birl has no {error.name}.") from error
+        raise BirlError(f"{what}: this installation of birl has no {error.name}.") from error
 
 
 # Packages that are imported by another name than they are installed by.
@@ -65,6 +64,8 @@ def missing(error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     package = error.name.partition(".")[0]
+    if package == "birl":
+        return " This installation of birl is without it."
     return f" Install it for this Python: {sys.executable} -m pip install {PACKAGES.get(package, package)}"
 
 

@@ -6,6 +6,7 @@ answer's tokens unless the docstring says mean. s is the sigmoid. The dtype foll
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -109,12 +110,23 @@ def _log_odds(logp: Tensor) -> Tensor:
     return logp - torch.log(-torch.expm1(logp))
 
 
-PREFERENCE: dict[str, Callable[..., Tensor]] = {
-    "dpo": dpo,
-    "ipo": ipo,
-    "hinge": hinge,
-    "robust": robust,
-    "kto": kto,
-    "simpo": simpo,
-    "orpo": orpo,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """A loss, and what it is given: `mean` log-probs of a token without a reference, or sums against one; answers in
+    pairs, or each `alone` with its label. `nll`: its coefficient of the chosen answer's NLL; None: the caller's."""
+
+    loss: Callable[..., Tensor]
+    mean: bool = False
+    alone: bool = False
+    nll: float | None = None
+
+
+PREFERENCE: dict[str, Preference] = {
+    "dpo": Preference(loss=dpo),
+    "ipo": Preference(loss=ipo),
+    "hinge": Preference(loss=hinge),
+    "robust": Preference(loss=robust),
+    "kto": Preference(loss=kto, alone=True),
+    "simpo": Preference(loss=simpo, mean=True),
+    "orpo": Preference(loss=orpo, mean=True, nll=1.0),
 }

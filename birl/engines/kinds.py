@@ -86,7 +86,7 @@ def check_engine(engine: schema.Engine, trains: bool) -> None:
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str, number: int = 0) -> Remote:
     """The adapter for one address. A class of the user's has none where it is not attached to."""
     if engine.kind in SERVERS:
-        return module("engine.kind", engine.kind, ENGINES).speak(engine, wanted, address, token)
+        return module(f"engine.kind={engine.kind}", ENGINES[engine.kind].module).speak(engine, wanted, address, token)
     offered = {"model": wanted.folder, "address": address, "number": number, "arguments": engine.arguments}
     offered |= {name: getattr(wanted, name) for name in ("dtype", "device", "context", "end_ids")}
     limits = {"timeout": engine.request_timeout, "load_timeout": wanted.timeout}
@@ -111,7 +111,7 @@ def child(engine: schema.Engine, wanted: Wanted, remote: Remote, port: int, toke
         gpu=wanted.device != "cpu" and torch.cuda.is_available(),
         python=engine.python or sys.executable,
     )
-    command, env = module("engine.kind", engine.kind, ENGINES).start(engine, wanted, one)
+    command, env = module(f"engine.kind={engine.kind}", ENGINES[engine.kind].module).start(engine, wanted, one)
     return Process(
         command,
         log=wanted.logs / f"engine-{number}.log",

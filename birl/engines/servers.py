@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from birl.config import schema
 from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, kind_of, weights_method
@@ -32,10 +33,12 @@ from birl.models.digests import words
 from birl.process import Process, free_port
 from birl.types import Completion, SamplingParams
 from birl.waits import event
-from birl.weights.broadcast import Broadcast, Joined
 from birl.weights.canary import Canary
 from birl.weights.publish import Sender, Volume, shared_memory
 from birl.weights.publisher import published, released
+
+if TYPE_CHECKING:  # weights.method=nccl loads it
+    from birl.weights.broadcast import Broadcast
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Servers(Counting):
     router: Router
     children: list[Process]
     remotes: dict[str, Remote]  # by address, without what the method of the weights puts around them
-    broadcast: Broadcast | None = None
+    broadcast: "Broadcast | None" = None
     following: asyncio.Task[None] | None = None  # of a name
     say: Callable[[str], None] = lambda text: None
     renewed: bool = False  # they are just being started from other weights
@@ -138,6 +141,8 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     plain = {remote.address: remote for remote in remotes}
     broadcast = None
     if wanted.method == "nccl":
+        from birl.weights.broadcast import Broadcast
+
         broadcast = Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
     wrap = partial(wrapped, wanted=wanted, broadcast=broadcast)
     servers = Servers(
@@ -167,9 +172,11 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     return servers
 
 
-def wrapped(remote: Remote, wanted: Wanted, broadcast: Broadcast | None) -> Remote:
+def wrapped(remote: Remote, wanted: Wanted, broadcast: "Broadcast | None") -> Remote:
     """With what the method of the weights needs around it."""
     if broadcast is not None:
+        from birl.weights.broadcast import Joined
+
         return Joined(remote, broadcast)  # pyright: ignore[reportArgumentType, reportReturnType]
     return Volume(remote, wanted.timeout) if wanted.method == "volume" else remote  # pyright: ignore[reportReturnType]
 

@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from birl.errors import BirlError, did_you_mean
 from birl.launch.job import Job
 from birl.launch.plan import typed
+from birl.named import module
 from birl.regular import read_json
 
 FILE = "launch.json"
@@ -92,7 +92,7 @@ def launcher(where: str) -> Launcher:
     if where not in WHERE:
         places = ", ".join(WHERE)
         raise BirlError(f"There is no place {where!r}; there are {places}.{did_you_mean(where, WHERE)}")
-    return import_module(f"birl.launch.{where}")  # pyright: ignore[reportReturnType]
+    return module(f"birl launch {where}", f"birl.launch.{where}")
 
 
 def find(run: str) -> Handle:

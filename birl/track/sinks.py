@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 
+from birl.named import module
 from birl.track.sink import Sink
 
 
@@ -16,8 +16,8 @@ class Kind:
     sink: str
 
     def make(self) -> Sink:
-        module, _, name = self.sink.partition(":")
-        return getattr(import_module(module), name)()
+        place, _, name = self.sink.partition(":")
+        return getattr(module(f"track.{self.name}", place), name)()
 
 
 KINDS: Mapping[str, Kind] = {

@@ -27,9 +27,6 @@ from birl.learner.reference import Reference, answers, samples_of
 from birl.parallel.ranks import Ranks
 from birl.train import offline
 
-FREE = ("simpo", "orpo")  # losses without a reference
-MEANS = ("simpo", "orpo")  # losses of the mean log-prob of a token, not of the sum
-
 
 def train(
     config: schema.DPO, choices: dict[str, str] | None = None, dry_run: bool = False, given: Any = None
@@ -65,7 +62,8 @@ class Preferences:
     def __post_init__(self) -> None:
         self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
         self.loss = self.config.preference.loss
-        self.kind = "none" if self.loss in FREE else self.config.preference.reference
+        self.row = preference.PREFERENCE[self.loss]
+        self.kind = "none" if self.row.mean else self.config.preference.reference
 
     def learner(self, policy: Policy, ranks: Ranks) -> Learner:
         frozen = None
@@ -79,7 +77,7 @@ class Preferences:
         return trained
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
-        if self.loss != "kto" and any(len(e.sequences) == 1 for e in examples):
+        if not self.row.alone and any(len(e.sequences) == 1 for e in examples):
             raise BirlError(
                 f"preference.loss={self.loss} compares two answers, and the rows have one and a `label`: set "
                 "preference.loss=kto, or give rows with `chosen` and `rejected`."
@@ -89,28 +87,27 @@ class Preferences:
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = samples_of(examples)
-        weight = 1 / len(samples) if self.loss == "kto" else 1 / len(examples)
+        weight = 1 / len(samples) if self.row.alone else 1 / len(examples)
         batches = pack(
             samples, [weight] * len(samples), self.capacity, self.config.parallel.shares, self.policy.pair_cost
         )
-        if self.loss == "kto":
+        make = self._paired
+        if self.row.alone:
             make = partial(self._kto, self._good(examples), self._divergence(examples))
-        else:
-            make = self._paired
         return [(b, make(r)) for b, r in zip(batches, self.reference.of(batches, examples), strict=True)]
 
     def _paired(self, reference: Tensor) -> Loss:
         keys = self.config.preference
-        compare = part("preference.loss", self.loss, preference.PREFERENCE, keys, (), ()).bound({})
+        compare = part("preference.loss", self.loss, {self.loss: self.row.loss}, keys, (), ()).bound({})
 
         def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             """Answers 2i and 2i + 1 are the chosen and the rejected one of row i."""
             a = answers(logp, batch)
-            gained = (a.mean if self.loss in MEANS else a.total) - reference.to(logp.device)
+            gained = (a.mean if self.row.mean else a.total) - reference.to(logp.device)
             chosen, rejected = gained[0::2], gained[1::2]
             each = compare(chosen, rejected)
             nll = -a.mean[0::2]
-            coefficient = 1.0 if self.loss == "orpo" else keys.nll_coef
+            coefficient = keys.nll_coef if self.row.nll is None else self.row.nll
             if coefficient:
                 each = each + coefficient * nll
             figures = {"loss": each, "nll": nll, "accuracy": preferred(chosen, rejected)}

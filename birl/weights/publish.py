@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
@@ -32,10 +32,12 @@ from birl.models.digests import digests, whole
 from birl.types import Held, Update
 from birl.waits import event, waiting
 from birl.weights import folder
-from birl.weights.broadcast import Broadcast
 from birl.weights.canary import Canary
 from birl.weights.gathered import Gathered, Stored
 from birl.weights.publisher import Sent, published
+
+if TYPE_CHECKING:
+    from birl.weights.broadcast import Broadcast
 
 LOOK = 0.2  # seconds between two looks at whether an engine is still there
 
@@ -66,7 +68,7 @@ class Sender:
     timeout: float
     sleeping: Collection[Remote] = ()
     tensors: Callable[[nn.Module], dict[str, Tensor]] = published  # by the names that the engines know
-    broadcast: Broadcast | None = None  # method=nccl
+    broadcast: "Broadcast | None" = None  # method=nccl
     recreate: Callable[[str], Awaitable[None]] | None = None  # start every engine anew from this folder
     gathered: Gathered | None = None  # where each rank has parts of the weights
     digest: str = ""  # of what was sent last

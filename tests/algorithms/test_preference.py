@@ -41,7 +41,7 @@ TERRY = (
     {"margin": 0.5, "centering": 0.2},
     lambda c, r: -math.log(s(c - r - 0.5)) + 0.2 * (c + r) ** 2,
 )
-EACH = [(PREFERENCE[name], *rest) for name, rest in PAIRS.items()]
+EACH = [(PREFERENCE[name].loss, *rest) for name, rest in PAIRS.items()]
 EACH += [(dpo, *SMOOTHED), (bradley_terry, *TERRY), (bradley_terry, {}, lambda c, r: -math.log(s(c - r)))]
 
 
@@ -112,7 +112,7 @@ def test_dtype_follows_and_extremes_stay_finite(name: str, dtype: torch.dtype) -
     if name == "kto":
         found = kto(c, torch.tensor([True, False, True, False]), 0.1, beta=0.1)
     else:
-        found = PREFERENCE[name](c, r, **PAIRS[name][0])
+        found = PREFERENCE[name].loss(c, r, **PAIRS[name][0])
     assert found.dtype == dtype and found.isfinite().all() and gradient_of(found, c).isfinite().all()
 
 
