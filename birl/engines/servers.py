@@ -30,6 +30,7 @@ from birl.learner.learner import Learner
 from birl.learner.policy import Policy
 from birl.models.device import choose
 from birl.models.digests import words
+from birl.named import module
 from birl.process import Process, free_port
 from birl.types import Completion, SamplingParams
 from birl.waits import event
@@ -141,9 +142,8 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     plain = {remote.address: remote for remote in remotes}
     broadcast = None
     if wanted.method == "nccl":
-        from birl.weights.broadcast import Broadcast
-
-        broadcast = Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
+        transport = module("weights.method=nccl", "birl.weights.broadcast")
+        broadcast = transport.Broadcast(list(plain), timeout=wanted.timeout, bucket_mb=wanted.bucket_mb)
     wrap = partial(wrapped, wanted=wanted, broadcast=broadcast)
     servers = Servers(
         router=Router(
@@ -175,9 +175,7 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
 def wrapped(remote: Remote, wanted: Wanted, broadcast: "Broadcast | None") -> Remote:
     """With what the method of the weights needs around it."""
     if broadcast is not None:
-        from birl.weights.broadcast import Joined
-
-        return Joined(remote, broadcast)  # pyright: ignore[reportArgumentType, reportReturnType]
+        return broadcast.joined(remote)  # pyright: ignore[reportArgumentType, reportReturnType]
     return Volume(remote, wanted.timeout) if wanted.method == "volume" else remote  # pyright: ignore[reportReturnType]
 
 

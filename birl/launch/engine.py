@@ -61,11 +61,17 @@ def run(argv: list[str]) -> int:
 
 def own(config: schema.RL, name: str, host: str) -> int:
     """`birl serve`, in this process unless engine.python is another interpreter."""
-    from birl.engines.birl import serve_words
     from birl.launch.prepare import prepared
+    from birl.named import module
     from birl.server import serve
 
-    words = [*serve_words(config.engine, prepared(config)), f"name={name}", f"host={host}", *config.engine.arguments]
+    kind = module("engine.kind=birl", "birl.engines.birl")
+    words = [
+        *kind.serve_words(config.engine, prepared(config)),
+        f"name={name}",
+        f"host={host}",
+        *config.engine.arguments,
+    ]
     if config.engine.python:
         sys.stdout.flush()
         os.execv(config.engine.python, [config.engine.python, "-m", "birl", "serve", *words])

@@ -94,6 +94,9 @@ class Broadcast:
         round.here(remote)
         return await round.answers[remote]
 
+    def joined(self, remote: Client) -> Joined:
+        return Joined(remote, self)
+
     def close(self) -> None:
         if self._running is not None:
             self._running.cancel()

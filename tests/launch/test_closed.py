@@ -21,6 +21,7 @@ from birl.errors import BirlError
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Limits
 from birl.server import serve
+from birl.server.dialects import DIALECTS
 from birl.server.gateway import Gateway
 from birl.server.server import OPEN, ROUTES
 from tests.launch import places
@@ -113,8 +114,9 @@ def imported(module: Path) -> set[str]:
 
 def test_what_answers_requests_cannot_start_anything() -> None:
     """Neither the server of an engine nor the gateway of agents, nor any module of birl.server and birl.engines
-    that they import."""
-    todo, reached = ["birl.server.server", "birl.server.gateway"], set[str]()
+    that they import, nor any that the table of dialects names."""
+    dialects = [place for d in DIALECTS.values() for place in (d.server, d.gateway) if place]
+    todo, reached = ["birl.server.server", "birl.server.gateway", *dialects], set[str]()
     while todo:
         name = todo.pop()
         if name not in reached:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from birl.envs.tasks.letter_counting import WORDS
+from birl.envs.tasks.dictionary import WORDS
 
 LETTERS = "aeilnorst"
 
