@@ -10,8 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from birl.config.rules_engine import ENGINES
-
+from birl.config.decided import ENGINES
 from birl.envs.open import BUILT_IN
 from birl.launch.launcher import WHERE
 from birl.server.dialects import DIALECTS

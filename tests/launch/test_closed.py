@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from birl.engines.sglang import process as sglang_process
-from birl.engines.vllm import process as vllm_process
+from birl.engines import sglang as sglang_process
+from birl.engines import vllm as vllm_process
 from birl.errors import BirlError
 from birl.sandbox.open import open_sandbox
 from birl.sandbox.protocol import Limits

@@ -28,10 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from birl.engine.sampler import given
+from birl.engines import sglang as sglang_process
+from birl.engines import vllm as vllm_process
 from birl.engines.sglang import adapter as sglang
-from birl.engines.sglang import process as sglang_process
 from birl.engines.vllm import adapter as vllm
-from birl.engines.vllm import process as vllm_process
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digests
 from birl.models.load import load_tokenizer, resolve

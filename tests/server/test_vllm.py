@@ -13,9 +13,9 @@ import pytest
 import torch
 from starlette.responses import JSONResponse
 
+from birl.engines.vllm import command, environment, write_plugin
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.vllm.adapter import VLLM
-from birl.engines.vllm.process import command, environment, write_plugin
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.models.digests import digest, digests
 from tests.engine.test_update import PROMPT, params, weights

@@ -1,10 +1,67 @@
-"""SGLang as an engine: `engine.kind=sglang`."""
+"""`engine.kind=sglang`: how birl speaks to SGLang and starts it."""
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
 
 from birl.config import schema
 from birl.engines.kinds import Start, Wanted, common
 from birl.engines.remote import Remote
+from birl.errors import BirlError
+from birl.hosts import is_loopback
+from birl.process import flags
+
+
+def command(
+    *,
+    model: str,
+    port: int,
+    python: str = sys.executable,
+    host: str = "127.0.0.1",
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    memory_fraction: float | None = None,
+    max_batch: int | None = None,
+    context: int | None = None,
+    token: str = "",
+    cpu: bool = False,
+    kv_tokens: int | None = None,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """How birl starts SGLang, with `environment`. `python` is an interpreter that has SGLang, `context` and `kv_tokens`
+    (room in the cache) are in tokens. With another host than the loopback a token is required."""
+    if not is_loopback(host) and not token:
+        raise BirlError(f"SGLang would listen on {host} without access control: give it a token, or use 127.0.0.1.")
+    found = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
+    found += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
+    options = {
+        "--tp-size": tensor_parallel if tensor_parallel > 1 else None,
+        "--pp-size": pipeline_parallel if pipeline_parallel > 1 else None,
+        "--mem-fraction-static": memory_fraction,
+        "--max-running-requests": max_batch,
+        "--context-length": context,
+        "--max-total-tokens": kv_tokens,
+        "--api-key": token or None,
+        "--admin-api-key": token or None,
+    }
+    found += flags(options)
+    if cpu:  # what the build from PyPI can do there
+        found += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        found += ["--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"]
+        found += ["--disable-radix-cache"]
+    return [*found, *extra]
+
+
+def environment(*, cpu: bool = False, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What SGLang's process needs in its environment, over `base` (this process's own)."""
+    found = dict(os.environ if base is None else base) | {"HF_HUB_OFFLINE": "1"}
+    if found.get("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        del found["SGLANG_RETURN_ORIGINAL_LOGPROB"]  # log-probs would not be under the temperature
+    if cpu:
+        found |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        found.setdefault("OMP_NUM_THREADS", "1")
+    return found
 
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
@@ -16,7 +73,5 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
     """The command and the environment of a server."""
-    from birl.engines.sglang import process
-
-    env = process.environment(cpu=not one.gpu) | {"OMP_NUM_THREADS": str(one.threads)}
-    return process.command(**common(engine, wanted, one), token=one.token, cpu=not one.gpu), env
+    env = environment(cpu=not one.gpu) | {"OMP_NUM_THREADS": str(one.threads)}
+    return command(**common(engine, wanted, one), token=one.token, cpu=not one.gpu), env

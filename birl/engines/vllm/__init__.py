@@ -1,11 +1,91 @@
-"""vLLM as an engine: `engine.kind=vllm`."""
+"""`engine.kind=vllm`: how birl speaks to vLLM and starts it, and the folder with birl's part of its workers."""
 
+import hashlib
+import math
 import os
-from collections.abc import Mapping
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from birl.config import schema
 from birl.engines.kinds import Start, Wanted, common, cores_of
 from birl.engines.remote import Remote
+from birl.engines.vllm import plugin as vllm_plugin
+from birl.errors import BirlError
+from birl.hosts import is_loopback
+from birl.process import flags
+
+
+def write_plugin(folder: Path | None = None) -> Path:
+    """A folder for vLLM's PYTHONPATH with `birl_vllm_plugin.py` in it, and nothing else of birl. Without `folder` in
+    the system's folder for temporary files, the same one for the same birl and user."""
+    source = Path(vllm_plugin.__file__)
+    mark = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    folder = folder or Path(tempfile.gettempdir()) / f"birl-vllm-plugin-{os.getuid()}-{mark}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise BirlError(f"{folder} belongs to another user, and vLLM would run what is in it: remove it.")
+    shutil.copyfile(source, folder / "birl_vllm_plugin.py")
+    return folder
+
+
+def command(
+    *,
+    model: str,
+    port: int,
+    python: str = sys.executable,
+    host: str = "127.0.0.1",
+    dtype: str = "bfloat16",
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    memory_fraction: float | None = None,
+    max_batch: int | None = None,
+    context: int | None = None,
+    method: str = "birl",
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """How birl starts vLLM, with `environment`. `python` is an interpreter that has vLLM, `context` in tokens."""
+    if not is_loopback(host):
+        raise BirlError(
+            f"vLLM would listen on {host}, and no token guards the endpoints by which it takes weights: use 127.0.0.1."
+        )
+    # not `vllm serve`: the CPU build has no metadata of that name, and its command fails
+    found = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
+    found += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    found += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    options = {
+        "--tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,
+        "--pipeline-parallel-size": pipeline_parallel if pipeline_parallel > 1 else None,
+        "--gpu-memory-utilization": memory_fraction,
+        "--max-num-seqs": max_batch,
+        "--max-model-len": context,
+        "--worker-extension-cls": "birl_vllm_plugin.Weights" if method == "birl" else None,
+    }
+    return [*found, *flags(options), *extra]
+
+
+def environment(
+    *,
+    method: str = "birl",
+    cpu: bool = False,
+    kv_cache_gb: float = 1.0,
+    threads: str = "",
+    base: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """What vLLM's process needs in its environment, over `base` (this process's own). On a CPU: memory for keys and
+    values [GiB] and the cores of the worker ("0", "0-3"; vLLM's own choice leaves one free for its front-end)."""
+    found = dict(os.environ if base is None else base)
+    found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if method == "birl":
+        rest = found.get("PYTHONPATH")
+        found["PYTHONPATH"] = os.pathsep.join([str(write_plugin()), *([rest] if rest else [])])
+    if cpu:
+        found["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(kv_cache_gb), 1))  # whole GiB only
+        if threads:
+            found["VLLM_CPU_OMP_THREADS_BIND"] = threads
+    return found
 
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
@@ -18,9 +98,7 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:
     """The command and the environment of a server."""
-    from birl.engines.vllm import process
-
     own = cores_of(one.number, one.threads, sorted(os.sched_getaffinity(0)))
     bind = ",".join(map(str, own))
-    env = process.environment(cpu=not one.gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
-    return process.command(**common(engine, wanted, one)), env
+    env = environment(cpu=not one.gpu, kv_cache_gb=wanted.kv_cache_gb, threads=bind)
+    return command(**common(engine, wanted, one)), env
