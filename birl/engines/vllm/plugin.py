@@ -1,6 +1,6 @@
 """Mixed into vLLM's workers (`--worker-extension-cls birl_vllm_plugin.Weights`): new weights come from a folder, and
 are compared with what was sent before the model takes them. This file runs inside vLLM's processes, in vLLM's
-environment: it imports nothing of birl, and vLLM only where the model changes. `birl.engines.vllm.write_plugin` puts a copy
+environment: it imports nothing of birl, and vLLM only where the model changes. `write_plugin` puts a copy
 of it where vLLM finds it. Called by POST /collective_rpc, with one result for each worker:
 
     birl_hashes   which hashes are there?
