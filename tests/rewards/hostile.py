@@ -58,8 +58,12 @@ def hostile() -> Iterator[Hostile]:
                 number = found.seen[text]
             with contextlib.suppress(OSError):
                 self.answer(text, number)
+
+        def end_headers(self) -> None:
+            """The request is over: a client that has its answer may ask the next before this thread goes on."""
             with found.lock:
                 found.open -= 1
+            super().end_headers()
 
         def answer(self, text: str, number: int) -> None:
             for word, (status, data, headers) in KINDS.items():

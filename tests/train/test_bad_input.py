@@ -232,7 +232,7 @@ def test_a_failing_step_leaves_the_checkpoints_before_it(bench: Bench) -> None:
         ("rewards.py:god", ["rewards.py has no function 'god'", "Did you mean 'good'"]),
         ("rewards.py:number", ["'number' in", "is a int, not a function"]),
         ("missing.py:f", ["reward.functions=missing.py:f", "there is no file missing.py"]),
-        ("rewards.py", ["reward.functions=rewards.py", "my_file.py:my_function"]),
+        ("rewards.py", ["reward.functions=rewards.py: say what of it", "rewards.py:my_function"]),
         ("broken.py:f", ["broken.py:f", "broken.py:1: SyntaxError"]),
         ("mth", ["reward.functions=mth", "Did you mean math?"]),
         ("no_such_module:f", ["no_such_module:f", "there is no module 'no_such_module'"]),

@@ -16,7 +16,7 @@ from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
-from birl.train import build, objective, rl
+from birl.train import build, rl
 
 OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
 
@@ -294,8 +294,7 @@ def test_one_update_needs_no_second_look_at_the_proximal_policy(
     words = ("algorithm=decoupled", "learner.max_logprob_gap=2", "steps=3")
     run(tiny, tmp_path / "once", *words)
     assert not looks
-    for place in (build, objective):
-        monkeypatch.setattr(place, "remembers", lambda config: True)
+    monkeypatch.setattr(build, "remembers", lambda config: True)
     run(tiny, tmp_path / "twice", *words)
     assert looks
     for once, twice in zip(log(tmp_path / "once"), log(tmp_path / "twice"), strict=True):
