@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.scheduler import Work, sharing
+from birl.engine.scheduler import ScheduledTokens, sharing
 from birl.kernels import PAGE
 from birl.models.slots import page_bytes
 from birl.types import SamplingParams
@@ -68,7 +68,7 @@ def watch(engine: EmbeddedEngine, asked: Prompts, tokens: int) -> Seen:
     """`answer`, counting."""
     seen, before, plain = Seen(), engine.counters.prefilled, engine.runner.run
 
-    def run(plan: Sequence[Work]) -> Tensor:
+    def run(plan: Sequence[ScheduledTokens]) -> Tensor:
         pages = engine.scheduler.pages
         seen.pages = max(seen.pages, pages.total - len(pages.free))
         if len(plan) == len(asked) and all(w.request.tokens for w in plan):

@@ -118,7 +118,7 @@ async def busy(engine: Any, prompt: tuple[int, ...], tokens: int, number: int) -
 async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Path, compute: Any) -> dict[str, Any]:
     from birl.config import schema
     from birl.config.load import load
-    from birl.parallel.crew import Crew
+    from birl.parallel.crew import RankGroup
     from birl.parallel.ranks import Ranks
     from birl.train import build
     from birl.weights.publish import Sender
@@ -126,7 +126,7 @@ async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Pat
     words = [f"model.path={args.model}", f"model.dtype={dtype}", f"data.train={args.data}", f"run={folder}"]
     words += ["engine.kind=birl", "engine.threads=1", f"weights.method={method}", "steps=1", "track.console=off"]
     words += ["track.tensorboard=false", "threads=1", f"rollout.max_tokens={args.tokens}", "rollout.max_staleness=1"]
-    alone = Crew(Ranks())
+    alone = RankGroup(Ranks())
     parts = await build.training(load(schema.RL, words), folder, build.Given(), False, compute, alone)
     loop, rows = asyncio.get_running_loop(), []
     answers: list[asyncio.Task[None]] = []

@@ -67,14 +67,14 @@ def interrupting(seconds: float) -> Iterator[None]:
 def foreign_place(frame: FrameType | None) -> str:
     """`file.py:12 in step` where the code that runs on top of birl's is the user's, or was called for him; else
     empty."""
-    found: list[FrameType] = []
+    result: list[FrameType] = []
     while frame is not None and not frame.f_code.co_filename.startswith(OWN):
         if not frame.f_code.co_filename.startswith(PYTHON) or any(p in frame.f_code.co_filename for p in PACKAGES):
-            found.append(frame)
+            result.append(frame)
         frame = frame.f_back
-    own = [f for f in found if not any(p in f.f_code.co_filename for p in PACKAGES)]
+    own = [f for f in result if not any(p in f.f_code.co_filename for p in PACKAGES)]
     called = frame is not None and frame.f_code.co_filename.startswith(CALLING)
-    return _place((own or found)[0]) if own or (found and called) else ""
+    return _place((own or result)[0]) if own or (result and called) else ""
 
 
 def standing() -> str:

@@ -181,11 +181,11 @@ def _browser() -> Finding:
     if not any((folder / ".venv-browser" / "bin" / "python").exists() for folder in folders):
         return Finding("missing", "browser tasks", "env=miniwob and env=webarena", "make setup-browser")
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    result = next(filter(None, map(shutil.which, names)), None)
+    if result is None:
         command = "apt-get install -y --no-install-recommends chromium-headless-shell"
         return Finding("warn", "browser tasks", "BrowserGym without Chromium", command)
-    return Finding("ok", "browser tasks", f".venv-browser  {found}")
+    return Finding("ok", "browser tasks", f".venv-browser  {result}")
 
 
 def _gguf_files() -> list[Path]:
@@ -213,15 +213,15 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _processor() -> list[Finding]:
     name, flags = _cpu()
-    found = [Finding("ok", "processor", name)]
+    result = [Finding("ok", "processor", name)]
     if not flags:
-        return found
+        return result
     if "amx_bf16" in flags:
-        return [*found, Finding("ok", "bfloat16", "in hardware: AMX")]
+        return [*result, Finding("ok", "bfloat16", "in hardware: AMX")]
     if "avx512_bf16" in flags or "bf16" in flags:
-        return [*found, Finding("ok", "bfloat16", "in hardware: dot products")]
+        return [*result, Finding("ok", "bfloat16", "in hardware: dot products")]
     return [
-        *found,
+        *result,
         Finding("warn", "bfloat16", "emulated on this processor", "model.dtype=float32 may be faster; try both"),
     ]
 
@@ -233,10 +233,10 @@ def _kernels(torch: Any) -> list[Finding]:
 
     if why := kernels.problem():
         return [Finding("warn", "kernels", f"none, so everything runs on PyTorch's operators: {why}")]
-    found = kernels.load(torch.bfloat16, 64)
-    if found is None:
+    result = kernels.load(torch.bfloat16, 64)
+    if result is None:
         return [Finding("warn", "kernels", "compiled, but they do not load")]
-    return [Finding("ok", "kernels", f"compiled; bfloat16 products by {found.isa}")]
+    return [Finding("ok", "kernels", f"compiled; bfloat16 products by {result.isa}")]
 
 
 def _cpu() -> tuple[str, set[str]]:
@@ -273,8 +273,8 @@ def _quota() -> float:
 
 def _threads() -> list[Finding]:
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "KMP_BLOCKTIME")
-    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    findings = [Finding("ok", "threads", "  ".join(found) or "no OpenMP variable is set")]
+    result = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    findings = [Finding("ok", "threads", "  ".join(result) or "no OpenMP variable is set")]
     if _spins():
         findings.append(
             Finding(
@@ -329,14 +329,14 @@ def _sandbox() -> list[Finding]:
     """What trial runs show (birl/sandbox/open.py)."""
     from birl.sandbox.open import INSTALL, available
 
-    found = available()
+    result = available()
     findings = []
-    for kind, trial in found.items():
+    for kind, trial in result.items():
         if trial.python:
             findings.append(Finding("ok", kind, f"works, with {trial.python}"))
         else:
             findings.append(Finding("missing", kind, trial.reason.splitlines()[0][:150]))
-    if not any(trial.python for trial in found.values()):
+    if not any(trial.python for trial in result.values()):
         findings[-1] = Finding("warn", "all", "no kind works, so the reward `code` cannot be used", INSTALL)
     return findings
 

@@ -73,8 +73,8 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """` Did you mean grpo?`, or nothing where no option is close."""
-    found = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
-    return f" Did you mean {found[0]}?" if found else ""
+    result = difflib.get_close_matches(word.lower(), list(options), n=1, cutoff=0.6)
+    return f" Did you mean {result[0]}?" if result else ""
 
 
 def innermost(group: BaseExceptionGroup) -> BaseException:

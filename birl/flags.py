@@ -34,7 +34,7 @@ def taken(command: str, words: Sequence[str], flags: Sequence[Flag]) -> tuple[di
     Example: taken("view", ["runs", "--port=1"], [PORT]) == ({"--port": 1}, ["runs"])
     """
     known = {flag.name: flag for flag in flags}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     rest, left = list[str](), iter(words)
     for word in left:
         name, equals, value = word.partition("=")
@@ -47,8 +47,8 @@ def taken(command: str, words: Sequence[str], flags: Sequence[Flag]) -> tuple[di
             raise BirlError(f"{word}: `birl {command}` has {has}.{did_you_mean(name, known)}")
         if flag.value and not equals:
             value = next(left, "")
-        found[flag.name] = _read(flag, value) if flag.value else True
-    return found, rest
+        result[flag.name] = _read(flag, value) if flag.value else True
+    return result, rest
 
 
 def _read(flag: Flag, value: str) -> Any:

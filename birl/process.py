@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from birl.errors import BirlError, EngineDown
-from birl.process_group import Group
+from birl.process_group import ProcessGroup
 
 LONGEST = 30.0  # s that it waits before it starts a process again
 POLL = 0.05  # s between two looks at a process that is to start or to end
@@ -27,7 +27,7 @@ class Process:
     `terminate` waits `stop_timeout` [s] between SIGTERM and SIGKILL. At most `max_restarts` within `window` [s], the
     first after `backoff` [s], each further one after twice as long, at most LONGEST.
 
-    Start it from the main thread (`Group`). Children of the child are killed by `terminate`.
+    Start it from the main thread (`ProcessGroup`). Children of the child are killed by `terminate`.
 
     Example: port = free_port()
              client = Client(f"http://127.0.0.1:{port}")
@@ -53,7 +53,7 @@ class Process:
         self.start_timeout, self.stop_timeout = start_timeout, stop_timeout
         self.max_restarts, self.window, self.backoff = max_restarts, window, backoff
         self.restarts: deque[float] = deque()  # when, within the window
-        self._child: Group | None = None
+        self._child: ProcessGroup | None = None
         self._busy = asyncio.Lock()
 
     @property
@@ -118,7 +118,7 @@ class Process:
 
     def _spawn(self) -> None:
         try:
-            self._child = Group(self.command, log=self.log, env=self.env)
+            self._child = ProcessGroup(self.command, log=self.log, env=self.env)
         except OSError as error:
             raise BirlError(f"The log {self.log} can not be written: {error.strerror}.") from error
 
@@ -157,8 +157,8 @@ class Process:
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._child.said_from if self._child else 0, size - 8192))
-            found = file.read().decode(errors="replace").splitlines()[-lines:]
-        return f"Its last lines, from {self.log}:\n" + "\n".join(f"    {x[:300]}" for x in found or ["(none)"])
+            result = file.read().decode(errors="replace").splitlines()[-lines:]
+        return f"Its last lines, from {self.log}:\n" + "\n".join(f"    {x[:300]}" for x in result or ["(none)"])
 
 
 def answers(ask: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[bool]]:
@@ -182,6 +182,6 @@ def flags(values: Mapping[str, object]) -> list[str]:
 def free_port() -> int:
     """A free one on this machine's loopback. Another process may take it before the child does; then
     the child ends, and says so in its log."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return result.getsockname()[1]

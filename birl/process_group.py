@@ -25,14 +25,14 @@ except OSError as error:
 """
 
 
-class Group:
+class ProcessGroup:
     """`command`, started in a process group of its own, which the terminal's Ctrl-C does not reach. What it prints is
     appended to `log`, in a folder that is made; `text` is its standard input.
 
     On Linux the kernel ends the command when the *thread* that started it ends: start it from the main thread. What the
     command starts is ended by `kill`, not by the kernel. Raises `OSError` where the log cannot be written.
 
-    Example: child = Group(["birl", "serve", "port=8000"], log=Path("engine.log"), env=os.environ)
+    Example: child = ProcessGroup(["birl", "serve", "port=8000"], log=Path("engine.log"), env=os.environ)
     """
 
     def __init__(

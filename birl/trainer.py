@@ -407,17 +407,17 @@ def _no_rows(math: bool) -> str:
 
 
 def _listed(rewards: Any) -> list[Reward]:
-    found: Any = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
-    if not isinstance(found, list | tuple) or not all(isinstance(f, str) or callable(f) for f in found):
+    result: Any = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    if not isinstance(result, list | tuple) or not all(isinstance(f, str) or callable(f) for f in result):
         raise BirlError(f"reward_funcs={rewards!r}: give a function, a name, or a list of them.")
-    for one in found:
+    for one in result:
         path = one if isinstance(one, str) and "/" in one and ":" not in one else getattr(one, "name_or_path", "FOLDER")
         if hasattr(one, "state_dict") or path == one:
             raise BirlError(
                 "reward_funcs: a reward model is named, not handed over: "
                 f'reward_funcs="model", overrides={{"reward.model": "{path}"}}.'
             )
-    return list(found)
+    return list(result)
 
 
 def _names(rewards: Sequence[Reward]) -> list[str]:

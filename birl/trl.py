@@ -92,7 +92,7 @@ def without_tokenizer(names: Mapping[str, Any], model: str) -> dict[str, Any]:
 def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[str, Any]:
     """Keys of the configuration. `prefix`: GRPO, SFT, DPO or Reward; `rewards`: the number of reward functions. Raises
     `BirlError` for a name that was given alone and that no key can take; of a whole object, it warns."""
-    found = _steps(names, schema) | _saving(names) | _lora(names)
+    result = _steps(names, schema) | _saving(names) | _lora(names)
     done = {*BATCH, "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "save_strategy", "save_steps"}
     done |= {
         "eval_strategy",
@@ -104,7 +104,7 @@ def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[s
         "remove_unused_columns",
     }
     if prefix == "GRPO":
-        found |= _loss(names) | _engine(names)
+        result |= _loss(names) | _engine(names)
         done |= {"loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level"}
         done |= {"use_vllm", "top_p", "top_k", "min_p", "num_iterations"}
         done |= {name for name in names.values if name.startswith("sapo_temperature")}
@@ -115,14 +115,14 @@ def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[s
         if not names.get("beta"):
             done.add("use_bias_correction_kl")
         if names.whole and rewards > 1 and not names.get("reward_weights"):
-            found["reward.weights"] = [1.0] * rewards
+            result["reward.weights"] = [1.0] * rewards
     if prefix == "DPO":
-        found |= _preference(names)
+        result |= _preference(names)
         done |= {"loss_type", "loss_weights"}
     if names.meant("output_dir") or (names.get("output_dir") and not names.whole):
-        found["run"] = str(names.get("output_dir"))
+        result["run"] = str(names.get("output_dir"))
     if names.get("num_iterations"):
-        found["algorithm.passes"] = names.get("num_iterations")
+        result["algorithm.passes"] = names.get("num_iterations")
     stray = []
     for name, value in names.values.items():
         if name in done:
@@ -131,12 +131,12 @@ def keys_of(names: Names, schema: type, prefix: str, rewards: int = 0) -> dict[s
             continue  # there is nothing to do: the table says why
         key, ours = _taken(name, value, schema, prefix)
         if key:
-            found[key] = ours
+            result[key] = ours
         elif names.meant(name):
             stray.append(name)
     _answer(stray, names, schema)
     known = documentation(schema)
-    return {key: value for key, value in found.items() if key in known}
+    return {key: value for key, value in result.items() if key in known}
 
 
 def _taken(name: str, value: Any, schema: type, prefix: str) -> tuple[str, Any]:
@@ -158,9 +158,9 @@ def _taken(name: str, value: Any, schema: type, prefix: str) -> tuple[str, Any]:
 def _rows(name: str, prefix: str) -> list[tuple[peers.Row, str]]:
     """TRL's rows of this name, those of the trainer's own config first."""
     own = f"{prefix}Config.{name}"
-    found = [(r, key) for r, key in peers.named(name) if r.peer in ("TRL", "MRL") and name in "".join(r.names)]
-    wanted = [pair for pair in found if own in pair[0].names]
-    return wanted + [pair for pair in found if name in pair[0].names]
+    result = [(r, key) for r, key in peers.named(name) if r.peer in ("TRL", "MRL") and name in "".join(r.names)]
+    wanted = [pair for pair in result if own in pair[0].names]
+    return wanted + [pair for pair in result if name in pair[0].names]
 
 
 def _answer(stray: list[str], names: Names, schema: type) -> None:
@@ -179,12 +179,12 @@ def _answer(stray: list[str], names: Names, schema: type) -> None:
 
 def _steps(names: Names, schema: type) -> dict[str, Any]:
     """The batch, and how long the run is. TRL's steps are optimizer steps, and its batches answers of one process."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     updates = names.get("num_iterations", 1)
     each, waits = names.get(BATCH[0], 8), names.get(BATCH[1], 1)
     if any(name in names.values for name in BATCH):
         if "rollout.prompts" not in documentation(schema):
-            found["batch_size"] = each * waits
+            result["batch_size"] = each * waits
         else:
             per = names.get("steps_per_generation") or max(names.get("generation_batch_size", 0) // each, 0) or waits
             answers, group = names.get("generation_batch_size") or each * per, names.get("num_generations", 8)
@@ -194,16 +194,16 @@ def _steps(names: Names, schema: type) -> dict[str, Any]:
                     f"num_generations={group}; "
                     "birl counts prompts: rollout.prompts."
                 )
-            found["rollout.prompts"] = answers // group
+            result["rollout.prompts"] = answers // group
             if per % waits == 0 and per // waits > 1:
-                found["algorithm.updates_per_batch"] = per // waits
+                result["algorithm.updates_per_batch"] = per // waits
                 updates *= per // waits
     if names.get("max_steps", -1) > 0:
-        found["steps"] = math.ceil(names.get("max_steps") / updates)
+        result["steps"] = math.ceil(names.get("max_steps") / updates)
     elif (epochs := names.get("num_train_epochs")) is not None:
         if epochs != int(epochs) or epochs < 1:
             raise BirlError(f"num_train_epochs={epochs}: epochs is a whole number of at least 1; or give max_steps.")
-        found["epochs"] = int(epochs)
+        result["epochs"] = int(epochs)
     warm = names.get("warmup_steps") or names.get("warmup_ratio") or 0
     if 0 < warm < 1:
         if names.get("max_steps", -1) <= 0:
@@ -211,24 +211,24 @@ def _steps(names: Names, schema: type) -> dict[str, Any]:
                 f"warmup_ratio={warm}: optimizer.warmup_steps counts steps; give warmup_steps, or max_steps."
             )
         warm = round(warm * names.get("max_steps"))
-    return found | ({"optimizer.warmup_steps": int(warm)} if warm else {})
+    return result | ({"optimizer.warmup_steps": int(warm)} if warm else {})
 
 
 def _saving(names: Names) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if names.get("save_strategy") == "no":
-        found["checkpoint.every"] = 0
+        result["checkpoint.every"] = 0
     elif (every := names.get("save_steps")) and every >= 1:
-        found["checkpoint.every"] = int(every)
+        result["checkpoint.every"] = int(every)
     if (every := names.get("eval_steps")) and every >= 1:
-        found["validation.every"] = int(every)
+        result["validation.every"] = int(every)
     where = names.get("report_to")
     if where is not None and names.meant("report_to"):
         listed = [where] if isinstance(where, str) else list(where)
-        found["track.tensorboard"] = "tensorboard" in listed or "all" in listed
+        result["track.tensorboard"] = "tensorboard" in listed or "all" in listed
         if "wandb" in listed:
-            found["track.wandb"] = "online"
-    return found
+            result["track.wandb"] = "online"
+    return result
 
 
 def _lora(names: Names) -> dict[str, Any]:
@@ -236,43 +236,43 @@ def _lora(names: Names) -> dict[str, Any]:
     if peft is None:
         return {}
     said = peft if isinstance(peft, Mapping) else vars(peft)
-    found = {"lora.rank": said.get("r", 8), "lora.alpha": said.get("lora_alpha", 8)}
+    result = {"lora.rank": said.get("r", 8), "lora.alpha": said.get("lora_alpha", 8)}
     targets = said.get("target_modules")
     if targets:
-        found["lora.targets"] = [targets] if isinstance(targets, str) else sorted(targets)
+        result["lora.targets"] = [targets] if isinstance(targets, str) else sorted(targets)
     if said.get("lora_dropout"):
         warnings.warn(f"peft_config.lora_dropout={said['lora_dropout']}: there is no dropout here.", stacklevel=5)
-    return found | ({"lora.dora": True} if said.get("use_dora") else {})
+    return result | ({"lora.dora": True} if said.get("use_dora") else {})
 
 
 def _loss(names: Names) -> dict[str, Any]:
     """Surrogate, clips, denominator and scale."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     loss = names.get("loss_type")
     if loss is not None:
         if loss not in LOSS_TYPES:
             raise BirlError(f"loss_type={loss!r}: choose one of {', '.join(LOSS_TYPES)}.")
-        found |= {f"algorithm.{name}": value for name, value in LOSS_TYPES[loss].items()}
+        result |= {f"algorithm.{name}": value for name, value in LOSS_TYPES[loss].items()}
     if names.get("importance_sampling_level") == "sequence":
-        found["algorithm.surrogate"] = "gspo"
+        result["algorithm.surrogate"] = "gspo"
     own = loss in ("cispo", "sapo", "gspo")  # whose clips are of another kind
     low, high = names.get("epsilon"), names.get("epsilon_high")
     if low is not None and (not own or names.meant("epsilon")):
-        found |= {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
+        result |= {"algorithm.clip_low": low, "algorithm.clip_high": low if high is None else high}
     elif high is not None:
-        found["algorithm.clip_high"] = high
+        result["algorithm.clip_high"] = high
     if high is not None and loss == "cispo":
-        found["algorithm.clip_high"] = high - 1  # TRL bounds the ratio itself
+        result["algorithm.clip_high"] = high - 1  # TRL bounds the ratio itself
     if names.get("delta") is not None:
-        found["algorithm.dual_clip"] = names.get("delta")
+        result["algorithm.dual_clip"] = names.get("delta")
     if (scale := names.get("scale_rewards")) is not None:
         if scale not in SCALES:
             raise BirlError(f"scale_rewards={scale!r}: choose group, batch or none.")
-        found["algorithm.scale_rewards"] = SCALES[scale]
+        result["algorithm.scale_rewards"] = SCALES[scale]
     if loss == "sapo" and any(n.startswith("sapo_temperature") for n in names.changed):
         pos, neg = names.get("sapo_temperature_pos", 1.0), names.get("sapo_temperature_neg", 1.05)
-        found["algorithm.surrogate_args"] = [f"tau_positive={pos}", f"tau_negative={neg}"]
-    return found
+        result["algorithm.surrogate_args"] = [f"tau_positive={pos}", f"tau_negative={neg}"]
+    return result
 
 
 def _preference(names: Names) -> dict[str, Any]:
@@ -289,12 +289,12 @@ def _preference(names: Names) -> dict[str, Any]:
 
 
 def _engine(names: Names) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if names.get("use_vllm"):
-        found["engine.kind"] = "vllm"
+        result["engine.kind"] = "vllm"
         if names.get("vllm_mode") == "server" and names.get("vllm_server_base_url"):
-            found["engine.attach"] = [names.get("vllm_server_base_url")]
+            result["engine.attach"] = [names.get("vllm_server_base_url")]
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if names.get(name, off) not in (off, -1):
-            found[f"rollout.{name}"] = names.get(name)
-    return found
+            result[f"rollout.{name}"] = names.get(name)
+    return result

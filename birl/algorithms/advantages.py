@@ -95,10 +95,10 @@ def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
 
     rewards [T], one for each turn of an episode -> [T].
     """
-    found = rewards.clone()
-    for t in range(len(found) - 2, -1, -1):
-        found[t] += discount * found[t + 1]
-    return found
+    result = rewards.clone()
+    for t in range(len(result) - 2, -1, -1):
+        result[t] += discount * result[t + 1]
+    return result
 
 
 def gdpo(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from birl.named import load
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NamedFunction:
     """A function with its constant options; `tensors` are those that it wants of each step."""
 
     function: Callable[..., Any]
@@ -30,7 +30,7 @@ class Part:
 
 def part(
     key: str, name: str, table: Mapping[str, Callable[..., Any]], keys: Any, args: Sequence[str], offered: Sequence[str]
-) -> Part:
+) -> NamedFunction:
     """The function that `key`=`name` stands for. `keys`: the section with keys such as clip_low. `offered`: tensors."""
     function = table.get(name) or load(key, name, table)
     given = dict(_split(f"{key}_args", word) for word in args)
@@ -53,7 +53,7 @@ def part(
         wrong = next(iter(given))
         hint = did_you_mean(wrong, known) or f" It has: {', '.join(known) or 'none'}."
         raise BirlError(f"{key}_args: {name} has no option {wrong}.{hint}")
-    return Part(function, options, tuple(tensors))
+    return NamedFunction(function, options, tuple(tensors))
 
 
 def _options(function: Callable[..., Any], key: str, name: str) -> list[inspect.Parameter]:

@@ -35,11 +35,11 @@ def policy_loss(
     (KL-Cov). `kl_corrected`: KL_t times the importance ratio. Returns the scalar loss and [N] figures: ratio,
     clip_fraction, entropy, gap (|logp - old_logp|), and kl with a reference.
     """
-    found = surrogate(logp, old_logp, advantages, sample)
-    per_token = found.loss if factor is None else found.loss * factor
+    result = surrogate(logp, old_logp, advantages, sample)
+    per_token = result.loss if factor is None else result.loss * factor
     figures = {
-        "ratio": found.ratio,
-        "clip_fraction": found.clipped.float(),
+        "ratio": result.ratio,
+        "clip_fraction": result.clipped.float(),
         "entropy": entropy,
         "gap": (logp - old_logp).abs(),
     }

@@ -27,7 +27,7 @@ from birl.learner.rewards import make_rewards, started
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
-from birl.rollout.evaluate import Plan, data_digest, evaluate, plan, right_from, versions_of
+from birl.rollout.evaluate import EvaluationPlan, data_digest, evaluate, plan, right_from, versions_of
 from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
@@ -47,7 +47,7 @@ EVAL_TOKENS = 512  # longest answer in `birl eval` where validation.max_tokens i
 class Evaluation:
     """`weights`: digest of what is measured; empty where a server cannot tell. `data`: of the questions."""
 
-    plan: Plan
+    plan: EvaluationPlan
     rollout: Rollout
     engine: EmbeddedEngine | Servers
     opened: AsyncExitStack
@@ -80,9 +80,9 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
         if isinstance(model, Policy):
             engine = await in_thread(embedded, config, model, context, asked)
             opened.push_async_callback(engine.close)
-            found = await in_thread(lambda: whole(digests({n: p.data for n, p in model.model.named_parameters()})))
+            result = await in_thread(lambda: whole(digests({n: p.data for n, p in model.model.named_parameters()})))
         else:
-            engine, found = await served(config, model, context, asked, opened)
+            engine, result = await served(config, model, context, asked, opened)
         if config.env.sampling == "agent" and not world.agent:
             raise BirlError(f"env.sampling=agent: env.kind={world.kind} has no client that could ask for anything.")
         gateway = Gateway(model.chat, config.env.sampling) if world.agent else None
@@ -104,7 +104,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
             plan=plan(questions, config.validation, EVAL_TOKENS),
             rollout=rollout,
             engine=engine,
-            weights=found,
+            weights=result,
             data=data_digest(questions),
             opened=opened.pop_all(),
         )
@@ -183,8 +183,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         ]
         about = {"model": config.model.path, "weights": parts.weights, "data": parts.data, "seed": config.seed}
         about |= {"n": parts.plan.samples, "config": flatten(config)}
-        found = {**about, "metrics": metrics, "answers": records}
-        text = json.dumps(json.loads(encode(found, exact=True)), indent=1)  # without NaN, which is no JSON
+        result = {**about, "metrics": metrics, "answers": records}
+        text = json.dumps(json.loads(encode(result, exact=True)), indent=1)  # without NaN, which is no JSON
         with _writing(output):
             output.write_text(text)
     show(metrics)
@@ -208,11 +208,11 @@ def check_failures(groups: Sequence[Group]) -> None:
 
 
 def check_versions(groups: Sequence[Group]) -> None:
-    found = versions_of(groups)
-    if len(found) > 1:
+    result = versions_of(groups)
+    if len(result) > 1:
         raise BirlError(
             f"engine.attach: the weights changed meanwhile (answers come from the versions "
-            f"{', '.join(map(str, sorted(found)))}), so the result would belong to no model. Evaluate when the run "
+            f"{', '.join(map(str, sorted(result)))}), so the result would belong to no model. Evaluate when the run "
             "that trains them is over, or a checkpoint of it."
         )
 

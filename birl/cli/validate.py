@@ -104,8 +104,8 @@ async def validate(config: schema.Eval, compute: Executor) -> tuple[int, list[Wr
                 return Wrong(where=where, why=why.removeprefix(f"{where}: ")) if why else None
 
         with interrupting(config.env.timeout):
-            found = await asyncio.gather(*(one(tasks, i) for tasks in sources for i in range(len(tasks))))
-        return len(found), [wrong for wrong in found if wrong is not None]
+            result = await asyncio.gather(*(one(tasks, i) for tasks in sources for i in range(len(tasks))))
+        return len(result), [wrong for wrong in result if wrong is not None]
 
 
 def rows(config: schema.Eval, world: World) -> list[Tasks]:
@@ -113,13 +113,13 @@ def rows(config: schema.Eval, world: World) -> list[Tasks]:
     given = partial(load_tasks, config.data, chat=True)
     if config.data.validation:
         return given("validation")
-    found = {which: world.rows(which) for which in ("train", "validation")} if world.rows is not None else {}
-    if not any(found.values()):
+    result = {which: world.rows(which) for which in ("train", "validation")} if world.rows is not None else {}
+    if not any(result.values()):
         raise BirlError(
             f"data.validation is empty, and env.kind={world.kind} has no tasks of its own: name a file, as in "
             "data.validation=my.jsonl."
         )
-    return [tasks for which, own in found.items() if own for tasks in given(which, given=own)]  # type: ignore[arg-type]
+    return [tasks for which, own in result.items() if own for tasks in given(which, given=own)]  # type: ignore[arg-type]
 
 
 async def problem(config: schema.Eval, world: World, score: Scorer | None, tasks: Tasks, index: int) -> str:

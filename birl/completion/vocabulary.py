@@ -53,14 +53,14 @@ def vocabulary(
     places: tuple[str, ...],
 ) -> Vocabulary:
     """`texts`: one line on each command. `flags`: words of each command."""
-    found, docs = {}, {key: doc for schema in COMMANDS.values() for key, doc in documentation(schema).items()}
+    result, docs = {}, {key: doc for schema in COMMANDS.values() for key, doc in documentation(schema).items()}
     free = tuple(sorted(key for key, doc in docs.items() if doc.type in NOTHING))
     for name, text in texts.items():
         schema = COMMANDS.get("rl" if name == "plan" else name)
         keys = _keys(schema) if schema else ()
         files = "any" if schema else "folders" if name not in ("doctor", "cache", "completion") else ""
-        found[name] = Command(text=text, words=flags.get(name, ("--help",)), keys=keys, files=files)
-    return Vocabulary(commands=found, values=_values(docs, environments), free=free, places=places)
+        result[name] = Command(text=text, words=flags.get(name, ("--help",)), keys=keys, files=files)
+    return Vocabulary(commands=result, values=_values(docs, environments), free=free, places=places)
 
 
 def _keys(schema: type) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ def read(name: str) -> Mapping[str, Any]:
     if content in ("", None):
         return {}
     if not isinstance(content, dict):
-        found = type(content).__name__
-        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, found a {found}")
+        result = type(content).__name__
+        raise BirlError(f"{name}: expected keys and values, such as `optimizer: {{lr: 1e-5}}`, found a {result}")
     return dict(flat(content))
 
 

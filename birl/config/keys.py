@@ -71,13 +71,13 @@ def _strange(key: str) -> BirlError:
 
 
 def _walk(section: Any, prefix: str, definitions: Mapping[str, Any]) -> list[Doc]:
-    schema, found = type(section), []
+    schema, result = type(section), []
     known = _properties(schema, definitions.get(schema.__name__) or _json(schema))
     for field in fields(section):
         key, value = prefix + field.name, getattr(section, field.name)
         its = known[field.name]
-        found += _walk(value, f"{key}.", definitions) if is_dataclass(value) else [_doc(key, value, its)]
-    return found
+        result += _walk(value, f"{key}.", definitions) if is_dataclass(value) else [_doc(key, value, its)]
+    return result
 
 
 @cache
@@ -134,8 +134,8 @@ def _range(its: Mapping[str, Any]) -> str:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    found = re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text)
-    return (text[: found.start()] + text[found.end() :], found[1]) if found else (text, "")
+    result = re.search(r" \[([^\]=,\"]+)\](?=[.,;)]|$)", text)
+    return (text[: result.start()] + text[result.end() :], result[1]) if result else (text, "")
 
 
 def presets(schema: type) -> dict[str, dict[str, Path]]:

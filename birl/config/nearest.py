@@ -12,10 +12,10 @@ from birl.config.schema import COMMANDS, Eval
 def suggest(key: str, schema: type) -> str:
     """` Did you mean optimizer.lr?`, with what differs where the word is another system's; or nothing where no key is
     close."""
-    found, theirs = nearest_keys(key, schema), peers.named(key)
-    about = next((row for row, one in theirs if set(found) & {one, *row.keys}), None)
-    if found:
-        return f" Did you mean {' or '.join(found)}?{_differs(about, schema) if about else ''}"
+    result, theirs = nearest_keys(key, schema), peers.named(key)
+    about = next((row for row, one in theirs if set(result) & {one, *row.keys}), None)
+    if result:
+        return f" Did you mean {' or '.join(result)}?{_differs(about, schema) if about else ''}"
     for row, one in theirs:
         for other, its in COMMANDS.items():
             if keys := [k for k in ((one,) if one else row.keys) if k in documentation(its)]:
@@ -53,11 +53,11 @@ def nearest_keys(key: str, schema: type) -> list[str]:
     theirs = peers.named(key)
     if theirs and (section or not same):
         return _few(_keys(theirs, keys))  # perhaps none: the message says why
-    found = [*same, *_keys(theirs, keys)]
-    if not found and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
-        found = _keys(peers.ends_like(key), keys)
-    if found or (found := _spelt_like(key, keys)):
-        return _few(found)
+    result = [*same, *_keys(theirs, keys)]
+    if not result and len({one or row.keys for row, one in peers.ends_like(key)}) == 1:
+        result = _keys(peers.ends_like(key), keys)
+    if result or (result := _spelt_like(key, keys)):
+        return _few(result)
     words = [key, last] if any(name.startswith(f"{section}.") for name in keys) else [key]
     return _few([k for word in words for w in peers.spelt_like(word) for k in _keys(peers.named(w), keys)])
 
@@ -72,8 +72,8 @@ def _spelt_like(key: str, keys: list[str]) -> list[str]:
     ours = difflib.get_close_matches(section, {name.rpartition(".")[0] for name in keys}, n=1, cutoff=0.7)
     parts = {name: name.rpartition(".")[2] for name in keys}
     close = difflib.get_close_matches(last, list(parts.values()), n=3, cutoff=0.75 if ours or not section else 0.9)
-    found = [name for part in close for name in keys if parts[name] == part]
-    return [*[name for name in difflib.get_close_matches(key, keys, n=3, cutoff=0.7) if name in found], *found]
+    result = [name for part in close for name in keys if parts[name] == part]
+    return [*[name for name in difflib.get_close_matches(key, keys, n=3, cutoff=0.7) if name in result], *result]
 
 
 def _keys(theirs: list[tuple[peers.Row, str]], known: list[str]) -> list[str]:

@@ -128,14 +128,14 @@ def largest_differencing(weights: Sequence[float], count: int) -> list[list[int]
 
 
 def _leaves(node: int, nodes: Sequence[tuple[int, int]], items: int) -> list[int]:
-    found, open_ = [], [node]
+    result, open_ = [], [node]
     while open_:
         node = open_.pop()
         if node >= items:
             open_ += nodes[node - items]
         elif node >= 0:
-            found.append(node)
-    return sorted(found)
+            result.append(node)
+    return sorted(result)
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -154,29 +154,29 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 def _spread(bins: list[list[int]], costs: Sequence[float], count: int) -> list[list[int]]:
     """Bins up to `count` of them: the dearest that can be are split in two, as long as there are any."""
     heap = [(-sum(costs[i] for i in items), items) for items in bins if len(items) > 1]
-    found = [items for items in bins if len(items) == 1]
+    result = [items for items in bins if len(items) == 1]
     heapify(heap)
-    while heap and len(heap) + len(found) < count:
+    while heap and len(heap) + len(result) < count:
         items = heappop(heap)[1]
         for half in largest_differencing([costs[i] for i in items], 2):
             part = [items[place] for place in half]
             if len(part) > 1:
                 heappush(heap, (-sum(costs[i] for i in part), part))
             else:
-                found.append(part)
-    found += [items for _, items in heap]
-    return found + [[] for _ in range(count - len(found))]
+                result.append(part)
+    result += [items for _, items in heap]
+    return result + [[] for _ in range(count - len(result))]
 
 
 def in_rounds(bins: list[list[int]], costs: Sequence[float], parts: int) -> list[list[int]]:
     """Dearest round first. Within a round the dearest bin goes to the share that has least so far."""
     total = {id(items): float(sum(costs[i] for i in items)) for items in bins}
     bins = sorted(bins, key=lambda items: (-total[id(items)], items[0] if items else len(costs)))
-    loads, found = [0.0] * parts, []
+    loads, result = [0.0] * parts, []
     for start in range(0, len(bins), parts):
         lanes = sorted(range(parts), key=lambda lane: (loads[lane], lane))
         placed: dict[int, list[int]] = dict(zip(lanes, bins[start : start + parts], strict=True))
         for lane, items in placed.items():
             loads[lane] += total[id(items)]
-        found += [placed[lane] for lane in range(parts)]
-    return found
+        result += [placed[lane] for lane in range(parts)]
+    return result

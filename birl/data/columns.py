@@ -11,12 +11,12 @@ from birl.types import Sample
 
 def by_sample(batches: Sequence[Batch], outputs: Sequence[Tensor], count: int) -> list[Tensor]:
     """[N] of each micro-batch -> for each sample of the step the values of its trained tokens, on the CPU."""
-    found: list[Tensor] = [torch.empty(0, dtype=torch.float32)] * count
+    result: list[Tensor] = [torch.empty(0, dtype=torch.float32)] * count
     for batch, output in zip(batches, outputs, strict=True):
         number, size = torch.unique_consecutive(batch.sample, return_counts=True)
         for n, values in zip(number.tolist(), output.cpu().split(size.tolist()), strict=True):
-            found[n] = values
-    return found
+            result[n] = values
+    return result
 
 
 def behaviour(sample: Sample) -> Tensor:

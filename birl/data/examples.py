@@ -91,7 +91,7 @@ def load_pairs(config: schema.Pairs, which: Which, chat: "Chat", limit: int, giv
 
 
 def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[Rows], Any]) -> list[Examples]:
-    found, side = [], "validation/" if which == "validation" else ""
+    result, side = [], "validation/" if which == "validation" else ""
     for rows, prefix in read_sources(config, which, given, partial(is_text, config)):
         build, kept, long = reader(rows), [], 0
         for i in range(len(rows)):
@@ -110,8 +110,8 @@ def _load(config: Any, which: Which, limit: int, given: Any, reader: Callable[[R
                 f"{rows.name}: every row has more than {limit} tokens, and nothing to learn within them. Raise "
                 f"model.max_length as far as the model allows{way}."
             )
-        found.append(Examples(rows.name, kept))
-    return found
+        result.append(Examples(rows.name, kept))
+    return result
 
 
 def _cut(example: Example, limit: int) -> Example:
@@ -134,12 +134,12 @@ class Texts:
         roles = self.form.roles
         if isinstance(said, str):
             key = _key(said if prompt is None else prompt)
-            found = self.encoder.text(said) if prompt is None else self.encoder.answered(prompt, said, roles)
+            result = self.encoder.text(said) if prompt is None else self.encoder.answered(prompt, said, roles)
         elif prompt is None:
-            key, found = _key(said[:-1]), self.encoder.spoken(self.encoder.led(said), roles, where)
+            key, result = _key(said[:-1]), self.encoder.spoken(self.encoder.led(said), roles, where)
         else:
-            key, found = _key(prompt), self._continued(prompt, said, where)
-        return Example(id=name, key=key, sequences=(self.encoder.tokens(found, where, roles),))
+            key, result = _key(prompt), self._continued(prompt, said, where)
+        return Example(id=name, key=key, sequences=(self.encoder.tokens(result, where, roles),))
 
     def _continued(self, prompt: Conversation, talk: tuple[Message, ...], where: str) -> Encoded:
         """A prompt, and the messages that answer it: of those, what data.train_on names is learned."""

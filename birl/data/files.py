@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.data.parse import begins_with_row, check_columns, check_json, parse_csv, parse_json
-from birl.data.rows import Part, part, reason
+from birl.data.rows import SourceFile, part, reason
 from birl.errors import BirlError
 from birl.regular import open_regular
 
@@ -27,7 +27,7 @@ def no_column(name: str) -> bool:
     return False
 
 
-def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_column) -> Part:
+def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_column) -> SourceFile:
     """`text`: which columns of CSV, which has no types, are text even where all of their values are numbers."""
     kind = check_readable(path)
     try:
@@ -37,9 +37,9 @@ def read_file(path: Path, label: str = "", text: Callable[[str], bool] = no_colu
             table = {"json": _read_json}.get(kind, _read_binary)(path, kind)
     except OSError as error:
         raise BirlError(f"{path} cannot be read: {error.strerror or error}.") from error
-    found = part(label or path.name, SHARD.sub("", path.stem), table)
-    check_columns(path, len(found.columns))
-    return found
+    result = part(label or path.name, SHARD.sub("", path.stem), table)
+    check_columns(path, len(result.columns))
+    return result
 
 
 def check_readable(path: Path) -> str:

@@ -42,23 +42,23 @@ def messages_of(value: Any, where: str, field: str, whole: bool = False) -> tupl
     if not value:
         raise BirlError(f"{where}: `{field}` is empty. Remove the row.")
     unread = ("function_call", *(THOUGHTS if whole else ()))
-    found = tuple(_message(m, where, f"{field}[{i}]", unread) for i, m in enumerate(value))
+    result = tuple(_message(m, where, f"{field}[{i}]", unread) for i, m in enumerate(value))
     if whole:
-        return found
-    if found[-1].role == "assistant":
+        return result
+    if result[-1].role == "assistant":
         raise BirlError(
             f"{where}: {field} ends with an assistant message, so there is nothing left to answer. "
             "Move that message into a column `answer`; whole conversations are for `birl sft`."
         )
-    text_of(found[-1].content, where, f"{field}[{len(found) - 1}].content")
-    return found
+    text_of(result[-1].content, where, f"{field}[{len(result) - 1}].content")
+    return result
 
 
 def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Message:
     says = isinstance(value, Mapping) and (value.get("tool_calls") or "content" in value)
     if not isinstance(value, Mapping) or value.get("role") is None or not says:
-        found = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
-        raise BirlError(f'{where}: {field} {found}; a message is {{"role": "user", "content": "..."}}.')
+        result = f"has {', '.join(value)}" if isinstance(value, Mapping) else f"is {kind(value)}"
+        raise BirlError(f'{where}: {field} {result}; a message is {{"role": "user", "content": "..."}}.')
     if name := next((name for name in unread if value.get(name)), None):
         raise BirlError(
             f"{where}: {field}.{name} is not read. Put what the model says into `content`, as its template writes it."
@@ -82,10 +82,10 @@ def _message(value: Any, where: str, field: str, unread: Sequence[str]) -> Messa
 
 
 def _optional(value: Mapping[str, Any], name: str, where: str, field: str) -> str:
-    found = value.get(name)
-    if found is not None and not isinstance(found, str):
-        raise BirlError(f"{where}: {field}.{name} is {kind(found)}, it needs to be text.")
-    return found or ""
+    result = value.get(name)
+    if result is not None and not isinstance(result, str):
+        raise BirlError(f"{where}: {field}.{name} is {kind(result)}, it needs to be text.")
+    return result or ""
 
 
 def _content(value: Any, where: str, field: str) -> str:

@@ -199,12 +199,12 @@ def _routes(trees: Sequence[Branching], samples: Sequence[Sample]) -> Tensor | N
     size = max((len(s.routes) // len(s.tokens) for t in trees for s in (samples[i] for i in t.samples)), default=0)
     if size == 0:
         return None
-    found = bytearray()
+    result = bytearray()
     for tree in trees:
         known = [samples[i].routes or b"\xff" * size * len(samples[i].tokens) for i in tree.samples]
         cut = len(tree.prefix) * size
-        found += b"".join((known[0][:cut], *(routes[cut:] for routes in known)))
-    return torch.frombuffer(found, dtype=torch.uint8).view(-1, size)
+        result += b"".join((known[0][:cut], *(routes[cut:] for routes in known)))
+    return torch.frombuffer(result, dtype=torch.uint8).view(-1, size)
 
 
 def _floats(values: Iterable[float]) -> Tensor:
@@ -217,9 +217,9 @@ def _advantage(sample: Sample, place: int) -> float:
 
 def _turns(trained: Sequence[tuple[int, int]]) -> list[int]:
     """(sample, place) of each trained token -> number of its stretch within the sample."""
-    found: list[int] = []
+    result: list[int] = []
     for n, (sample, place) in enumerate(trained):
         before = trained[n - 1] if n else (-1, -1)
         same = before[0] == sample
-        found.append((found[-1] + (before[1] + 1 != place)) if same else 0)
-    return found
+        result.append((result[-1] + (before[1] + 1 != place)) if same else 0)
+    return result

@@ -16,7 +16,7 @@ PEEK = 100  # rows in which a nested field is looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SourceFile:
     """The rows of one file. `label` is its name in messages and ids, which no other part of its source has."""
 
     label: str
@@ -31,7 +31,7 @@ class Rows(Sequence[dict[str, Any]]):
     Example: read("train.jsonl")[0] == {"prompt": "What is 3 + 4?", "answer": "7"}
     """
 
-    def __init__(self, name: str, parts: Sequence[Part], limit: int = 0) -> None:
+    def __init__(self, name: str, parts: Sequence[SourceFile], limit: int = 0) -> None:
         self.name = name
         self.parts = parts
         self.columns = tuple(dict.fromkeys(column for part in parts for column in part.columns))
@@ -77,7 +77,7 @@ class Rows(Sequence[dict[str, Any]]):
         peeked = (i for first, end in heads for i in range(first, min(first + PEEK, end, len(self))))
         return any(pick(self[i], path) is not None for i in peeked)
 
-    def _find(self, index: int) -> tuple[Part, int]:
+    def _find(self, index: int) -> tuple[SourceFile, int]:
         if not 0 <= index < self._length:
             raise IndexError(f"row {index} of {self._length}")
         number = bisect_right(self._ends, index)
@@ -134,9 +134,9 @@ def given(rows: Any, name: str, limit: int = 0) -> Rows:
     raise BirlError(f"{name}: a {type(rows).__name__}; it takes a path, a datasets.Dataset or a list of dicts.")
 
 
-def part(label: str, stem: str, table: Any) -> Part:
+def part(label: str, stem: str, table: Any) -> SourceFile:
     columns = table.column_names if hasattr(table, "column_names") else dict.fromkeys(c for row in table for c in row)
-    return Part(label=label, stem=stem, table=table, columns=tuple(map(str, columns)))
+    return SourceFile(label=label, stem=stem, table=table, columns=tuple(map(str, columns)))
 
 
 def reason(error: BaseException) -> str:

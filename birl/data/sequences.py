@@ -125,13 +125,13 @@ def only_what_differs(sides: list[Encoded]) -> list[Encoded]:
     """Answers that both conversations begin with are their prompt: they are the same, so nothing is preferred."""
     (a, _), (b, _) = sides
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    found = []
+    result = []
     for ids, mask in sides:
         start = same
         while start > 0 and mask[start - 1] and start <= len(mask):  # to the beginning of the answer that differs
             start -= 1
-        found.append((ids, tuple(m and i >= start for i, m in enumerate(mask))))
-    return found
+        result.append((ids, tuple(m and i >= start for i, m in enumerate(mask))))
+    return result
 
 
 def _all(roles: Sequence[str]) -> bool:

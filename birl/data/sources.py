@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.data.files import FORMATS, no_column, quiet, read_file, undecoded
-from birl.data.rows import Part, Rows, part, reason
+from birl.data.rows import Rows, SourceFile, part, reason
 from birl.errors import BirlError
 from birl.hub import missing
 from birl.regular import check_all
@@ -73,7 +73,9 @@ def _nearest(path: Path) -> str:
     return f"Did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
 
 
-def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str], text: Callable[[str], bool]) -> list[Part]:
+def _read_folder(
+    path: Path, subset: str, split: str, splits: Sequence[str], text: Callable[[str], bool]
+) -> list[SourceFile]:
     from datasets.data_files import EmptyDatasetError
     from yaml import YAMLError
 
@@ -90,18 +92,18 @@ def _read_folder(path: Path, subset: str, split: str, splits: Sequence[str], tex
     except (ValueError, TypeError, OSError, YAMLError) as error:  # of what describes the folder, too
         raise BirlError(f"{path}: {_builder_reason(error)}") from error
     chosen = _choose(str(path), [str(name) for name in files], split, splits)
-    found, folder = sorted(Path(str(file)) for file in files[chosen]), Path(os.path.abspath(path))
-    known = [file for file in found if file.suffix.lower() in FORMATS]
+    result, folder = sorted(Path(str(file)) for file in files[chosen]), Path(os.path.abspath(path))
+    known = [file for file in result if file.suffix.lower() in FORMATS]
     if not known:
         raise BirlError(
-            f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {found[0].name} and the like."
+            f"The folder {path} holds no data files ({' '.join(FORMATS)}), only {result[0].name} and the like."
         )
     names = [file.name for file in known]
     labels = [f.name if names.count(f.name) == 1 else str(f.relative_to(folder)) for f in known]
     return [read_file(f, label, text) for f, label in zip(known, labels, strict=True)]
 
 
-def _read_hub(name: str, subset: str, split: str, splits: Sequence[str]) -> Part:
+def _read_hub(name: str, subset: str, split: str, splits: Sequence[str]) -> SourceFile:
     from datasets import load_dataset
 
     with quiet(), _offline_unless_reachable(name):

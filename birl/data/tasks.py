@@ -261,18 +261,18 @@ def for_another(rows: Rows, *commands: str) -> str:
     names = set(rows.columns)
     answered = any(rows.has(name) for name in RESPONSES)
     if {"chosen", "rejected"} <= names:
-        form, found = "Pairs of answers", ("dpo", "rm")
+        form, result = "Pairs of answers", ("dpo", "rm")
     elif "label" in names and answered:
-        form, found = "Answers with a label", ("dpo preference.loss=kto",)
+        form, result = "Answers with a label", ("dpo preference.loss=kto",)
     elif "text" in names or answered:
-        form, found = "Texts and answers to learn", ("sft",)
+        form, result = "Texts and answers to learn", ("sft",)
     elif any(rows.has(name) for name in PROMPTS):
-        form, found = "Prompts alone", ("rl",)
+        form, result = "Prompts alone", ("rl",)
     else:
         return ""
-    if set(commands) & set(found):
+    if set(commands) & set(result):
         return ""
-    return f" {form} are for {' and '.join(f'`birl {command}`' for command in found)}."
+    return f" {form} are for {' and '.join(f'`birl {command}`' for command in result)}."
 
 
 def existing(rows: Rows) -> str:

@@ -63,9 +63,9 @@ class Lookup:
             if hit is None:
                 break
             source, place = hit
-            found = source[place : place + count - guessed]
-            context += found
-            guessed += len(found)
+            result = source[place : place + count - guessed]
+            context += result
+            guessed += len(result)
         return context[len(context) - guessed :]
 
 

@@ -29,7 +29,7 @@ from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
 from birl.engine.runner import Runner
 from birl.engine.sampler import given, likeliest, sample
-from birl.engine.scheduler import Scheduler, Work
+from birl.engine.scheduler import ScheduledTokens, Scheduler
 from birl.engine.weights import Weights
 from birl.errors import BirlError, EngineDown
 from birl.models.slots import page_bytes
@@ -143,9 +143,9 @@ class EmbeddedEngine:
         self._start()
         began = time.perf_counter()
         try:
-            found = await request.future
-            answered(found, began, session)
-            return found
+            result = await request.future
+            answered(result, began, session)
+            return result
         except asyncio.CancelledError:
             request.aborted = True
             raise
@@ -344,7 +344,7 @@ class EmbeddedEngine:
         self.counters.finished += len(finished)
         return finished
 
-    def single(self, plan: list[Work]) -> None:
+    def single(self, plan: list[ScheduledTokens]) -> None:
         """One forward pass."""
         hidden = self.runner.run(plan)
         params: list[SamplingParams] = []
@@ -369,24 +369,24 @@ class EmbeddedEngine:
         drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         for work in plan:
             for request in work.samplers:
-                found = [next(drawn) for _ in range(len(work.drafts) + 1)]
-                self.append(request, scored.get(request, found), work.drafts)
+                result = [next(drawn) for _ in range(len(work.drafts) + 1)]
+                self.append(request, scored.get(request, result), work.drafts)
 
-    def score(self, plan: list[Work], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
+    def score(self, plan: list[ScheduledTokens], logits: Tensor) -> dict[Request, list[tuple[int, float]]]:
         """For requests whose next tokens are given: these, with their log-probs."""
-        found: dict[Request, list[tuple[int, float]]] = {}
+        result: dict[Request, list[tuple[int, float]]] = {}
         end = 0
         for work in plan:
             start, end = end, end + len(work.samplers) * (len(work.drafts) + 1)
             if work.complete and work.request.forced:
                 tokens = work.request.forced[: len(work.drafts) + 1]
                 logprobs = given(logits[start:end], tokens, work.request.params, self.runner.kernels)
-                found[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
+                result[work.request] = list(zip(tokens, logprobs.tolist(), strict=True))
                 if work.request.best is not None:
-                    work.request.best += likeliest(logits[start:end], found[work.request])
-        return found
+                    work.request.best += likeliest(logits[start:end], result[work.request])
+        return result
 
-    def restrict(self, plan: list[Work], logits: Tensor) -> None:
+    def restrict(self, plan: list[ScheduledTokens], logits: Tensor) -> None:
         """Only what guides allow keeps its probability."""
         row = 0
         for work in plan:
@@ -415,7 +415,7 @@ class EmbeddedEngine:
         self.counters.drafted += len(drafts)
         self.counters.accepted += right
 
-    def burst(self, plan: list[Work]) -> None:
+    def burst(self, plan: list[ScheduledTokens]) -> None:
         """Some tokens for each, by captured graphs; what was sampled behind an end is dropped."""
         made = self.runner.burst(plan, self.scheduler.look_ahead(plan, AHEAD))
         for work, tokens, logprobs in zip(plan, *made, strict=True):

@@ -98,8 +98,8 @@ class Graphs:
         graph.place.zero_()
         for _ in range(count):
             graph.replay()
-        found = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # waits, so `host` may be written again
-        return found[0].long().tolist(), found[1].tolist()
+        result = graph.results[:count, :, :rows].permute(1, 2, 0).cpu()  # waits, so `host` may be written again
+        return result[0].long().tolist(), result[1].tolist()
 
     def graph(self, rows: int, width: int) -> Graph:
         if (rows, width) not in self.made:

@@ -10,7 +10,7 @@ from birl import kernels
 from birl.engine.graphs import Graphs
 from birl.engine.pages import Pages
 from birl.engine.sampler import checked, plain, sample
-from birl.engine.scheduler import Work, sharing
+from birl.engine.scheduler import ScheduledTokens, sharing
 from birl.kernels import PAGE
 from birl.models.decoder import decoder_for
 from birl.models.forward import head, hidden_states
@@ -33,7 +33,7 @@ class Runner:
         self.cache: Cache | None = None
         self.graphs: Graphs | None = None  # on CUDA
 
-    def run(self, plan: Sequence[Work]) -> Tensor:
+    def run(self, plan: Sequence[ScheduledTokens]) -> Tensor:
         """Hidden states [samplers + guesses, H] for the next token of each sampler of each complete work, and for one
         more behind each guess, in order. Where another row follows, no guesses are made."""
         assert self.cache is not None, "only within steady()"
@@ -82,13 +82,13 @@ class Runner:
         decoder = decoder_for(self.model)
         return head(self.model)(hidden).float() if decoder is None else decoder.head.floats(hidden)
 
-    def bursts(self, plan: Sequence[Work]) -> bool:
+    def bursts(self, plan: Sequence[ScheduledTokens]) -> bool:
         """Is this plan for captured graphs: single next tokens, drawn from the whole distribution or greedy?"""
         if self.graphs is None or not plan or any(w.request.forced or w.request.guide for w in plan):
             return False
         return all(len(w.tokens) == 1 and w.complete and not w.followers and plain(w.request.params) for w in plan)
 
-    def burst(self, plan: Sequence[Work], count: int) -> tuple[list[list[int]], list[list[float]]]:
+    def burst(self, plan: Sequence[ScheduledTokens], count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The next `count` tokens of each request and their log-probs, one list each. The host waits for the device
         once."""
         assert self.graphs is not None, "`bursts` says no"
@@ -150,7 +150,7 @@ class Runner:
         return kernels.load(torch.float32, 64) if head(self.model).weight.device.type == "cpu" else None
 
 
-def record(plan: Sequence[Work], routes: Tensor) -> None:
+def record(plan: Sequence[ScheduledTokens], routes: Tensor) -> None:
     """Routes [T, bytes] of everything in `plan`, guesses included, to the requests that it was computed for."""
     size, data, place = routes.shape[1], routes.numpy().tobytes(), 0
     for work in plan:

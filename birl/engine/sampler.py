@@ -58,8 +58,8 @@ def likeliest(logits: Tensor, drawn: Sequence[tuple[int, float]]) -> list[tuple[
     1; that of the token itself where it is the one."""
     logits = logits.float()
     top, ids = logits.max(-1)
-    found = zip(ids.tolist(), (top - logits.logsumexp(-1)).tolist(), drawn, strict=True)
-    return [own if own[0] == token else (token, logprob) for token, logprob, own in found]
+    result = zip(ids.tolist(), (top - logits.logsumexp(-1)).tolist(), drawn, strict=True)
+    return [own if own[0] == token else (token, logprob) for token, logprob, own in result]
 
 
 def plain(params: SamplingParams) -> bool:

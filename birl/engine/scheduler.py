@@ -21,7 +21,7 @@ FORCED = 128  # given tokens in one step: each needs logits of its own
 
 
 @dataclass(slots=True, kw_only=True)
-class Work:
+class ScheduledTokens:
     """Compute `tokens`, the next positions of `request`. When that makes its context `complete`, `followers` wait for
     the same logits: requests with the same tokens so far, which then go their own ways. `drafts` are guesses at what
     comes behind, computed as if they were right."""
@@ -72,17 +72,17 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[ScheduledTokens]:
         """What to compute in this step, with pages for all of it."""
         self.make_room()
         budget = self.prefill
-        plan: list[Work] = []
+        plan: list[ScheduledTokens] = []
         scored = False
         for request in self.running:
             pending = request.pending()[:budget] if len(request) - request.computed > 1 else request.pending()
             budget -= len(pending) if len(pending) > 1 else 0
             if pending:
-                plan.append(Work(request=request, start=request.computed, tokens=pending))
+                plan.append(ScheduledTokens(request=request, start=request.computed, tokens=pending))
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             request = self.waiting[0]
             if scored and not request.only_scored:
@@ -95,7 +95,7 @@ class Scheduler:
             if leader is not None:
                 leader.followers.append(request)
             else:
-                plan.append(Work(request=request, start=request.computed, tokens=request.pending()[:budget]))
+                plan.append(ScheduledTokens(request=request, start=request.computed, tokens=request.pending()[:budget]))
                 budget -= len(plan[-1].tokens)
         for work in plan:
             self.force(work)
@@ -103,7 +103,7 @@ class Scheduler:
             self.guess(plan)
         return plan
 
-    def force(self, work: Work) -> None:
+    def force(self, work: ScheduledTokens) -> None:
         """Given tokens are computed like guesses, as many at once as there are pages for."""
         request = work.request
         if request.forced and work.complete:
@@ -112,7 +112,7 @@ class Scheduler:
                 request.pages.append(self.pages.take())
             del work.drafts[len(request.pages) * PAGE - len(request) :]
 
-    def guess(self, plan: list[Work]) -> None:
+    def guess(self, plan: list[ScheduledTokens]) -> None:
         """Of the last few sequences, rows that cost no time are used for guesses, as evenly as possible; none is
         preempted for them. With more sequences a right guess rarely ends the batch earlier."""
         spare = self.drafts.rows - len(plan) if 4 * len(plan) <= self.drafts.rows else 0
@@ -128,7 +128,7 @@ class Scheduler:
             work.drafts = guesses[: len(request.pages) * PAGE - len(request)]
             spare -= len(work.drafts)
 
-    def look_ahead(self, plan: list[Work], most: int) -> int:
+    def look_ahead(self, plan: list[ScheduledTokens], most: int) -> int:
         """How many tokens in a row each request in `plan`, all of it next tokens, can be given without a decision of
         ours, at most `most`: pages for them are taken here. 1 where pages are too few."""
         most = min(most, max((w.request.left for w in plan), default=1))
@@ -156,7 +156,7 @@ class Scheduler:
                 self.waiting.appendleft(lost)
                 self.preempted += 1
 
-    def admit(self, request: Request, leader: Work | None) -> bool:
+    def admit(self, request: Request, leader: ScheduledTokens | None) -> bool:
         """Pages for what the request has, some of them those of a running one with the same prompt."""
         if leader is not None:
             known, computed, routes = leader.request.pages[: len(request) // PAGE], len(request), []
@@ -218,7 +218,7 @@ class Scheduler:
         request.pages, request.computed, request.older = [], 0, False
 
 
-def leads(work: Work, request: Request) -> bool:
+def leads(work: ScheduledTokens, request: Request) -> bool:
     """Does `request` go on from the very tokens whose logits `work` gives?"""
     return work.complete and not work.request.forced and work.request.ids == request.ids
 

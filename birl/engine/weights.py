@@ -35,20 +35,20 @@ class Weights:
     def stage(self, update: Update) -> dict[str, Tensor]:
         """The new tensors in this module's type. Raises `WeightsFailed`."""
         check_age(update, self.version)
-        found = dict(update.tensors) or read(Path(update.folder))
+        result = dict(update.tensors) or read(Path(update.folder))
         check_layouts(
             f"Version {update.version} of the weights",
-            {name: layout(t.shape, t.dtype) for name, t in found.items()},
+            {name: layout(t.shape, t.dtype) for name, t in result.items()},
             {name: layout(*own) for name, own in self.shapes.items()},
         )
         if update.digests:
-            arrived = digests(found)
+            arrived = digests(result)
             problems = [name for name in self.shapes if update.digests.get(name) != arrived[name]]
             if problems:
                 raise WeightsFailed(
                     "mismatch", _told(f"Version {update.version} arrived with other bytes than were sent", problems)
                 )
-        return found
+        return result
 
     def swap(self, staged: Mapping[str, Tensor], update: Update) -> Held:
         """Put what `stage` gave in place, in place."""
@@ -89,15 +89,15 @@ def read(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightsFailed("missing", f"{folder} has no weights: no .safetensors file is there.")
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     try:
         for file in files:
             check(inside(folder, file.name))
             with safe_open(file, framework="pt") as opened:
-                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                result |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, BirlError) as error:
         raise WeightsFailed("truncated", f"{folder}: {first_line(error)}") from error
-    return found
+    return result
 
 
 def layout(shape: Sequence[int], dtype: torch.dtype | str) -> str:

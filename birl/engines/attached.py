@@ -163,8 +163,8 @@ class Following:
 async def take(engine: schema.Engine, wanted: Wanted, remotes: Sequence[Remote], infos: Sequence[Info]) -> None:
     """Raises `BirlError` where servers that run already do not fit this model, or belong to another run."""
     for remote, info in zip(remotes, infos, strict=True):
-        if found := unfit(engine, wanted, remote.address, info):
-            raise BirlError(f"engine.attach: {remote.address} has the model {info.model}, which does not fit: {found}")
+        if result := unfit(engine, wanted, remote.address, info):
+            raise BirlError(f"engine.attach: {remote.address} has the model {info.model}, which does not fit: {result}")
     for remote, info in zip(remotes, infos, strict=True):
         if isinstance(remote, Client) and wanted.run:
             await remote.claim()

@@ -58,11 +58,11 @@ class Client:
         )
 
     async def info(self) -> Info:
-        found = await self._json("GET", "/info", seconds=self.control_timeout)
+        result = await self._json("GET", "/info", seconds=self.control_timeout)
         try:
-            info = info_from(found)
+            info = info_from(result)
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineDown(f"{self.address} is no birl engine: GET /info gave {_first(found)}") from error
+            raise EngineDown(f"{self.address} is no birl engine: GET /info gave {_first(result)}") from error
         self.version = info.version
         return info
 
@@ -72,16 +72,16 @@ class Client:
         what = f"session {session!r} on {self.address}"
         try:
             async with asyncio.timeout(self.timeout), self._room:
-                found = await self._json(
+                result = await self._json(
                     "POST", "/generate", json=body, seconds=self.timeout, what=what,
                     most=MOST + A_TOKEN * (len(prompt_ids) + params.max_tokens),
                 )  # fmt: skip
         except TimeoutError as error:
             raise EngineDown(f"{what} had no answer within {self.timeout:g} s") from error
         try:
-            return checked_completion(completion_from(found), params)
+            return checked_completion(completion_from(result), params)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise Malformed(f"{self.address} gave no completion: {_first(found)} ({error})") from error
+            raise Malformed(f"{self.address} gave no completion: {_first(result)} ({error})") from error
 
     async def load(self, update: Update) -> Held:
         body: dict[str, Any] = {"version": update.version, "digests": dict(update.digests), "anew": update.anew}
@@ -111,9 +111,9 @@ class Client:
         await self._json("POST", "/leave", json={}, seconds=self.control_timeout)
 
     async def _loaded(self, body: dict[str, Any]) -> Held:
-        found = await self._json("POST", "/load", json=body, seconds=self.load_timeout)
+        result = await self._json("POST", "/load", json=body, seconds=self.load_timeout)
         try:
-            held = held_from(found)
+            held = held_from(result)
         except (KeyError, TypeError) as error:
             raise Malformed(f"{self.address} gave no answer to a load: {error!r}") from error
         self.version = held.version
@@ -127,8 +127,8 @@ class Client:
 
     async def abort(self, sessions: Collection[str] | None = None) -> int:
         body = {} if sessions is None else {"sessions": sorted(sessions)}
-        found = await self._json("POST", "/abort", json=body, seconds=self.control_timeout)
-        return int(found.get("aborted", 0))
+        result = await self._json("POST", "/abort", json=body, seconds=self.control_timeout)
+        return int(result.get("aborted", 0))
 
     async def sleep(self) -> None:
         await self._json("POST", "/sleep", json={}, seconds=self.load_timeout)
@@ -165,12 +165,12 @@ class Client:
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise EngineDown(f"{what}: {type(error).__name__}{f': {error}' if str(error) else ''}") from error
         try:
-            found = response.json()
+            result = response.json()
         except (ValueError, RecursionError):
-            found = None
-        if response.status_code >= 300 or not isinstance(found, dict):
-            raise refusal(what, response, found)
-        return found
+            result = None
+        if response.status_code >= 300 or not isinstance(result, dict):
+            raise refusal(what, response, result)
+        return result
 
 
 def refusal(what: str, response: httpx.Response, found: Any) -> EngineDown | BirlError:
@@ -214,11 +214,11 @@ def checked_completion(completion: Completion, params: SamplingParams) -> Comple
 
 def info_from(data: Mapping[str, Any]) -> Info:
     """Keys that are not known are left out: a newer engine may tell more. Raises `KeyError` and `TypeError`."""
-    found = {f.name: data[f.name] for f in fields(Info) if f.name in data or f.name != "counters"}
+    result = {f.name: data[f.name] for f in fields(Info) if f.name in data or f.name != "counters"}
     for key in ("version", "pid", "running", "waiting"):
-        if not isinstance(found[key], int):
-            raise TypeError(f"{key} is {found[key]!r}")
-    return Info(**found)
+        if not isinstance(result[key], int):
+            raise TypeError(f"{key} is {result[key]!r}")
+    return Info(**result)
 
 
 def buckets(tensors: Mapping[str, Tensor], bucket_mb: float) -> Iterator[dict[str, Tensor]]:

@@ -31,7 +31,7 @@ GLOO, NCCL = "gloo", "nccl"
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class Group:
+class BroadcastGroup:
     """One rank of a group. `device`: where its buckets are.
 
     Torch's calls block and cannot be interrupted (Gloo's `abort` does not), so they run in a thread of its own. A
@@ -71,14 +71,14 @@ class Group:
         """The other ranks."""
 
         def work() -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
+            result: dict[str, Tensor] = {}
             for names in pieces(shapes, self.invitation.bucket_mb):
                 sizes = [prod(shapes[name][0]) for name in names]
                 flat = torch.empty(sum(sizes), dtype=shapes[names[0]][1], device=self.device)
                 self._broadcast(flat.view(torch.uint8))
                 parts = flat.split(sizes)
-                found |= {name: part.view(shapes[name][0]) for name, part in zip(names, parts, strict=True)}
-            return found
+                result |= {name: part.view(shapes[name][0]) for name, part in zip(names, parts, strict=True)}
+            return result
 
         return await self._do(work)
 
@@ -203,17 +203,17 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...],
 def pieces(shapes: Shapes, bucket_mb: float) -> list[list[str]]:
     """Names of the tensors of each bucket, the same on every rank: of one type, sorted, at most `bucket_mb` [MiB],
     unless one tensor alone is larger."""
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     room, last = 0.0, None
     for name in sorted(shapes, key=lambda n: (str(shapes[n][1]), n)):
         shape, dtype = shapes[name]
         size = prod(shape) * dtype.itemsize
         if dtype != last or size > room:
-            found.append([])
+            result.append([])
             room, last = bucket_mb * 2**20, dtype
-        found[-1].append(name)
+        result[-1].append(name)
         room -= size
-    return found
+    return result
 
 
 def host_store(address: str, timeout: float) -> tuple[Any, str]:

@@ -56,23 +56,23 @@ class Custom:
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         self.running += 1
         try:
-            found = await self._call("generate", self.timeout, prompt_ids, params, session)
+            result = await self._call("generate", self.timeout, prompt_ids, params, session)
         finally:
             self.running -= 1
-        if not isinstance(found, Completion):
-            raise BirlError(f"engine.kind={self.kind}: generate gave {found!r:.200}, and not a birl.types.Completion.")
+        if not isinstance(result, Completion):
+            raise BirlError(f"engine.kind={self.kind}: generate gave {result!r:.200}, and not a birl.types.Completion.")
         try:
-            return checked_completion(replace(found, stop=Stop(found.stop)), params)
+            return checked_completion(replace(result, stop=Stop(result.stop)), params)
         except (TypeError, ValueError) as error:
             raise Malformed(f"{self.address}: generate gave no possible answer: {error}") from error
 
     async def load(self, update: Update) -> Held:
         try:
-            found = await self._call("load", self.load_timeout, update)
+            result = await self._call("load", self.load_timeout, update)
         except EngineDown as error:
             raise WeightsFailed("unreachable", f"Version {update.version} of the weights: {error}") from error
         self.version, self.asleep = update.version, False
-        return found if isinstance(found, Held) else Held(version=update.version)
+        return result if isinstance(result, Held) else Held(version=update.version)
 
     async def pause(self, abort: bool = False) -> None:
         raise BirlError(f"engine.kind={self.kind} cannot be paused.")
@@ -112,19 +112,19 @@ class Custom:
 def named(kind: str, known: Mapping[str, Any], needed: Collection[str]) -> type:
     """The class that `engine.kind` names. Raises `BirlError` where there is none with the methods that are `needed`.
     `known`: kinds that have a name."""
-    found = load("engine.kind", kind, known)
-    if not inspect.isclass(found):
+    result = load("engine.kind", kind, known)
+    if not inspect.isclass(result):
         raise BirlError(f"engine.kind={kind}: is a function, and must be a class with {' and '.join(needed)}.")
-    if lacking := [name for name in needed if not callable(getattr(found, name, None))]:
+    if lacking := [name for name in needed if not callable(getattr(result, name, None))]:
         words = " and ".join(needed)
-        raise BirlError(f"engine.kind={kind}: {found.__name__} has no method {lacking[0]}; it needs {words}.")
-    parameters = inspect.signature(found).parameters.values()
+        raise BirlError(f"engine.kind={kind}: {result.__name__} has no method {lacking[0]}; it needs {words}.")
+    parameters = inspect.signature(result).parameters.values()
     asked = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if unknown := [name for name in asked if name not in OFFERED]:
         raise BirlError(
-            f"engine.kind={kind}: {found.__name__}.__init__ asks for {unknown[0]!r}; it can have {', '.join(OFFERED)}."
+            f"engine.kind={kind}: {result.__name__}.__init__ asks for {unknown[0]!r}; it can have {', '.join(OFFERED)}."
         )
-    return found
+    return result
 
 
 def custom(kind: str, known: Mapping[str, Any], offered: Mapping[str, Any], **timeouts: float) -> Custom:

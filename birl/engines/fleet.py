@@ -156,13 +156,13 @@ class Fleet:
                     "stale", f"The engines have version {self.version}, and are given {update.version}."
                 )
             now = asyncio.get_running_loop().time
-            deadline, found = now() + self.load_timeout, await self._give_all(update, self.load_timeout)
-            while all(gone(x) for x in found) and (left := deadline - now()) > 0:  # the last one: it may come back
-                found = await self._give_all(update, left)
-        held = [x for x in found if isinstance(x, Held)]
-        if strange := [x for x in found if isinstance(x, BaseException) and not isinstance(x, WeightsFailed)]:
+            deadline, result = now() + self.load_timeout, await self._give_all(update, self.load_timeout)
+            while all(gone(x) for x in result) and (left := deadline - now()) > 0:  # the last one: it may come back
+                result = await self._give_all(update, left)
+        held = [x for x in result if isinstance(x, Held)]
+        if strange := [x for x in result if isinstance(x, BaseException) and not isinstance(x, WeightsFailed)]:
             raise strange[0]
-        failed = [x for x in found if isinstance(x, WeightsFailed)]
+        failed = [x for x in result if isinstance(x, WeightsFailed)]
         self.refused = [x for x in failed if x.cause != "unreachable"]
         if not held:
             raise failed[0]

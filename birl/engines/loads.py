@@ -29,15 +29,15 @@ class Loads:
     def least(self, now: float, avoid: Collection[Member] = ()) -> Member | None:
         """One that is free, rather none of `avoid`; None where none is."""
         aside: list[tuple[int, int, int, Member]] = []
-        found: Member | None = None
-        while self._heap and (found is None or found in avoid):
+        result: Member | None = None
+        while self._heap and (result is None or result in avoid):
             entry = heapq.heappop(self._heap)
             in_flight, sent, _, member = entry
             if (in_flight, sent) != (member.in_flight, member.sent) or member.state is not State.READY:
                 continue
             aside.append(entry)
-            if member.free(now) and (found is None or member not in avoid):
-                found = member
+            if member.free(now) and (result is None or member not in avoid):
+                result = member
         for entry in aside:
             heapq.heappush(self._heap, entry)
-        return found
+        return result

@@ -78,7 +78,7 @@ def find(name: str) -> list[str]:
 
 def entries(name: str) -> list[Entry]:
     """The servers that live, the oldest first; what is left of others is removed."""
-    found: list[Entry] = []
+    result: list[Entry] = []
     now = _now(folder(name))
     for file in folder(name).glob("*"):
         try:
@@ -87,10 +87,10 @@ def entries(name: str) -> list[Entry]:
             elif file.suffix == ".json":
                 data = read_json(file)
                 known = {key: data[key] for key in ("address", "pid", "model", "since")}
-                found.append(Entry(name=name, file=file, **known))
+                result.append(Entry(name=name, file=file, **known))
         except (OSError, ValueError, KeyError, TypeError):  # swept by another, or not ours
             continue
-    return sorted(found, key=lambda entry: (entry.since, entry.file.name))
+    return sorted(result, key=lambda entry: (entry.since, entry.file.name))
 
 
 def _now(place: Path) -> float:

@@ -95,14 +95,14 @@ class Peer:
 def message(response: httpx.Response) -> str:
     """What the body of an error says."""
     try:
-        found = response.json()
+        result = response.json()
     except (ValueError, RecursionError):
         return response.text[:500]
-    while isinstance(found, dict) and (
-        inner := next((found[k] for k in ("error", "message", "detail") if k in found), None)
+    while isinstance(result, dict) and (
+        inner := next((result[k] for k in ("error", "message", "detail") if k in result), None)
     ):
-        found = inner
-    return str(found)[:2000]
+        result = inner
+    return str(result)[:2000]
 
 
 def number(label: str) -> int:
@@ -119,14 +119,14 @@ def number(label: str) -> int:
 
 def versions(spans: Collection[Any], count: int) -> tuple[int, ...]:
     """[{version, start, end}, ...] without gaps -> one for each token. Raises `ValueError` where that is not so."""
-    found: list[int] = []
+    result: list[int] = []
     for span in spans:
-        if span["start"] != len(found):
-            raise ValueError(f"weight_versions has a gap at token {len(found)}")
-        found += [number(span["version"])] * (span["end"] - span["start"])
-    if len(found) != count:
-        raise ValueError(f"weight_versions tells of {len(found)} tokens, there are {count}")
-    return tuple(found)
+        if span["start"] != len(result):
+            raise ValueError(f"weight_versions has a gap at token {len(result)}")
+        result += [number(span["version"])] * (span["end"] - span["start"])
+    if len(result) != count:
+        raise ValueError(f"weight_versions tells of {len(result)} tokens, there are {count}")
+    return tuple(result)
 
 
 def scorable(params: SamplingParams, engine: str) -> None:
@@ -206,16 +206,16 @@ async def answer_given(
 def check_folder(update: Update, current: int) -> dict[str, Tensor]:
     """The tensors in the folder of an update, compared with its digests. Reads all of it. Raises `WeightsFailed`."""
     fresh(update, current)
-    found = read(Path(update.folder))
+    result = read(Path(update.folder))
     if update.digests:
         where = f"Version {update.version} of the weights in {update.folder}"
-        if odd := sorted(update.digests.keys() ^ found.keys()):
+        if odd := sorted(update.digests.keys() ^ result.keys()):
             told = "is missing" if odd[0] in update.digests else "is not in the model"
             raise WeightsFailed("missing", f"{where}: {odd[0]} {told}.")
-        arrived = digests(found)
-        if wrong := [name for name in found if arrived[name] != update.digests[name]]:
+        arrived = digests(result)
+        if wrong := [name for name in result if arrived[name] != update.digests[name]]:
             raise WeightsFailed("mismatch", f"{where} has other bytes than were sent: {', '.join(wrong[:4])}.")
-    return found
+    return result
 
 
 def fresh(update: Update, current: int) -> None:

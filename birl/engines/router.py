@@ -272,11 +272,11 @@ class Router:
             if not task.done():
                 raise EngineDown(f"session {asked.session!r} had no answer within {self.attempt_timeout:g} s")
             answered(task.result(), began, asked.session, engine_name(member.remote.address))
-            found = asked.join(engine, task.result())
+            result = asked.join(engine, task.result())
             await self._admit(member, gone, task.result(), lowest)
             member.served += 1
             member.row = 0
-            return found
+            return result
         except EngineDown as error:
             member.failed(error, counts=not gone.done())
             raise

@@ -60,10 +60,10 @@ class Servers(Counting):
         return self.router.version
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
-        found = await self.counted(self.router.generate(prompt_ids, params, session))
-        if 0 < self.vocabulary <= (most := max(found.tokens, default=0)):
+        result = await self.counted(self.router.generate(prompt_ids, params, session))
+        if 0 < self.vocabulary <= (most := max(result.tokens, default=0)):
             raise BirlError(f"An engine answered with token id {most}, and the model has {self.vocabulary} tokens.")
-        return found
+        return result
 
     def ready(self) -> list[Remote]:
         return [m.remote for m in self.router.fleet.members if m.state == "ready"]
@@ -251,7 +251,7 @@ def sender(
 ) -> Sender:
     """How the learner's weights come to the servers, and what they are compared with."""
     prompts = [policy.chat.render(t[i].prompt) for t in train for i in range(min(len(t), config.weights.canary))]
-    found = Sender(
+    result = Sender(
         learner=learner,
         fleet=servers.router,
         remotes=servers.ready,
@@ -266,6 +266,6 @@ def sender(
         sleeping=servers.remotes.values() if config.engine.sleep else (),  # as they are then
         recreate=servers.renew if weights_method(config) == "checkpoint" else None,
     )
-    servers.router.fleet.prove = found.prove  # pyright: ignore[reportAttributeAccessIssue]
+    servers.router.fleet.prove = result.prove  # pyright: ignore[reportAttributeAccessIssue]
     servers.say = say
-    return found
+    return result

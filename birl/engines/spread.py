@@ -37,15 +37,15 @@ class Counting:
         if self._open == 1:
             self._since = time.perf_counter()
         try:
-            found = await answer
+            result = await answer
         finally:
             self._open -= 1
             if self._open == 0:
                 self.done.seconds += time.perf_counter() - self._since
         alive()
-        self.done.tokens += len(found.tokens)
+        self.done.tokens += len(result.tokens)
         self.done.finished += 1
-        return found
+        return result
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,10 +70,10 @@ class Spread(Counting):
         self._prompts[prompt_ids, chosen] += 1
         began = time.perf_counter()
         try:
-            found = await self.counted(engines[chosen].generate(prompt_ids, params, session))
+            result = await self.counted(engines[chosen].generate(prompt_ids, params, session))
             if chosen:  # our own tells of itself
-                answered(found, began, session, engine_name(self.others[chosen - 1].address))
-            return found
+                answered(result, began, session, engine_name(self.others[chosen - 1].address))
+            return result
         finally:
             self._load[chosen] -= 1
             self._prompts[prompt_ids, chosen] -= 1
@@ -81,13 +81,13 @@ class Spread(Counting):
                 del self._prompts[prompt_ids, chosen]
 
     def _choose(self, prompt: tuple[int, ...], session: str, engines: int) -> int:
-        found = self._sessions.get(session)
-        if found is None:
-            found = next((n for n in range(engines) if self._prompts[prompt, n]), None)
-        if found is None:
-            found = min(range(engines), key=lambda n: self._load[n])
-        self._sessions.keep(session, found)
-        return found
+        result = self._sessions.get(session)
+        if result is None:
+            result = next((n for n in range(engines) if self._prompts[prompt, n]), None)
+        if result is None:
+            result = min(range(engines), key=lambda n: self._load[n])
+        self._sessions.keep(session, result)
+        return result
 
     async def close(self) -> None:
         await self.own.close()

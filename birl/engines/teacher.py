@@ -35,9 +35,9 @@ class ServedTeacher:
             return list(pool.map(self._one, samples))
 
     def _one(self, sample: Sample) -> Tensor:
-        found = self._ask({"prompt": list(sample.tokens), "max_tokens": 1, "prompt_logprobs": 0})
+        result = self._ask({"prompt": list(sample.tokens), "max_tokens": 1, "prompt_logprobs": 0})
         try:
-            places = found["choices"][0]["prompt_logprobs"]
+            places = result["choices"][0]["prompt_logprobs"]
             each = [
                 entry[str(token)]["logprob"]
                 for entry, token, mask in zip(places, sample.tokens, sample.mask, strict=True)
@@ -46,7 +46,7 @@ class ServedTeacher:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BirlError(
                 f"algorithm.teacher={self.address}: gave no prompt_logprobs of these tokens ({type(error).__name__}: "
-                f"{error}): {json.dumps(found)[:200]}. The server must be vLLM's, with the policy's vocabulary."
+                f"{error}): {json.dumps(result)[:200]}. The server must be vLLM's, with the policy's vocabulary."
             ) from error
         return torch.tensor(each, dtype=torch.float32)
 

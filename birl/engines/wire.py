@@ -108,8 +108,8 @@ def invitation_from(data: Mapping[str, Any]) -> Invitation:
 def params_to(params: SamplingParams) -> dict[str, Any]:
     """Only what differs from the defaults."""
     default = SamplingParams(max_tokens=params.max_tokens)
-    found = {f.name: getattr(params, f.name) for f in fields(params)}
-    return {k: v for k, v in found.items() if k == "max_tokens" or v != getattr(default, k)}
+    result = {f.name: getattr(params, f.name) for f in fields(params)}
+    return {k: v for k, v in result.items() if k == "max_tokens" or v != getattr(default, k)}
 
 
 def params_from(data: Mapping[str, Any]) -> SamplingParams:
@@ -122,7 +122,7 @@ def params_from(data: Mapping[str, Any]) -> SamplingParams:
         raise ValueError(f"params.{unknown[0]}: there is no such key; there are {', '.join(sorted(kinds))}")
     if "max_tokens" not in data:
         raise ValueError("params.max_tokens is missing")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in data.items():
         listed = key in ("stop", "stop_ids", "forced")
         if key == "seed" and value is None:
@@ -133,18 +133,18 @@ def params_from(data: Mapping[str, Any]) -> SamplingParams:
             good = isinstance(item, kinds[key]) or (kinds[key] is float and isinstance(item, int))
             if not good or (isinstance(item, bool) and kinds[key] is not bool):
                 raise ValueError(f"params.{key}: {item!r} is no {kinds[key].__name__}")
-        found[key] = tuple(value) if listed else value
-    return SamplingParams(**found)
+        result[key] = tuple(value) if listed else value
+    return SamplingParams(**result)
 
 
 def completion_to(completion: Completion) -> dict[str, Any]:
-    found = {
+    result = {
         "tokens": completion.tokens,
         "logprobs": completion.logprobs,
         "versions": completion.versions,
         "stop": str(completion.stop),
     }
-    return found | {"routes": b64encode(completion.routes).decode()} if completion.routes else found
+    return result | {"routes": b64encode(completion.routes).decode()} if completion.routes else result
 
 
 def completion_from(data: Mapping[str, Any]) -> Completion:

@@ -65,9 +65,9 @@ class Threads:
         """None: there was nothing to do for a while."""
         with self.changed:
             self.idle += 1
-            found = self.changed.wait_for(lambda: self.waiting, IDLE)
+            result = self.changed.wait_for(lambda: self.waiting, IDLE)
             self.idle -= 1
-            if not found:
+            if not result:
                 self.started -= 1
                 return None
             future, work = self.waiting.popleft()
@@ -99,10 +99,10 @@ async def called(function: Callable[..., Any], *args: Any, threads: Threads = ST
             return await function(*args)
         future = threads.run(lambda: function(*args))
         try:
-            found = await asyncio.wrap_future(future)
+            result = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             threads.leave(future)
             raise
-        return await found if inspect.isawaitable(found) else found
+        return await result if inspect.isawaitable(result) else result
     except (SystemExit, KeyboardInterrupt) as error:  # a task that raises them ends its loop
         raise harmless(error) from error

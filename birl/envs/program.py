@@ -169,10 +169,10 @@ class Watched(asyncio.SubprocessProtocol):
 def words(config: Config) -> list[str]:
     """The command that is started. Raises `BirlError`."""
     try:
-        found = shlex.split(config.command)
+        result = shlex.split(config.command)
     except ValueError as error:
         raise BirlError(f"env.command={config.command}: {error}.") from error
-    if not found:
+    if not result:
         raise BirlError('env.command is empty: say what starts the agent, as in env.command="python my_agent.py".')
     if config.processes < 1:
         raise BirlError(f"env.processes={config.processes}: must be at least 1.")
@@ -183,13 +183,13 @@ def words(config: Config) -> list[str]:
     if absent := [name for name in config.pass_environment if name not in os.environ]:
         raise BirlError(f"env.pass_environment={absent[0]}: there is no such environment variable.")
     # It runs in another folder, so files are named in full; not resolved, as a virtual environment's python is a link.
-    found = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in found]
-    if Path(found[0]).name.startswith("python") and (absent := missing(found[1:])):
+    result = [os.path.abspath(w) if os.path.isfile(w) or ("/" in w and os.path.exists(w)) else w for w in result]
+    if Path(result[0]).name.startswith("python") and (absent := missing(result[1:])):
         raise BirlError(f"env.command={config.command}: there is no file {absent} in {Path.cwd()}.")
-    program = shutil.which(found[0], path=path())
+    program = shutil.which(result[0], path=path())
     if program is None:
-        raise BirlError(f"env.command={config.command}: there is no program {found[0]}.")
-    return tied([program, *found[1:]])
+        raise BirlError(f"env.command={config.command}: there is no program {result[0]}.")
+    return tied([program, *result[1:]])
 
 
 def missing(arguments: list[str]) -> str:
@@ -223,12 +223,12 @@ def feed(transport: asyncio.SubprocessTransport, text: str) -> None:
 def reward(line: str) -> float | Mapping[str, float] | None:
     """Of the last line; None where it says nothing of one."""
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or set(found) != {"reward"}:
+    if not isinstance(result, dict) or set(result) != {"reward"}:
         return None
-    value = found["reward"]
+    value = result["reward"]
     given = list(value.values()) if isinstance(value, dict) and value else [value]
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in given):
         raise BirlError(f"its last line is {line}: a reward is a number, or one for each agent"[:300])
@@ -253,16 +253,16 @@ def clean(folder: Path, mark: str) -> None:
 def strays(mark: str) -> list[int]:
     """Processes with this text in their environment, those that have ended and are not yet collected left out. None for
     an empty one, which every process has."""
-    found = []
+    result = []
     if not mark:
-        return found
+        return result
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                result.append(int(entry.name))
         except OSError:  # ended, or another user's
             continue
-    return found
+    return result
 
 
 def writable(function: Any, name: str, _: Any) -> None:

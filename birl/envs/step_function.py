@@ -37,16 +37,16 @@ class StepFunction:
         return self.state
 
     async def step(self, reply: Message) -> Feedback:
-        found = await called(partial(self.function, self.state, reply.content, self.extra, **self.options))
-        if not isinstance(found, Mapping) or not {"reward", "done"} <= set(found):
-            raise BirlError(f"step must return a dict with reward and done ({', '.join(KEYS)}), not {found!r:.200}")
-        if unknown := sorted(set(found) - set(KEYS)):
+        result = await called(partial(self.function, self.state, reply.content, self.extra, **self.options))
+        if not isinstance(result, Mapping) or not {"reward", "done"} <= set(result):
+            raise BirlError(f"step must return a dict with reward and done ({', '.join(KEYS)}), not {result!r:.200}")
+        if unknown := sorted(set(result) - set(KEYS)):
             raise BirlError(f"step returned {unknown[0]!r}; known are {', '.join(KEYS)}")
-        done, after = bool(found["done"]), found.get("next_state")
+        done, after = bool(result["done"]), result.get("next_state")
         if not done and not isinstance(after, str):
             raise BirlError(f"step must return next_state as text while done is false, not {after!r:.200}")
-        self.state, self.extra = after if isinstance(after, str) else "", found.get("extra_info", self.extra)
-        reward, score = found["reward"], found.get("score")
+        self.state, self.extra = after if isinstance(after, str) else "", result.get("extra_info", self.extra)
+        reward, score = result["reward"], result.get("score")
         return Feedback(prompt=None if done else self.state, reward=reward, score=score, done=done)
 
     async def close(self) -> None:

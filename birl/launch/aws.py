@@ -77,15 +77,15 @@ def access(job: Job, keys: Keys) -> Access:
 
 def network(text: str) -> str:
     try:
-        found = ipaddress.ip_network(text)
+        result = ipaddress.ip_network(text)
     except ValueError:
-        found = None
-    if found is None or found.version != 4 or found.prefixlen < 8:
+        result = None
+    if result is None or result.version != 4 or result.prefixlen < 8:
         raise BirlError(
             f"launch.ssh_from={text}: name the network that may connect, as in launch.ssh_from=203.0.113.7/32; "
             "the whole internet may not."
         )
-    return str(found)
+    return str(result)
 
 
 def stored(job: Job, keys: Keys) -> Job:

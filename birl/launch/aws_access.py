@@ -92,8 +92,8 @@ def machines(access: Access) -> list[dict[str, object]]:
 def _allow(
     sid: str, actions: list[str], resources: Sequence[str], condition: Mapping[str, object] | None = None
 ) -> dict[str, object]:
-    found: dict[str, object] = {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": list(resources)}
-    return {**found, "Condition": condition} if condition else found
+    result: dict[str, object] = {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": list(resources)}
+    return {**result, "Condition": condition} if condition else result
 
 
 def _json(statements: Sequence[Mapping[str, object]]) -> str:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from birl.launch.plan import Part
-from birl.process_group import Group
+from birl.launch.plan import ProcessState
+from birl.process_group import ProcessGroup
 
 PATIENCE = 15.0  # s between SIGTERM and SIGKILL; an engine answers what it has meanwhile
 SHOWN = 300  # characters of its last line
@@ -21,7 +21,7 @@ class Child:
         self.role, self.index, self.command, self.log, self.env = role, index, tuple(command), log, env
         self.state, self.detail, self.since, self.restarts, self.backoff = "waiting", "", time.time(), -1, 1.0
         self.began = 0.0  # its last start
-        self._process: Group | None = None
+        self._process: ProcessGroup | None = None
         self._told = True  # its end was reported
         self._again = 0.0  # when to start it; 0: never
         self._until = 0.0  # when it must have ended
@@ -35,7 +35,9 @@ class Child:
         return self._process is not None and self._process.alive
 
     def start(self) -> None:
-        self._process = Group(self.command, log=self.log, env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env})
+        self._process = ProcessGroup(
+            self.command, log=self.log, env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
+        )
         self.state, self.detail, self._told, self._again = "running", "", False, 0.0
         self.began = self.since = time.time()
         self.restarts += 1
@@ -83,9 +85,9 @@ class Child:
             return lines[-1].strip()[:SHOWN] if lines else "it has printed nothing"
         return "its log cannot be read"
 
-    def part(self) -> Part:
+    def part(self) -> ProcessState:
         pid = self.pid if self.alive else 0
-        return Part(
+        return ProcessState(
             role=self.role,
             index=self.index,
             state=self.state,

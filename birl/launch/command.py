@@ -98,11 +98,11 @@ def usage(where: str) -> str:
 def status(words: list[str]) -> int:
     """`birl status RUN`; 1 where a process has failed."""
     handle = find(one(words, "status"))
-    found = launcher(handle.where).status(handle)
+    result = launcher(handle.where).status(handle)
     print(f"{handle.name}: {handle.where} {handle.id}")
-    for line in found:
+    for line in result:
         print(f"  {f'{line.role} {line.index}':<14} {line.state:<11} {line.where:<24} {line.detail}".rstrip())
-    return 1 if any(line.state == "failed" for line in found) else 0
+    return 1 if any(line.state == "failed" for line in result) else 0
 
 
 def logs(words: list[str]) -> int:

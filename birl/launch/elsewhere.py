@@ -80,8 +80,8 @@ def sent(job: Job, keys: Keys) -> list[str]:
             raise BirlError(
                 f"launch.files: {name} is not there, or not below the current folder. Go to its folder first."
             )
-    found = {str(Path(name)) for name in (*keys.files, *package.local(job))}
-    return sorted(name for name in found if not Path(name).is_absolute() and ".." not in Path(name).parts)
+    result = {str(Path(name)) for name in (*keys.files, *package.local(job))}
+    return sorted(name for name in result if not Path(name).is_absolute() and ".." not in Path(name).parts)
 
 
 def wheel(job: Job, keys: Keys) -> Path | None:
@@ -176,14 +176,14 @@ def one_folder(job: Job, keys: Keys, shared: object, key: str) -> None:
 
 def ended(text: str) -> str:
     """How the job had ended before, as `birl stop` printed there; empty where it was stopped by that."""
-    found = re.search(r"had ended before: it is (\w+)", text)
-    return found.group(1) if found else ""
+    result = re.search(r"had ended before: it is (\w+)", text)
+    return result.group(1) if result else ""
 
 
 def statuses(text: str) -> list[Status]:
     """What `birl status` printed there."""
-    found = [match.groups() for line in text.splitlines() if (match := LINE.match(line))]
-    return [Status(role=r, index=int(i), state=s, where="", detail=d.strip()) for r, i, s, d in found]
+    result = [match.groups() for line in text.splitlines() if (match := LINE.match(line))]
+    return [Status(role=r, index=int(i), state=s, where="", detail=d.strip()) for r, i, s, d in result]
 
 
 def block(lines: Sequence[str]) -> str:

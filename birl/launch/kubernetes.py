@@ -252,15 +252,15 @@ def asked(handle: Handle) -> dict[str, Any]:
 
 
 def status(handle: Handle) -> list[Status]:
-    found = asked(handle)
-    phase = found.get("jobDeploymentStatus", "")
-    state = STATES.get(found.get("jobStatus", ""), "failed" if phase == "Failed" else "waiting")
-    place, detail = found.get("rayClusterName", ""), found.get("message") or phase
+    result = asked(handle)
+    phase = result.get("jobDeploymentStatus", "")
+    state = STATES.get(result.get("jobStatus", ""), "failed" if phase == "Failed" else "waiting")
+    place, detail = result.get("rayClusterName", ""), result.get("message") or phase
     job = Status(role="job", index=0, state=state, where=place, detail=detail)
     if state != "running":
         return [job]
     try:
-        said = external.run(head(handle, found, f"birl status {shlex.quote(handle.run)} || true"))
+        said = external.run(head(handle, result, f"birl status {shlex.quote(handle.run)} || true"))
     except BirlError as error:
         return [job, Status(role="head", index=0, state="unknown", detail=str(error)[-200:])]
     return [job, *elsewhere.statuses(said)]
@@ -287,11 +287,11 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 def stop(handle: Handle) -> str:
     """The machines are given back even where the job cannot be reached any more."""
     try:
-        found = asked(handle)
-        state = STATES.get(found.get("jobStatus", ""), "")
+        result = asked(handle)
+        state = STATES.get(result.get("jobStatus", ""), "")
         if state == "running":
             state = elsewhere.ended(
-                external.run(head(handle, found, f"birl stop {shlex.quote(handle.run)}"), external.LONG)
+                external.run(head(handle, result, f"birl stop {shlex.quote(handle.run)}"), external.LONG)
             )
     finally:
         external.run(("kubectl", "delete", "rayjob", handle.id, "-n", handle.more["namespace"], "--ignore-not-found"))

@@ -21,7 +21,7 @@ from birl.launch import plan as files
 from birl.launch import tail
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
-from birl.launch.plan import FOLDER, LOG, PLAN, WANTED, Plan, State, read_state, supervised
+from birl.launch.plan import FOLDER, LOG, PLAN, WANTED, LaunchPlan, State, read_state, supervised
 from birl.launch.supervisor import latest
 
 STARTS = 30.0  # s that the supervisor may take to start
@@ -43,14 +43,14 @@ def submit(job: Job, keys: Keys) -> Handle:
     return begin("local", plan_of(job, keys))
 
 
-def plan_of(job: Job, keys: Keys) -> Plan:
+def plan_of(job: Job, keys: Keys) -> LaunchPlan:
     """The learner's other ranks are its own children. Raises `BirlError`."""
     if keys.nodes != 1:
         raise BirlError(f"launch.nodes={keys.nodes}: local is this machine alone; torchrun, slurm and ray take several")
     return supervised_plan(job, keys, job.learner.command, job.learner.count)
 
 
-def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: int) -> Plan:
+def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: int) -> LaunchPlan:
     """Raises `BirlError` for what this machine does not have."""
     if keys.memory_gb:
         raise BirlError(
@@ -58,7 +58,7 @@ def supervised_plan(job: Job, keys: jobs.Keys, learner: Sequence[str], ranks: in
         )
     jobs.given(job.env)  # processes inherit them
     engine = job.engine
-    plan = Plan(
+    plan = LaunchPlan(
         name=job.name,
         run=str(job.run.resolve()),
         learner=tuple(learner),
@@ -91,14 +91,14 @@ def gpus() -> list[str]:
     return [str(number) for number, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU"))]
 
 
-def shown(plan: Plan, python: Path) -> dict[str, str]:
+def shown(plan: LaunchPlan, python: Path) -> dict[str, str]:
     commands = [f"{python} -m birl.launch.supervisor {shlex.quote(str(plan.folder / PLAN))}"]
     commands += [f"# which starts, engine {index}: {shlex.join(plan.engine)}" for index in range(plan.count)]
     commands += [f"# which starts, learner: {shlex.join(plan.learner)}"]
     return {f"{FOLDER}/{PLAN}": files.text(asdict(plan)), "commands": "\n".join(commands)}
 
 
-def begin(where: str, plan: Plan) -> Handle:
+def begin(where: str, plan: LaunchPlan) -> Handle:
     """Start a supervisor that outlives this process. Raises `BirlError` where there is one already."""
     if pid := supervised(plan.folder):
         raise BirlError(
@@ -137,7 +137,7 @@ def status(handle: Handle) -> Sequence[Status]:
     if state is None:
         return [Status(role="supervisor", index=0, state="unknown", detail=f"{folder} has no state.json")]
     gone = state.state == "running" and supervised(folder) != state.pid
-    found = []
+    result = []
     for part in state.parts:
         where, detail = f"pid {part.pid}" if part.pid and not gone else "", part.detail
         if part.role == "learner" and (step := latest(handle.run)[0]):
@@ -145,10 +145,10 @@ def status(handle: Handle) -> Sequence[Status]:
         if part.restarts:
             detail += f"{'; ' if detail else ''}started again {part.restarts} time{'s' * (part.restarts > 1)}"
         if gone:
-            found.append(Status(role=part.role, index=part.index, state="failed", detail="the supervisor is gone"))
+            result.append(Status(role=part.role, index=part.index, state="failed", detail="the supervisor is gone"))
         else:
-            found.append(Status(role=part.role, index=part.index, state=part.state, where=where, detail=detail))
-    return found
+            result.append(Status(role=part.role, index=part.index, state=part.state, where=where, detail=detail))
+    return result
 
 
 def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:

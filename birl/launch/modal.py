@@ -22,7 +22,7 @@ from birl.launch import external
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, find
-from birl.launch.modal_plan import Plan, prepare
+from birl.launch.modal_plan import ModalPlan, prepare
 from birl.launch.modal_settings import VARIABLE
 
 MODULE = "birl.launch.modal_app"
@@ -127,15 +127,15 @@ def status(handle: Handle) -> Sequence[Status]:
     modal = client()
     with asked(modal):
         notes = notes_of(modal, handle)
-        found: list[Status] = []
+        result: list[Status] = []
         if handle.more["learner"]:
             call = modal.FunctionCall.from_id(handle.more["learner"])
-            found.append(learner_status(notes.get("learner") or {}, outcome(modal, call)))
+            result.append(learner_status(notes.get("learner") or {}, outcome(modal, call)))
         for number in range(handle.more["count"]):
             note = notes.get(f"engine/{number}") or {}
             state, detail = heard(note)
-            found.append(Status(role="engine", index=number, state=state, where=note.get("url", ""), detail=detail))
-        return found
+            result.append(Status(role="engine", index=number, state=state, where=note.get("url", ""), detail=detail))
+        return result
 
 
 def learner_status(note: dict[str, Any], ended: "int | str | None") -> Status:
@@ -226,9 +226,9 @@ def addresses(handle: Handle, patience: float = 1800.0) -> list[str]:
     with asked(modal):
         notes = notes_of(modal, handle)
         while True:
-            found = [notes.get(f"engine/{number}") or {} for number in range(handle.more["count"])]
-            if all(note.get("state") == "running" for note in found):
-                return [note["url"] for note in found]
+            result = [notes.get(f"engine/{number}") or {} for number in range(handle.more["count"])]
+            if all(note.get("state") == "running" for note in result):
+                return [note["url"] for note in result]
             if time.monotonic() > deadline:
                 raise BirlError(f"{handle.name}: the engines did not come; `birl logs {handle.run} engine` shows why")
             time.sleep(POLL)
@@ -274,7 +274,7 @@ def asked(modal: Any) -> Iterator[None]:
 
 
 @contextmanager
-def variables(plan: Plan) -> Iterator[None]:
+def variables(plan: ModalPlan) -> Iterator[None]:
     """What `modal_app` reads when it is imported. Engines get a token that only this job has, unless one is set."""
     given = {VARIABLE: plan.settings.text()}
     if "BIRL_TOKEN" in plan.settings.env and not os.environ.get("BIRL_TOKEN"):

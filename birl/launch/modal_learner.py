@@ -8,7 +8,7 @@ from collections.abc import Callable
 from birl.errors import BirlError
 from birl.exits import MISTAKE, STOPPED
 from birl.launch.modal_engines import Directory
-from birl.launch.modal_roles import BEAT, START, Ended, Notes, Streamed, Work, link
+from birl.launch.modal_roles import BEAT, START, ContainerWork, Ended, Notes, Streamed, link
 
 COMMIT = 60.0  # s between two writes of the volume
 SAVE = 900.0  # s that a learner may take to save and end
@@ -16,7 +16,7 @@ FINAL = (0, MISTAKE, *STOPPED)  # exit codes after which another start would cha
 
 
 def learn(
-    work: Work,
+    work: ContainerWork,
     notes: Notes,
     *,
     spawn: Callable[[int], object],

@@ -17,7 +17,7 @@ SAVING = 1200  # s of a container's life that are kept for saving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ModalPlan:
     """`work`: the fields of `modal_roles.Work` but the command. `here`: the learner is to run on this machine.
 
     Example: plan = prepare(derive("rl", words, keys), keys)
@@ -35,7 +35,7 @@ class Plan:
         return ["birl", *kept[3:], f"engine.attach=[{','.join(addresses)}]"]
 
 
-def prepare(job: Job, keys: Any) -> Plan:
+def prepare(job: Job, keys: Any) -> ModalPlan:
     """Raises `BirlError` for what Modal cannot do, with the key and what to write instead."""
     check(keys)
     config = job.config
@@ -78,7 +78,7 @@ def prepare(job: Job, keys: Any) -> Plan:
         "seconds": keys.hours * 3600,
         "idle": keys.idle * 60,
     }
-    return Plan(
+    return ModalPlan(
         settings=settings,
         learner=learner,
         engine=told(engine, False) if engine is not None else [],

@@ -37,10 +37,10 @@ def __getattr__(name: str) -> Callable[..., list[Any]]:
         question = {"id": number, "name": name, "completions": completions, "prompts": prompts, "columns": columns}
         question["state"] = state
         queue.put(json.dumps(question), partition=ASKED)
-        found = json.loads(queue.get(partition=number, timeout=WAIT))
-        if "error" in found:
-            raise RuntimeError(found["error"])
-        return [RuntimeError(value) if isinstance(value, str) else value for value in found["values"]]
+        result = json.loads(queue.get(partition=number, timeout=WAIT))
+        if "error" in result:
+            raise RuntimeError(result["error"])
+        return [RuntimeError(value) if isinstance(value, str) else value for value in result["values"]]
 
     ask.__name__ = name
     return ask
@@ -90,7 +90,7 @@ async def _one(queue: Any, rewards: Mapping[str, Any], question: dict[str, Any])
         asked = rewards[question["name"]]
         scores = await asked.score(question["prompts"], question["completions"], columns, gold, question.get("state"))
         values = [None if s.detail == UNSCORED else s.detail if s.detail else s.value for s in scores]
-        found: dict[str, Any] = {"values": values}
+        result: dict[str, Any] = {"values": values}
     except Exception as error:  # whatever the user's function raises, or a name that is not here
-        found = {"error": f"{type(error).__name__}: {error}"}
-    await queue.put.aio(json.dumps(found), partition=question["id"], partition_ttl=KEEP)
+        result = {"error": f"{type(error).__name__}: {error}"}
+    await queue.put.aio(json.dumps(result), partition=question["id"], partition_ttl=KEEP)

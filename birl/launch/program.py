@@ -84,7 +84,7 @@ def summary(place: Launcher, handle: Handle) -> dict[str, Any]:
 def launch_words(where: str, gpus: Mapping[str, str], further: Mapping[str, Any]) -> tuple[str, ...]:
     """Raises `BirlError` for what the launcher has no key for."""
     known = [field.name for field in fields(launcher(where).Keys)]
-    found = {}
+    result = {}
     for parameter, value in gpus.items():
         key = GPUS[parameter]
         if value and key not in known:
@@ -92,9 +92,9 @@ def launch_words(where: str, gpus: Mapping[str, str], further: Mapping[str, Any]
                 f'{parameter}={value!r}: launcher="{where}" does not choose kinds of GPUs; say how many each process '
                 'gets, as in launch={"gpus": 1}'
             )
-        found |= {key: value} if value else {}
-    found |= further
-    words = tuple(f"{PREFIX}{key}={_written(value)}" for key, value in found.items())
+        result |= {key: value} if value else {}
+    result |= further
+    words = tuple(f"{PREFIX}{key}={_written(value)}" for key, value in result.items())
     keys_of(launcher(where).Keys, words)  # better now than when the job is submitted
     return words
 
@@ -114,9 +114,9 @@ def named(
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     """The configuration with names in place of Python objects, and the reward functions that stay in this process, by
     the name that they are asked for. Raises `BirlError`."""
-    found, here = dict(keys), dict[str, Callable[..., Any]]()
+    result, here = dict(keys), dict[str, Callable[..., Any]]()
     bridge = getattr(launcher(where), "REWARDS", "")
-    names = list(found.get("reward.functions", []))
+    names = list(result.get("reward.functions", []))
     for place, function in enumerate(rewards):
         if isinstance(function, str):
             continue
@@ -126,12 +126,12 @@ def named(
         else:
             names[place] = importable("reward_funcs", function)
     if names:
-        found["reward.functions"] = names
+        result["reward.functions"] = names
     if here:  # the answers go to another machine, which may be busy
-        found.setdefault("reward.timeout", 600)
+        result.setdefault("reward.timeout", 600)
     if not isinstance(env, str):
-        found["env.kind"] = importable("env", env)
-    return found, here
+        result["env.kind"] = importable("env", env)
+    return result, here
 
 
 def importable(parameter: str, thing: Callable[..., Any]) -> str:

@@ -15,7 +15,7 @@ from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
 from birl.launch.ray_cluster import NAMESPACE, OPEN, connect, end, keep
-from birl.launch.ray_plan import Plan, actor_name, bundles, strategy
+from birl.launch.ray_plan import RayPlan, actor_name, bundles, strategy
 from birl.launch.ray_supervisor import ENDED, SAVE, create
 
 ANSWER = 60.0  # seconds that the supervisor may take to answer; Ray starts a lost one again in about 20
@@ -84,7 +84,7 @@ def _hand_over(ray: Any, job: Job, keys: Keys, folder: str, env: dict[str, str])
             )
         ray.kill(old)
         _gone(ray, job.name)
-    plan = Plan(
+    plan = RayPlan(
         job=job, folder=folder, nodes=keys.nodes, restarts=keys.restarts, start_timeout=keys.start_timeout,
         keep=keys.keep, env=env, token=env.get("BIRL_TOKEN") or secrets.token_hex(16),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.engines import names
-from birl.process_group import Group
+from birl.process_group import ProcessGroup
 
 LAST = 2000  # bytes of a log that are looked at for its last line
 NO_PROCESS = 127  # the code of one that could not be started
@@ -69,7 +69,7 @@ class Host:
         with contextlib.suppress(OSError):  # Ray gives its workers 15 (RAY_worker_niceness); only root may take it back
             os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0), 0))
         self.order: Order | None = None
-        self.child: Group | None = None
+        self.child: ProcessGroup | None = None
         self.problem = ""
         self.known: dict[str, names.Entry] = {}  # engines by address, for the learner
         self.beating: threading.Thread | None = None
@@ -91,8 +91,8 @@ class Host:
 
     def _address(self) -> str:
         assert self.order is not None
-        found = names.find(self.order.name) if self.order.name else []
-        return found[-1] if found else ""
+        result = names.find(self.order.name) if self.order.name else []
+        return result[-1] if result else ""
 
     def begin(self, order: Order) -> None:
         """Start it. A failure is reported by `look`."""
@@ -103,7 +103,7 @@ class Host:
         command = [python if os.access(python, os.X_OK) else sys.executable, *rest]
         log = Path(order.folder, order.log)
         try:
-            self.child = Group(
+            self.child = ProcessGroup(
                 command,
                 log=log,
                 env=own_environment() | {"RAY_ADDRESS": self.place["gcs"]} | dict(order.env),
@@ -125,9 +125,9 @@ class Host:
 
     def port(self) -> int:
         """A free one of this node, where the ranks meet."""
-        with socket.socket(socket.AF_INET6 if ":" in self.place["ip"] else socket.AF_INET) as found:
-            found.bind((self.place["ip"], 0))
-            return found.getsockname()[1]
+        with socket.socket(socket.AF_INET6 if ":" in self.place["ip"] else socket.AF_INET) as result:
+            result.bind((self.place["ip"], 0))
+            return result.getsockname()[1]
 
     def introduce(self, name: str, addresses: tuple[str, ...]) -> None:
         """Have these engines, and no others, under that name on this node, where the learner looks for them."""
@@ -164,8 +164,8 @@ class Host:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(size + start, 0) if start < 0 else start if start <= size else 0)
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
-                found = decoder.decode(file.read(most))
-                return found, file.tell() - len(decoder.getstate()[0])
+                result = decoder.decode(file.read(most))
+                return result, file.tell() - len(decoder.getstate()[0])
         except FileNotFoundError:
             return "", 0
 

@@ -7,10 +7,10 @@ from birl.launch.job import Job, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RayPlan:
     """What the supervisor is to do. `folder`: where the processes run; times in seconds.
 
-    Example: Plan(job=derive("rl", ["recipe.yaml"], keys), folder="/home/me")
+    Example: RayPlan(job=derive("rl", ["recipe.yaml"], keys), folder="/home/me")
     """
 
     job: Job

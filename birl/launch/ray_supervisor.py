@@ -20,7 +20,7 @@ from birl.exits import MISTAKE, STOPPED
 from birl.launch.launcher import Status
 from birl.launch.ray_cluster import HEAD, NAMESPACE, library, room
 from birl.launch.ray_host import Order
-from birl.launch.ray_plan import Plan, actor_name, bundles, needs, strategy
+from birl.launch.ray_plan import RayPlan, actor_name, bundles, needs, strategy
 from birl.launch.ray_spot import Spot
 
 TICK = 0.5  # seconds between two looks
@@ -36,7 +36,7 @@ ENDED = ("done", "failed", "stopped")
 class Supervisor:
     """Ray calls the methods in threads of their own; the work is done in one thread."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RayPlan) -> None:
         self.ray, self.plan = library(), plan
         self.state, self.why = "running", ""  # as clients see it: it has ended when nothing of it runs any more
         self.verdict = ""  # how it ended
@@ -371,7 +371,7 @@ def backoff(failures: int) -> float:
     return min(2.0 ** (failures - 1), 30.0)
 
 
-def create(ray: Any, plan: Plan) -> Any:
+def create(ray: Any, plan: RayPlan) -> Any:
     """On the node that the cluster can not lose. (A soft NodeAffinity put it elsewhere.)"""
     made = ray.remote(Supervisor).options(
         name=actor_name(plan.job.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0,

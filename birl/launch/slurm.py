@@ -58,11 +58,11 @@ class Keys(jobs.Keys):
 def render(job: Job, keys: Keys) -> dict[str, str]:
     """Raises `BirlError` for what Slurm cannot give, without asking it."""
     elements = combinations(job, keys)
-    found = places(job, keys.nodes)
+    result = places(job, keys.nodes)
     text = script(
         elements,
-        found,
-        directives(job, keys, found, len(elements)),
+        result,
+        directives(job, keys, result, len(elements)),
         gres=keys.gres,
         restarts=keys.restarts,
         signal=keys.signal,
@@ -88,16 +88,16 @@ def combinations(job: Job, keys: Keys) -> list[Job]:
     names = job_names(sweep(words), swept_keys(words))
     if "" in names:
         raise BirlError(f"launch.array={keys.array}: has one value only; write it as a word of the run, or KEY=A,B")
-    found: list[Job] = []
+    result: list[Job] = []
     for name, more in zip(names, sweep(words), strict=True):
         all_words = placed([*job.words, *more], job.run / name)
-        found.append(derive(job.command, all_words, replace(keys, name=name), job.learner.command[0]))
-    shapes = {tuple(replace(role, command=()) for role in one.roles) for one in found}
+        result.append(derive(job.command, all_words, replace(keys, name=name), job.learner.command[0]))
+    shapes = {tuple(replace(role, command=()) for role in one.roles) for one in result}
     if shapes != {tuple(replace(role, command=()) for role in job.roles)}:
         raise BirlError(
             f"launch.array={keys.array}: the jobs of an array need the same processes; launch each by itself"
         )
-    return found
+    return result
 
 
 def directives(job: Job, keys: Keys, found: Places, elements: int) -> list[str]:

@@ -66,13 +66,13 @@ def seen(handle: Handle) -> list[Seen]:
         if "invalid job id" in done.stderr.lower():
             return []
         raise BirlError(f"squeue: {done.stderr.strip()}")
-    found: list[Seen] = []
+    result: list[Seen] = []
     for line in done.stdout.splitlines():
         number, state, reason, restarts = (part.strip() for part in line.split("|"))
         place = int(number) if number.isdigit() else 0
         job = f"{handle.id}_{place}" if handle.more["array"] else handle.id
-        found.append(Seen(job=job, number=place, state=state, reason=reason, restarts=int(restarts or 0)))
-    return found
+        result.append(Seen(job=job, number=place, state=state, reason=reason, restarts=int(restarts or 0)))
+    return result
 
 
 def active(handle: Handle) -> bool:
@@ -88,7 +88,7 @@ def status(handle: Handle) -> list[Status]:
     """Each process of each job."""
     jobs = {one.number: one for one in seen(handle)}
     steps = running_steps(handle) if any(one.state == "RUNNING" for one in jobs.values()) else {}
-    found: list[Status] = []
+    result: list[Status] = []
     for number, run in enumerate(handle.more["folders"]):
         job = jobs.get(number)
         state, detail = state_of(job, Path(run))
@@ -101,18 +101,18 @@ def status(handle: Handle) -> list[Status]:
                     now = "waiting" if nodes is None else state
                     at = index // handle.more["ranks"] if role == "learner" else 0
                     place = nodes[min(at, len(nodes) - 1)] if nodes else ""
-                found.append(Status(role=name + role, index=index, state=now, where=place, detail=detail))
-    return found
+                result.append(Status(role=name + role, index=index, state=now, where=place, detail=detail))
+    return result
 
 
 def running_steps(handle: Handle) -> dict[tuple[str, str], list[str]]:
     """Nodes of each step, by its job as Slurm shows it (4711, or 4711_0 in an array) and its name."""
     words = ["squeue", "--noheader", "--steps", f"--jobs={handle.id}", "--format=%i|%j|%N"]
-    found: dict[tuple[str, str], list[str]] = {}
+    result: dict[tuple[str, str], list[str]] = {}
     for line in ask(words).stdout.splitlines():
         number, name, nodes = (part.strip() for part in line.split("|"))
-        found[number.partition(".")[0], name] = hosts(nodes)
-    return found
+        result[number.partition(".")[0], name] = hosts(nodes)
+    return result
 
 
 def state_of(job: Seen | None, run: Path) -> tuple[str, str]:
@@ -152,9 +152,9 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     asked, alive = 0.0, True
 
     def files() -> dict[str, Path]:
-        found = (f for run in folders for f in sorted((run / "launch").glob(f"{role or '*'}-*.*")))
+        result = (f for run in folders for f in sorted((run / "launch").glob(f"{role or '*'}-*.*")))
         array = handle.more["array"]
-        return {f"{f.parents[1].name} {f.stem}" if array else f.stem: f for f in found if f.suffix in (".log", ".out")}
+        return {f"{f.parents[1].name} {f.stem}" if array else f.stem: f for f in result if f.suffix in (".log", ".out")}
 
     def over() -> bool:
         nonlocal asked, alive

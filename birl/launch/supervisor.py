@@ -22,7 +22,7 @@ from birl.errors import BirlError
 from birl.exits import MISTAKE, STOPPED
 from birl.launch import plan as files
 from birl.launch.child import Child
-from birl.launch.plan import Plan, State
+from birl.launch.plan import LaunchPlan, State
 from birl.regular import read_text
 from birl.track.runs import last_record
 
@@ -34,7 +34,7 @@ STEADY = 60.0  # s after which an engine counts as well again
 class Supervisor:
     """One job from its first process to its last."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LaunchPlan) -> None:
         self.plan, self.asked, self.told = plan, 0, 0  # how often it was to stop, and the learner has heard that
         self.count = plan.count
         self.learner = self.child("learner", 0)

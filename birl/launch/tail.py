@@ -29,10 +29,10 @@ def _new(file: Path, read: dict[Path, int], last: bool) -> list[str]:
     try:
         with open_regular(file) as opened:
             opened.seek(read.get(file, 0))
-            found = opened.read()
+            result = opened.read()
     except OSError:
         return []
     if not last:
-        found = found[: found.rfind(b"\n") + 1]
-    read[file] = read.get(file, 0) + len(found)
-    return found.decode(errors="replace").splitlines()
+        result = result[: result.rfind(b"\n") + 1]
+    read[file] = read.get(file, 0) + len(result)
+    return result.decode(errors="replace").splitlines()

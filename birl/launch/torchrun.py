@@ -13,7 +13,7 @@ from birl.errors import BirlError
 from birl.launch import local
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
-from birl.launch.plan import Plan
+from birl.launch.plan import LaunchPlan
 from birl.process import free_port
 
 PLACE = "birl"  # of torchrun's rendezvous
@@ -55,7 +55,7 @@ def command(job: Job, keys: Keys) -> list[str]:
     return [python, "-m", "torch.distributed.run", *words, *rest]
 
 
-def plan_of(job: Job, keys: Keys) -> Plan:
+def plan_of(job: Job, keys: Keys) -> LaunchPlan:
     """Raises `BirlError`."""
     words = command(job, keys)
     if keys.nodes > 1 and job.engine is not None:

@@ -96,8 +96,8 @@ def save(
         agreed(lambda: _prepare(part) if ranks.rank == 0 else None, ranks, group)
         with _quiet():
             dcp.save(dict(tensors), storage_writer=Writer(part / "tensors"), no_dist=ranks.alone, process_group=group)
-        found = agreed(lambda: _entries(part, own_files(part, ranks.rank)), ranks, group)
-        entries = {name: entry for one in found for name, entry in one.items()}
+        result = agreed(lambda: _entries(part, own_files(part, ranks.rank)), ranks, group)
+        entries = {name: entry for one in result for name, entry in one.items()}
         whole = {"step": step, **state}
         agreed(lambda: complete(part, target, whole, entries) if ranks.rank == 0 else None, ranks, group)
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
@@ -125,19 +125,19 @@ def agreed(work: Callable[[], T], ranks: Ranks, group: dist.ProcessGroup | None)
         value = work()
     except Exception as raised:
         error = raised
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (value, None if error is None else f"{_reason(error)}"), group=group)
+    result: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(result, (value, None if error is None else f"{_reason(error)}"), group=group)
     if error is not None:
         raise error
-    if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(found) if why is not None]:
+    if failed := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(result) if why is not None]:
         raise OSError(failed[0])
-    return [value for value, _ in found]
+    return [value for value, _ in result]
 
 
 def own_files(folder: Path, rank: int) -> list[Path]:
     """The files of a checkpoint's tensors that this rank writes; the first one also writes the index."""
-    found = list((folder / "tensors").glob(f"__{rank}_*"))
-    return sorted([*found, folder / "tensors" / INDEX] if rank == 0 else found)
+    result = list((folder / "tensors").glob(f"__{rank}_*"))
+    return sorted([*result, folder / "tensors" / INDEX] if rank == 0 else result)
 
 
 def load(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
@@ -161,14 +161,14 @@ def fill(path: Path, tensors: dict[str, Tensor], ranks: Ranks | None = None) -> 
     however many had written it and however it was split. Every key, shape and type must match both ways; otherwise
     nothing is written and `BirlError` names what is wrong."""
     reader = Reader(path / "tensors")
-    found = {k: (tuple(m.size), m.properties.dtype) for k, m in reader.tensors.items()}
+    result = {k: (tuple(m.size), m.properties.dtype) for k, m in reader.tensors.items()}
     wanted = {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()}
-    problems = [f"{k} is missing in the checkpoint" for k in sorted(wanted.keys() - found.keys())]
-    problems += [f"{k} is not in the model" for k in sorted(found.keys() - wanted.keys())]
+    problems = [f"{k} is missing in the checkpoint" for k in sorted(wanted.keys() - result.keys())]
+    problems += [f"{k} is not in the model" for k in sorted(result.keys() - wanted.keys())]
     problems += [
-        f"{k} is {_shape(found[k])} in the checkpoint and {_shape(wanted[k])} in the model"
-        for k in sorted(found.keys() & wanted.keys())
-        if found[k] != wanted[k]
+        f"{k} is {_shape(result[k])} in the checkpoint and {_shape(wanted[k])} in the model"
+        for k in sorted(result.keys() & wanted.keys())
+        if result[k] != wanted[k]
     ]
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
@@ -236,9 +236,9 @@ def verify(path: Path, ranks: Ranks | None = None) -> list[str]:
     required = ("state.json", "tensors/.metadata" if old else f"tensors/{INDEX}")
     shares = partial(damage, path, MANIFEST, required=required, first=ranks.rank, every=ranks.grid.size)
     for work in (shares, partial(_unreadable, path, old)):
-        found = [problem for one in agreed(work, ranks, None) for problem in one]
-        if found:
-            return list(dict.fromkeys(found))
+        result = [problem for one in agreed(work, ranks, None) for problem in one]
+        if result:
+            return list(dict.fromkeys(result))
     return []
 
 
@@ -254,18 +254,18 @@ def _unreadable(path: Path, old: bool) -> list[str]:
 
 def saved(root: Path) -> list[Saved]:
     """All complete checkpoints, oldest first."""
-    found = (Saved(path, step_of(path.name)) for path in root.glob("step-*"))
-    return sorted((s for s in found if s.step >= 0), key=lambda s: s.step)
+    result = (Saved(path, step_of(path.name)) for path in root.glob("step-*"))
+    return sorted((s for s in result if s.step >= 0), key=lambda s: s.step)
 
 
 def sound(root: Path) -> list[Saved]:
     """Those of `saved` that have a state of their own step; digests are not compared."""
-    found = []
+    result = []
     for entry in saved(root):
         with contextlib.suppress(BirlError):
             read_state(entry.path)
-            found.append(entry)
-    return found
+            result.append(entry)
+    return result
 
 
 def step_of(name: str) -> int:
@@ -276,17 +276,17 @@ def step_of(name: str) -> int:
 
 def latest(root: Path) -> Path | None:
     """The newest one; what is called so and is of another step counts only where there is no other."""
-    found = sound(root) or saved(root)
-    return found[-1].path if found else None
+    result = sound(root) or saved(root)
+    return result[-1].path if result else None
 
 
 def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
     """Delete all but the newest `keep_last` (0: keep all) and the steps in `keep`, and what crashes left half-written.
     A half-written one behind the newest stays for a day: a run may be at it. Damaged ones stay, and are not counted."""
-    found = sound(root)
-    removed = [part for part in root.glob("step-*.part") if found and step_of(part.stem) <= found[-1].step]
+    result = sound(root)
+    removed = [part for part in root.glob("step-*.part") if result and step_of(part.stem) <= result[-1].step]
     if keep_last > 0:
-        removed += [s.path for s in found[:-keep_last] if s.step not in keep]
+        removed += [s.path for s in result[:-keep_last] if s.step not in keep]
     sweep(root, "step-*.part")
     for path in removed:
         shutil.rmtree(path)

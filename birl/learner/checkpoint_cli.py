@@ -75,8 +75,8 @@ def best_step(root: Path) -> int | None:
     tell."""
     from birl.learner import checkpoint
 
-    found = checkpoint.saved(root)
-    return checkpoint.read_state(found[-1].path).get("best_step") if found else None
+    result = checkpoint.saved(root)
+    return checkpoint.read_state(result[-1].path).get("best_step") if result else None
 
 
 def _verify(root: Path, steps: Sequence[str]) -> int:
@@ -103,7 +103,7 @@ def _convert(root: Path) -> int:
 def find(root: Path, step: str) -> Path:
     from birl.learner import checkpoint
 
-    found = {s.step: s.path for s in checkpoint.saved(root)}
+    result = {s.step: s.path for s in checkpoint.saved(root)}
     if step == "last":
         newest = checkpoint.latest(root)
         wanted = None if newest is None else checkpoint.step_of(newest.name)
@@ -111,9 +111,9 @@ def find(root: Path, step: str) -> Path:
         wanted = best_step(root)
     else:
         wanted = int(step) if step.isdecimal() else None
-    if wanted not in found:
-        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, found)) or 'none'}.")
-    return found[wanted]
+    if wanted not in result:
+        raise BirlError(f"There is no checkpoint {step} in {root}; there are {', '.join(map(str, result)) or 'none'}.")
+    return result[wanted]
 
 
 def _size(word: str) -> float:

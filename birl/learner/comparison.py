@@ -64,15 +64,15 @@ def few(samples: Sequence[Sample], version: int, room: int, start: int = 0) -> l
     tokens of one that has few before them. `start`: each step begins with others."""
     own = [s for s in samples if version in s.versions]
     own = own[start % len(own) :] + own[: start % len(own)]
-    found: list[Sample] = []
+    result: list[Sample] = []
     for sample in own:
         if (end := end_of(sample, version)) <= room:
-            found.append(upto(sample, version, end))
+            result.append(upto(sample, version, end))
             room -= end
-    if not found:
+    if not result:
         first = [upto(s, version, end_of(s, version, FEWEST)) for s in own]
-        found = [min(first, key=lambda s: (-sum(s.mask), len(s.tokens)))]
-    return [replace(s, group=number) for number, s in enumerate(found)]  # nothing in common
+        result = [min(first, key=lambda s: (-sum(s.mask), len(s.tokens)))]
+    return [replace(s, group=number) for number, s in enumerate(result)]  # nothing in common
 
 
 def end_of(sample: Sample, version: int, most: int | None = None) -> int:

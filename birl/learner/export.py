@@ -180,17 +180,17 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
 
     checkpoint.check(path)
     weights = checkpoint.read_tensors(path, "model.")
-    found, score = adapters(weights), weights.get("score.weight")
-    if not found:
+    result, score = adapters(weights), weights.get("score.weight")
+    if not result:
         raise BirlError(
             f"{path} holds whole weights and no adapter: lora.rank was 0. `birl checkpoints {run} export` writes them."
         )
-    first = next(iter(found.values()))
+    first = next(iter(result.values()))
     alpha = alpha_of(path)
     config = LoraConfig(
         r=len(first["lora_A"]),
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore
-        target_modules=short(list(found), skeleton(run / "model")),
+        target_modules=short(list(result), skeleton(run / "model")),
         use_dora="lora_magnitude" in first,
         base_model_name_or_path=base_name(run),
         task_type="CAUSAL_LM" if score is None else "SEQ_CLS",
@@ -198,7 +198,7 @@ def export_adapter(path: Path, run: Path, target: Path) -> None:
         inference_mode=True,
     )
     names = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-    tensors = {f"base_model.model.{n}.{names[key]}": t for n, parts in found.items() for key, t in parts.items()}
+    tensors = {f"base_model.model.{n}.{names[key]}": t for n, parts in result.items() for key, t in parts.items()}
     if score is not None:
         tensors["base_model.model.score.weight"] = score
     with written(target) as part:
@@ -235,12 +235,12 @@ def written(target: Path, anew: bool = True) -> Iterator[Path]:
 
 def adapters(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Module -> lora_A, lora_B and lora_magnitude -> tensor; empty where whole weights were trained."""
-    found: dict[str, dict[str, Tensor]] = {}
+    result: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         if kind in ("lora_A", "lora_B", "lora_magnitude"):
-            found.setdefault(module, {})[kind] = tensor
-    return found
+            result.setdefault(module, {})[kind] = tensor
+    return result
 
 
 def alpha_of(path: Path) -> float:

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from birl.data.pack import Batch
 from birl.learner.lora import Adapters, Lora
-from birl.learner.optimizer import Masters, Parts, adamw, on_grid
+from birl.learner.optimizer import MasterWeights, ShardedMasterWeights, adamw, on_grid
 from birl.learner.outputs import Outputs
 from birl.models.forward import forget, head
 from birl.models.heads import score_head
@@ -142,11 +142,13 @@ class Learner:
             summands = self._shard(dtype, offload)
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
             if lora is None or origin is None:
-                self.masters = Parts(parameters, summands, ranks.groups["tp"])
+                self.masters = ShardedMasterWeights(parameters, summands, ranks.groups["tp"])
             else:
                 self.masters = SplitAdapters(model, lora, origin, parameters, dtype, offload)
         else:
-            self.masters = Masters(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
+            self.masters = (
+                MasterWeights(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
+            )
             cast(model, dtype)  # what is frozen, too
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)
@@ -265,16 +267,16 @@ class Learner:
         """Everything a checkpoint must hold, by name, as the live tensors: float32 weights, persistent buffers,
         optimizer state. With LoRA the matrices instead of the weights, and which base they belong to."""
         drop_gathered(self.outputs)
-        found = dict(self.masters.marks)
+        result = dict(self.masters.marks)
         for name, master in self.masters.tensors.items():
-            found[f"model.{name}"] = self.masters.whole(name, master.data)
+            result[f"model.{name}"] = self.masters.whole(name, master.data)
             for key, value in self.optimizer.state[master].items():
-                found[f"optimizer.{name}.{key}"] = self.masters.whole(name, value)
+                result[f"optimizer.{name}.{key}"] = self.masters.whole(name, value)
         parameters = {id(p) for p in self.model.parameters()}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in parameters:
-                found[f"model.{name}"] = value
-        return found
+                result[f"model.{name}"] = value
+        return result
 
     def weights(self) -> dict[str, Tensor]:
         """The float32 weights alone, by the model's own names."""

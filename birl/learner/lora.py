@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from birl.errors import BirlError
-from birl.learner.optimizer import Masters, move_grad_to
+from birl.learner.optimizer import MasterWeights, move_grad_to
 from birl.models.heads import HEADS, score_head
 from birl.models.slices import values
 
@@ -54,8 +54,8 @@ def merged(
 
 def lengths(weight: Tensor, total: Total | None = None) -> Tensor:
     """Of the rows, of which other ranks may have the rest of the columns; never 0, by which nothing can be divided."""
-    found = torch.linalg.vector_norm(weight, dim=1) if total is None else total(weight.square().sum(1)).sqrt()
-    return found.clamp_min(torch.finfo(weight.dtype).tiny)
+    result = torch.linalg.vector_norm(weight, dim=1) if total is None else total(weight.square().sum(1)).sqrt()
+    return result.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
@@ -66,7 +66,7 @@ def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
     head = model.get_output_embeddings()  # pyright: ignore
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in HEADS]
     linear = [name for name, m in modules if m is not head]
-    found: set[str] = set()
+    result: set[str] = set()
     for target in wanted:
         rule = LoraConfig(target_modules=[target])
         meant = [n for n in linear if target == ALL or check_target_module_exists(rule, n)]
@@ -78,8 +78,8 @@ def targets(model: nn.Module, wanted: Sequence[str]) -> list[str]:
                 if linear
                 else f"lora.targets={target}: {type(model).__name__} has no linear layers. Set lora.rank=0."
             )
-        found.update(meant)
-    return [n for n in linear if n in found]
+        result.update(meant)
+    return [n for n in linear if n in result]
 
 
 @dataclass(slots=True, eq=False)
@@ -122,8 +122,8 @@ class Adapter:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {"lora_A": self.a, "lora_B": self.b}
-        return found if self.magnitude is None else found | {"lora_magnitude": self.magnitude}
+        result = {"lora_A": self.a, "lora_B": self.b}
+        return result if self.magnitude is None else result | {"lora_magnitude": self.magnitude}
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -155,11 +155,11 @@ def kept(weight: Tensor, dtype: torch.dtype, offload: bool) -> Tensor:
     along the sign of a step of any size (`optimizer.on_grid`)."""
     nearest = weight.to(dtype)
     rounded = nearest.to(torch.bfloat16)
-    found = rounded if torch.equal(rounded.to(dtype), nearest) else nearest
+    result = rounded if torch.equal(rounded.to(dtype), nearest) else nearest
     if not offload:
-        return found.clone() if found is weight else found
-    found = found.to("cpu", copy=True)
-    return found.pin_memory() if weight.is_cuda else found
+        return result.clone() if result is weight else result
+    result = result.to("cpu", copy=True)
+    return result.pin_memory() if weight.is_cuda else result
 
 
 class Origin:
@@ -194,7 +194,7 @@ class Origin:
 
 
 class Adapters:
-    """A, B and magnitudes as the float32 masters of a module, with the same members as `Masters`."""
+    """A, B and magnitudes as the float32 masters of a module, with the same members as `MasterWeights`."""
 
     def __init__(self, model: nn.Module, lora: Lora, dtype: torch.dtype, offload: bool = False) -> None:
         self.model = model
@@ -204,7 +204,7 @@ class Adapters:
         for name in HEADS:
             if head := score_head(model, name):
                 head.requires_grad_(True)
-        self.heads = Masters(model, dtype, offload)  # new ones, which are trained whole
+        self.heads = MasterWeights(model, dtype, offload)  # new ones, which are trained whole
         random = torch.Generator().manual_seed(lora.seed)
         self.adapters = {
             name: Adapter.of(model.get_submodule(name).weight, lora, random, dtype, offload)  # pyright: ignore
@@ -237,8 +237,8 @@ class Adapters:
     def weights(self) -> dict[str, Tensor]:
         """All float32 weights by the model's own names: merged where something is trained, elsewhere what the module
         computes with."""
-        found = {name: p.detach().float() for name, p in self.model.named_parameters()}
-        return found | self.heads.weights() | {f"{name}.weight": x.merged() for name, x in self.adapters.items()}
+        result = {name: p.detach().float() for name, p in self.model.named_parameters()}
+        return result | self.heads.weights() | {f"{name}.weight": x.merged() for name, x in self.adapters.items()}
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         return value
@@ -249,10 +249,10 @@ class Adapters:
 
 def digest(model: nn.Module) -> bytes:
     """SHA-256 of all float32 weights but new heads. A checkpoint has it, since it has not the weights."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name, value in values(model):
         if name.removesuffix(".weight") in HEADS:
             continue
-        found.update(f"{name} {tuple(value.shape)}".encode())
-        found.update(value.detach().float().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.digest()
+        result.update(f"{name} {tuple(value.shape)}".encode())
+        result.update(value.detach().float().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return result.digest()

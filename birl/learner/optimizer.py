@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from birl.learner.split_lora import SplitAdapters
 
 
-class Masters:
+class MasterWeights:
     """float32 masters of a module's parameters; `tensors[name].grad` is the float32 gradient summed over
     micro-batches. With `offload` masters and gradients are in CPU memory, and so AdamW's state and its step."""
 
@@ -74,9 +74,9 @@ class Masters:
         return 0
 
 
-class Parts:
-    """This rank's parts of the parameters of a model that FSDP has split, with the same members as `Masters`. They are
-    the float32 masters themselves; the copies that are computed with exist only for a moment."""
+class ShardedMasterWeights:
+    """This rank's parts of the parameters of a model that FSDP has split, with the members of `MasterWeights`. They
+    are the float32 masters themselves; the copies that are computed with exist only for a moment."""
 
     def __init__(self, parameters: dict[str, Any], summands: Sequence[str] = (), group: Any = None) -> None:
         """`parameters`: DTensors by name. `summands`: those that the ranks of `group` have alike, but each with a part
@@ -146,7 +146,7 @@ def move_grad_to(master: Any):
 
 
 def adamw(
-    masters: "Masters | Parts | Adapters | SplitAdapters",
+    masters: "MasterWeights | ShardedMasterWeights | Adapters | SplitAdapters",
     *,
     betas: tuple[float, float],
     eps: float,

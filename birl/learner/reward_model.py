@@ -51,8 +51,8 @@ class RewardModel:
         pairs = enumerate(zip(prompts, completions, strict=True))
         samples = [scored(self.read(p, c), self.group(prompts, i)) for i, (p, c) in pairs]
         batches = pack(samples, [0.0] * len(samples), self.tokens)
-        found = by_sample(batches, self.learner.each(batches, self.learner.forward), len(samples))
-        return [each.item() for each in found]
+        result = by_sample(batches, self.learner.each(batches, self.learner.forward), len(samples))
+        return [each.item() for each in result]
 
     def read(self, prompt: Any, completion: str) -> Tokens:
         asked = prompt if isinstance(prompt, str) else messages_of(prompt, "reward model", "prompt")

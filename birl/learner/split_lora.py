@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from birl.learner.lora import Adapter, Lora, Origin, Sum, Total, digest, first_a, kept, lengths, targets
-from birl.learner.optimizer import Parts
+from birl.learner.optimizer import ShardedMasterWeights
 from birl.models.heads import HEADS, score_head
 from birl.parallel.layout import Layout, local
 from birl.parallel.norm import sum_gradients
@@ -42,7 +42,7 @@ def prepare(model: nn.Module, lora: Lora, dtype: torch.dtype, ranks: Ranks) -> O
 
 
 class SplitAdapters:
-    """This rank's parts of A, B and magnitudes, with the same members as `Masters`."""
+    """This rank's parts of A, B and magnitudes, with the same members as `MasterWeights`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SplitAdapters:
     ) -> None:
         """`parameters`: what is trained, as DTensors by name, with the heads' weights and those that `lora` means."""
         self.model, self.origin, self.marks = model, origin, origin.marks
-        self.heads = Parts({name: p for name, p in parameters.items() if name.split(".")[0] in HEADS})
+        self.heads = ShardedMasterWeights({name: p for name, p in parameters.items() if name.split(".")[0] in HEADS})
         random = torch.Generator().manual_seed(lora.seed)
         self.adapters: dict[str, Adapter] = {}
         self.layouts: dict[str, Layout] = {}
@@ -105,10 +105,10 @@ class SplitAdapters:
 
     def weights(self) -> dict[str, Tensor]:
         """All float32 weights by the model's own names, as DTensors."""
-        found = {name: p.detach().float() for name, p in self.model.named_parameters()} | self.heads.weights()
+        result = {name: p.detach().float() for name, p in self.model.named_parameters()} | self.heads.weights()
         for name, adapter in self.adapters.items():
-            found[f"{name}.weight"] = self.layouts[f"{name}.weight"].whole(adapter.merged())
-        return found
+            result[f"{name}.weight"] = self.layouts[f"{name}.weight"].whole(adapter.merged())
+        return result
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         if name in self.heads.tensors:

@@ -91,13 +91,13 @@ class Writer(StorageWriter):
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             full = (chunk for chunk in entry.chunks if prod(chunk.sizes))  # ranks may have nothing of a tensor
-            found = [(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in full]
+            result = [(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in full]
             tensors[name] = {
                 "shape": list(entry.size),
                 "dtype": str(entry.properties.dtype).removeprefix("torch."),
                 "parts": [
                     {"at": list(chunk.offsets), "shape": list(chunk.sizes), "file": file, "offset": offset}
-                    for chunk, (file, offset) in found
+                    for chunk, (file, offset) in result
                 ],
             }
         write_index(self.path, tensors)
@@ -178,12 +178,12 @@ def read_index(folder: Path) -> Metadata:
             f"unpickled here. `birl checkpoints {run} convert` writes it anew."
         )
     try:
-        found = read_json(folder / INDEX)
-        expect(isinstance(found, dict) and found.get("format") == FORMAT, f"its format is not {FORMAT}")
-        expect(isinstance(found.get("tensors"), dict), "it has no tensors")
+        result = read_json(folder / INDEX)
+        expect(isinstance(result, dict) and result.get("format") == FORMAT, f"its format is not {FORMAT}")
+        expect(isinstance(result.get("tensors"), dict), "it has no tensors")
         places: dict[MetadataIndex, Any] = {}
         used: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        tensors: Any = {name: _tensor(name, entry, places, used) for name, entry in found["tensors"].items()}
+        tensors: Any = {name: _tensor(name, entry, places, used) for name, entry in result["tensors"].items()}
         for name, spans in used.items():
             _within(inside(folder, name), sorted(spans))
     except (OSError, ValueError) as error:

@@ -55,17 +55,17 @@ def token_figures(samples: Sequence[Sample], seen: Mapping[Key, Tensor]) -> Call
     credited = {key(s): s for s in samples if isinstance(s.advantage, tuple)}
 
     def of(sample: Sample) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         place = key(sample)
         if place in credited:
             own = credited[place]
-            found["advantages"] = trained(own, per_token(own))
+            result["advantages"] = trained(own, per_token(own))
         if place in seen and len(seen[place]) == sum(sample.mask):
             logp, entropy = seen[place].double().T.tolist()
             gaps = [now - then for now, then in zip(logp, trained(sample, sample.logprobs), strict=True)]
-            found["gaps"] = [_short(gap) for gap in gaps] if any(gaps) else 0.0
-            found["entropies"] = [_short(value) for value in entropy]
-        return found
+            result["gaps"] = [_short(gap) for gap in gaps] if any(gaps) else 0.0
+            result["entropies"] = [_short(value) for value in entropy]
+        return result
 
     return of
 

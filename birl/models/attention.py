@@ -134,13 +134,13 @@ class Packed:
 
     def areas(self, window: int | None) -> list[Area]:
         """Each tree with its mask as 0 and -inf."""
-        found, start = [], 0
+        result, start = [], 0
         for tree in self.trees:
             if (tree, window) not in self.masks:
                 self.masks[tree, window] = bias(tree_mask(tree, window))
-            found.append((start, start, self.masks[tree, window]))
+            result.append((start, start, self.masks[tree, window]))
             start += len(tree)
-        return found
+        return result
 
 
 def tree_mask(tree: Tree, window: int | None, first: int = 0, last: int | None = None) -> Tensor:

@@ -16,8 +16,8 @@ def run(words: Sequence[str]) -> int:
             return _list(entries)
         case ["verify"]:
             problems = {p.name: verify(p, digests=True) for p in entries}
-            for name, found in problems.items():
-                print(f"{name}: {'; '.join(found) or 'intact'}")
+            for name, result in problems.items():
+                print(f"{name}: {'; '.join(result) or 'intact'}")
             return 1 if any(problems.values()) else 0
         case ["clear", "--all"]:
             return _clear(entries)
@@ -36,8 +36,8 @@ def _list(entries: Sequence[Path]) -> int:
     for path in entries:
         size = sum(f.stat().st_size for f in path.iterdir()) / 2**20
         when = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        found = verify(path, digests=False)
-        print(f"  {path.name}  {size:,.0f} MiB  {when}  {found[0] if found else 'complete'}")
+        result = verify(path, digests=False)
+        print(f"  {path.name}  {size:,.0f} MiB  {when}  {result[0] if result else 'complete'}")
     return 0
 
 

@@ -232,8 +232,8 @@ class _Layer(torch.autograd.Function):
         kept = ctx.kept or decoder.forward(layer, ctx.x, cosine, sine, layout, in_place=False)[1]
         ctx.kept = ctx.x = None
         grad = grads[0].contiguous()
-        found = decoder.backward(layer, kept, cosine, sine, layout, grad)
-        return grad, None, None, None, None, None, *found
+        result = decoder.backward(layer, kept, cosine, sine, layout, grad)
+        return grad, None, None, None, None, None, *result
 
 
 class _Embed(torch.autograd.Function):
@@ -277,20 +277,20 @@ def decoder_for(model: nn.Module) -> Decoder | None:
     if embeddings is None:
         return None
     weight = cast(Any, embeddings()).weight
-    found, made_for = MADE.get(model), (weight.dtype, weight.device)
-    if found is None or found[0] != made_for:
+    result, made_for = MADE.get(model), (weight.dtype, weight.device)
+    if result is None or result[0] != made_for:
         kernel = kernels.load(weight.dtype, head_dim(model)) if fits(model) else None
-        found = (made_for, None if kernel is None else Decoder(model, kernel))
-        MADE[model] = found
-    return found[1]
+        result = (made_for, None if kernel is None else Decoder(model, kernel))
+        MADE[model] = result
+    return result[1]
 
 
 def weights_changed(model: nn.Module) -> None:
     """Forget every laid-out copy. Call after each optimizer step and each load: PyTorch's fused AdamW writes weights
     without counting it in `_version`."""
-    found = MADE.get(model)
-    if found is not None and found[1] is not None:
-        found[1].stale()
+    result = MADE.get(model)
+    if result is not None and result[1] is not None:
+        result[1].stale()
 
 
 def head_dim(model: nn.Module) -> int:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 def digest(tensor: Tensor) -> str:
     """xxh3-128 of type, shape and bytes. It finds damage and mix-ups, not malice."""
-    found = xxhash.xxh3_128(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
-    found.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    result = xxhash.xxh3_128(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
+    result.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return result.hexdigest()
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -120,11 +120,11 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
         slots_of(model)
         expected = alone()
         for name, way in (("packed", packed_rows), ("over the cache", paged)):
-            found = way()
-            gap = (found - expected[: len(found)]).abs().max().item()
+            result = way()
+            gap = (result - expected[: len(result)]).abs().max().item()
             if gap <= BOUND:
                 continue
-            again = [(way() - found).abs().max().item(), (alone() - expected).abs().max().item()]
+            again = [(way() - result).abs().max().item(), (alone() - expected).abs().max().item()]
             raise BirlError(
                 f"{kind} gives other log-probs {name} than alone by transformers' own forward (difference {gap:.2g}, "
                 f"allowed {BOUND}): "
@@ -172,6 +172,6 @@ def check_positions(model: nn.Module) -> None:
 
 def rope_types(model: nn.Module) -> set[str]:
     """Kinds of rotary positions, which some architectures have one of for each kind of layer."""
-    found = getattr(cast(Any, model).config.get_text_config(), "rope_parameters", None) or {}
-    nested = [found, *(v for v in found.values() if isinstance(v, dict))]
+    result = getattr(cast(Any, model).config.get_text_config(), "rope_parameters", None) or {}
+    nested = [result, *(v for v in result.values() if isinstance(v, dict))]
     return {p["rope_type"] for p in nested if "rope_type" in p}

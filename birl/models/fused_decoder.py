@@ -159,15 +159,15 @@ def fused_for(model: nn.Module) -> FusedDecoder | None:
     """The model on fused kernels, or None where they are not made for it."""
     if model not in MADE:
         MADE[model] = FusedDecoder(model) if fits(model) else None
-    found = MADE[model]
-    return found if found is not None and next(model.parameters()).is_cuda else None
+    result = MADE[model]
+    return result if result is not None and next(model.parameters()).is_cuda else None
 
 
 def weights_changed(model: nn.Module) -> None:
     """The copies for generation are not those of the weights any more."""
-    found = MADE.get(model)
-    if found is not None:
-        found.fresh = False
+    result = MADE.get(model)
+    if result is not None:
+        result.fresh = False
 
 
 def fits(model: nn.Module) -> bool:

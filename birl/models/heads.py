@@ -38,7 +38,7 @@ def scores(hidden: torch.Tensor, score: nn.Linear) -> torch.Tensor:
 
 
 def score_head(model: nn.Module, name: str = "score") -> nn.Linear | None:
-    found = getattr(model, name, None)
-    if found is not None and not (isinstance(found, nn.Linear) and found.out_features == 1):
+    result = getattr(model, name, None)
+    if result is not None and not (isinstance(result, nn.Linear) and result.out_features == 1):
         raise BirlError(f"{type(model).__name__} has a module `{name}` of its own that does not give one number.")
-    return found
+    return result

@@ -92,8 +92,8 @@ def score_weight(file: Path) -> Tensor | None:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
-        found = "score.weight" in opened.keys()  # noqa: SIM118  safetensors' file is no mapping
-        return opened.get_tensor("score.weight").float() if found else None
+        result = "score.weight" in opened.keys()  # noqa: SIM118  safetensors' file is no mapping
+        return opened.get_tensor("score.weight").float() if result else None
 
 
 def load_model(
@@ -194,12 +194,12 @@ def check_report(folder: Path, model: nn.Module, report: dict[str, Any]) -> None
         f"{name} ({tuple(stored)} instead of {tuple(wanted)})"
         for name, stored, wanted in sorted(report.get("mismatched_keys") or [])
     ]
-    found = [
+    result = [
         f"{kind} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for kind, keys in problems.items() if keys
     ]
-    if found:
+    if result:
         raise BirlError(
-            f"{folder}: the weights do not belong to its config.json ({type(model).__name__}): {'; '.join(found)}."
+            f"{folder}: the weights do not belong to its config.json ({type(model).__name__}): {'; '.join(result)}."
         )
 
 

@@ -137,9 +137,9 @@ def over_parts(
     dist.all_reduce(total, group=group)
     whole = largest + total.log()
     log_share = norm - whole
-    found = torch.stack([(logprobs + log_share).where(here, 0.0), log_share.exp() * (entropy - log_share)])
-    dist.all_reduce(found, group=group)
-    return found[0].clone(), found[1].clone(), whole  # FSDP wants no views
+    result = torch.stack([(logprobs + log_share).where(here, 0.0), log_share.exp() * (entropy - log_share)])
+    dist.all_reduce(result, group=group)
+    return result[0].clone(), result[1].clone(), whole  # FSDP wants no views
 
 
 def first_row(weight: DTensor) -> int:
@@ -198,8 +198,8 @@ class _KernelLogprobs(torch.autograd.Function):
         logprobs, entropy, norm = torch.empty(3, len(hidden), dtype=torch.float32).unbind()
         wide = CELL if head.kernels.dtype == torch.bfloat16 else 1  # of a cell of words one number is kept
         for rows in _chunks(len(hidden), chunk * wide // len(weight)):
-            found = head.logprobs(hidden[rows], targets[rows], temperature)
-            logprobs[rows], norm[rows], entropy[rows] = found
+            result = head.logprobs(hidden[rows], targets[rows], temperature)
+            logprobs[rows], norm[rows], entropy[rows] = result
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
         ctx.temperature, ctx.chunk, ctx.head = temperature, chunk, head
         ctx.set_materialize_grads(False)

@@ -18,16 +18,16 @@ def files(content: bytes) -> dict[str, dict[str, Any]]:
     """Name -> bytes and SHA-256, of a manifest's content. Raises `ValueError` where it is none: it must list a file,
     and names must be relative paths without `..`."""
     data = parse_json(content)
-    found = data.get("files") if isinstance(data, dict) else None
-    if not isinstance(found, dict) or not found:
+    result = data.get("files") if isinstance(data, dict) else None
+    if not isinstance(result, dict) or not result:
         raise ValueError("it lists no files")
-    for name, entry in found.items():
+    for name, entry in result.items():
         if not is_name(name):
             raise ValueError(f"the name {name!r} leads out of the folder")
         size, sha256 = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
             raise ValueError(f"{name} has no size and SHA-256 there")
-    return found
+    return result
 
 
 def damage(

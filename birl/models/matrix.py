@@ -103,21 +103,21 @@ class Matrix:
         weights = [m.weight for m in self.linears]
         sizes = [len(w) for w in weights]
         trained = [w.requires_grad for w in weights]
-        found: list[Tensor | None]
+        result: list[Tensor | None]
         if not any(trained):
-            found = [None] * len(weights)
+            result = [None] * len(weights)
         elif self.kernels.dtype == torch.bfloat16:
             packed = self.kernels.pack([x], transposed=True)
-            found = [outer(self.kernels, w, g, packed) for w, g in zip(weights, grad.split(sizes, 1), strict=True)]
+            result = [outer(self.kernels, w, g, packed) for w, g in zip(weights, grad.split(sizes, 1), strict=True)]
         elif all(trained):
-            found = [*torch.mm(grad.T, x).split(sizes)]
+            result = [*torch.mm(grad.T, x).split(sizes)]
         else:
             parts = zip(trained, grad.split(sizes, 1), strict=True)
-            found = [torch.mm(g.T, x) if wanted else None for wanted, g in parts]
+            result = [torch.mm(g.T, x) if wanted else None for wanted, g in parts]
         if self.bias is not None:
             sums = grad.sum(0, dtype=torch.float32).split(sizes)
-            found += [deposit(m.bias, g) for m, g in zip(self.linears, sums, strict=True)]
-        return found
+            result += [deposit(m.bias, g) for m, g in zip(self.linears, sums, strict=True)]
+        return result
 
 
 def deposit(parameter: Tensor, grad: Tensor) -> Tensor | None:

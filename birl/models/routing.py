@@ -78,8 +78,8 @@ class Routing:
         size = self.layers * self.k * self.dtype.itemsize
         if routes.shape[1] != size:
             raise BirlError(f"Routes of {routes.shape[1]} bytes a token, where this model's have {size}.")
-        found = routes.contiguous().view(self.dtype).view(len(routes), self.layers, self.k).long()
-        return found.masked_fill(found == 255, -1) if self.dtype == torch.uint8 else found
+        result = routes.contiguous().view(self.dtype).view(len(routes), self.layers, self.k).long()
+        return result.masked_fill(result == 255, -1) if self.dtype == torch.uint8 else result
 
     def _choose(self, layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, weights, chosen = output

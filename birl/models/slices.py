@@ -180,8 +180,8 @@ def _built(config: Any) -> Any:
 def _targets(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and the buffers that are saved, by every name that they have: tied ones have several."""
     kept = model.state_dict(keep_vars=True).keys()
-    found = dict(model.named_parameters(remove_duplicate=False))
-    return found | {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in kept}
+    result = dict(model.named_parameters(remove_duplicate=False))
+    return result | {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in kept}
 
 
 def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[str, list[Box]], set[str]]:
@@ -189,7 +189,7 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
-    found: dict[str, list[Box]] = {}
+    result: dict[str, list[Box]] = {}
     parts: dict[str, list[tuple[int, int, Path, str, tuple[int, ...]]]] = {}
     unexpected: set[str] = set()
     for file, key, shape in _stored(folder):
@@ -197,7 +197,7 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
         if name not in targets:
             unexpected.add(key)
         elif pattern is None:
-            found[name] = [Box(file, key, (0,) * len(shape), shape, shape)]
+            result[name] = [Box(file, key, (0,) * len(shape), shape, shape)]
         else:
             which = _source(converters, pattern)
             expert = int(re.findall(r"\.(\d+)\.", key)[-1])
@@ -206,9 +206,9 @@ def _boxes(folder: Path, model: Any, targets: dict[str, Tensor]) -> tuple[dict[s
         place = 0
         for expert, which, file, key, shape in sorted(tensors, key=lambda t: t[:2]):
             place = 0 if which == 0 else place
-            found.setdefault(name, []).append(Box(file, key, (expert, place, 0), (1, *shape), shape))
+            result.setdefault(name, []).append(Box(file, key, (expert, place, 0), (1, *shape), shape))
             place += shape[0]
-    return found, unexpected
+    return result, unexpected
 
 
 def _source(converters: Sequence[WeightConverter], pattern: str) -> int:
@@ -281,8 +281,8 @@ def _opened() -> Iterator[Read]:
     def read(file: Path, key: str, where: tuple[slice, ...]) -> Tensor:
         if current[0] != file:
             current[:] = [file, safe_open(file, framework="pt")]
-        found = current[1].get_slice(key)
-        return found[where] if where else current[1].get_tensor(key)
+        result = current[1].get_slice(key)
+        return result[where] if where else current[1].get_tensor(key)
 
     try:
         yield read

@@ -37,7 +37,7 @@ from birl.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContextShard:
     """What a rank computes of a micro-batch. tokens, positions [t]; source, targets: of the trained tokens that are
     predicted from a token of its own; order [N]: the trained tokens rank by rank; counts: how many each rank has."""
 
@@ -55,13 +55,13 @@ class Part:
         return figures if self.order is None else join(figures, self.order, self.counts, self.group)
 
 
-def whole(batch: Batch) -> Part:
+def whole(batch: Batch) -> ContextShard:
     """Everything, where no other rank shares a row."""
     layout = packed(batch.trees, batch.tokens.device)
-    return Part(batch.tokens, batch.positions, layout, batch.source, batch.targets)
+    return ContextShard(batch.tokens, batch.positions, layout, batch.source, batch.targets)
 
 
-def split(batch: Batch, ranks: Ranks) -> Part:
+def split(batch: Batch, ranks: Ranks) -> ContextShard:
     """This rank's part of a micro-batch, whose tokens n must divide."""
     n, device = ranks.grid.cp, batch.tokens.device
     if n == 1:
@@ -81,7 +81,7 @@ def split(batch: Batch, ranks: Ranks) -> Part:
     own = source // len(mine)
     order, counts = own.argsort(stable=True), tuple(own.bincount(minlength=n).tolist())
     chosen = order.split(list(counts))[rank]
-    return Part(
+    return ContextShard(
         tokens=batch.tokens[mine],
         positions=batch.positions[mine],
         layout=layout,
@@ -114,12 +114,12 @@ class Gathered:
     def areas(self, window: int | None) -> list[Area]:
         """Each piece against the row from its tree's beginning to its own end."""
         if window not in self.known:
-            found, row = [], 0
+            result, row = [], 0
             for p in self.pieces:
                 mask = tree_mask(self.trees[p.tree], window, p.first - p.start, p.last - p.start)
-                found.append((row, p.start, bias(mask.to(self.place.device))))
+                result.append((row, p.start, bias(mask.to(self.place.device))))
                 row += len(p)
-            self.known[window] = found
+            self.known[window] = result
         return self.known[window]
 
     def cut(self, window: int | None) -> varlen.Segments:

@@ -39,8 +39,8 @@ P = ParamSpec("P")
 NAMES = {"learn": "train", "update": "train", "write": "checkpoint", "measure": "validate"}  # as rank 0 calls its part
 
 
-class Crew:
-    """All ranks of a learner; `Crew(Ranks())` is one alone, for which a call is a call."""
+class RankGroup:
+    """All ranks of a learner; `RankGroup(Ranks())` is one alone, for which a call is a call."""
 
     def __init__(self, ranks: Ranks, timeout: float = 600.0) -> None:
         """`timeout`: longest that ranks wait for one another at the end of a call [s]."""
@@ -86,9 +86,9 @@ class Crew:
         """(every rank) What each rank has, in their order."""
         if self.ranks.alone:
             return [value]
-        found: list[Any] = [None] * self.ranks.grid.size
-        dist.all_gather_object(found, value)
-        return found
+        result: list[Any] = [None] * self.ranks.grid.size
+        dist.all_gather_object(result, value)
+        return result
 
     def close(self) -> None:
         """Rank 0 has no more to do."""
@@ -111,8 +111,8 @@ class Crew:
                 )
 
     def _flight(self) -> str:
-        found = flight.last()
-        return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{found}" if found else ""
+        result = flight.last()
+        return f"\nThe last collectives of rank {self.ranks.rank}, the newest first:\n{result}" if result else ""
 
     def failure(self, wait: float = 0.0) -> str:
         """What the rank said that failed first, else what is known of one that is gone; empty where there is none of

@@ -40,9 +40,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        found = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        all_gather(found, x.contiguous(), group=group)
-        return found
+        result = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        all_gather(result, x.contiguous(), group=group)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -70,9 +70,9 @@ class _Join(torch.autograd.Function):
         ctx.own = order.split(list(counts))[rank]
         ctx.set_materialize_grads(False)  # a figure that the loss does not read has no gradient to compute
         own = torch.nn.functional.pad(torch.stack(figures), (0, longest - counts[rank]))
-        found = own.new_empty(len(counts) * len(figures), longest)
-        all_gather(found, own, group=group)
-        parts = found.view(len(counts), len(figures), longest)
+        result = own.new_empty(len(counts) * len(figures), longest)
+        all_gather(result, own, group=group)
+        parts = result.view(len(counts), len(figures), longest)
         whole = own.new_empty(len(figures), len(order))
         whole[:, order] = torch.cat([part[:, :n] for part, n in zip(parts, counts, strict=True)], 1)
         return tuple(row.clone() for row in whole)
@@ -83,6 +83,6 @@ class _Join(torch.autograd.Function):
 
 
 def _sent(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(found, x.contiguous(), group=group)
-    return found
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(result, x.contiguous(), group=group)
+    return result

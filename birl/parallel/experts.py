@@ -34,11 +34,11 @@ def spread(model: nn.Module, ranks: Ranks) -> list[nn.Module]:
     """Leave each rank of `ranks` its own experts, as DTensors [E, out, in] split in the first dimension, and route
     tokens to them. Returns the modules that have them. Raises `BirlError` where that is impossible."""
     assert ranks.experts is not None
-    found, ep, rest = experts_of(model), ranks.grid.ep, ranks.experts["rest"].size()
-    if not found:
+    result, ep, rest = experts_of(model), ranks.grid.ep, ranks.experts["rest"].size()
+    if not result:
         raise BirlError(f"parallel.ep={ep}: {type(model).__name__} has no experts. Set parallel.ep=1.")
     group, place = ranks.experts.get_group("ep"), ranks.experts.get_local_rank("ep")
-    for module in found:
+    for module in result:
         check(module, ep, rest)
         for name, parameter in list(module.named_parameters(recurse=False)):
             mine = parameter.data.chunk(ep)[place].clone()
@@ -46,7 +46,7 @@ def spread(model: nn.Module, ranks: Ranks) -> list[nn.Module]:
             setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
         cast(Any, module).group = group
     cast(Any, model).set_experts_implementation(NAME)
-    return found
+    return result
 
 
 def check(module: nn.Module, ep: int, rest: int) -> None:
@@ -76,10 +76,10 @@ def experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     order = index.reshape(-1).argsort(stable=True)
     rows = hidden[:, None].expand(-1, k, -1).reshape(tokens * k, hidden.shape[1])[order]
     counts = torch.bincount(index.reshape(-1), minlength=module.num_experts)
-    found = there_and_back(module, rows, counts)
+    result = there_and_back(module, rows, counts)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return (found[back].view(tokens, k, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
+    return (result[back].view(tokens, k, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 def there_and_back(module: Any, rows: Tensor, counts: Tensor) -> Tensor:

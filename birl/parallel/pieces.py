@@ -69,7 +69,7 @@ def lines(trees: Sequence[Tree]) -> Iterator[Piece]:
 
 def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:
     """The pieces of each rank, in the row's order."""
-    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    result: list[list[Piece]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for line in lines(trees):
         each, rest = divmod(len(line), 2 * ranks)
@@ -82,10 +82,10 @@ def zigzag(trees: Sequence[Tree], ranks: int) -> list[list[Piece]]:
         late = [each + n // 2 for n in extra]
         for rank, n in [*enumerate(early), *reversed(list(enumerate(late)))]:
             if n:
-                _append(found[rank], replace(line, first=place, last=place + n))
+                _append(result[rank], replace(line, first=place, last=place + n))
             place += n
         loads = [load + a + b for load, a, b in zip(loads, early, late, strict=True)]
-    return found
+    return result
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:
@@ -103,8 +103,8 @@ def imbalance(shares: Sequence[Sequence[Piece]], window: int | None = None) -> f
 
 def foreign(shares: Sequence[Sequence[Piece]], window: int | None = None) -> list[int]:
     """For each rank, how many tokens of other ranks its own tokens see: what it would have to be sent at least."""
-    found = []
+    result = []
     for pieces in shares:
         own = {t for p in pieces for t in range(p.first, p.last)}
-        found.append(len({t for p in pieces for r in p.seen(window) for t in r} - own))
-    return found
+        result.append(len({t for p in pieces for r in p.seen(window) for t in r} - own))
+    return result

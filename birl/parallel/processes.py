@@ -17,11 +17,11 @@ import torch
 
 from birl.allocator import keep_memory
 from birl.errors import BirlError
-from birl.parallel.crew import Crew, stop_at_once
+from birl.parallel.crew import RankGroup, stop_at_once
 from birl.parallel.machine import compute_thread
 from birl.parallel.ranks import STORE, Grid, join
 from birl.process import free_port
-from birl.process_group import Group
+from birl.process_group import ProcessGroup
 
 SHOWN = 4000  # characters of a rank's log that an error shows
 
@@ -29,7 +29,7 @@ SHOWN = 4000  # characters of a rank's log that an error shows
 @contextmanager
 def rank_processes(
     grid: Grid, device: torch.device, timeout: float, words: Sequence[str], text: str, threads: int, folder: Path
-) -> Iterator[Crew]:
+) -> Iterator[RankGroup]:
     """Rank 0's view of all ranks. Unless a launcher started the others, each is a process `words` that reads `text`
     from its standard input, computes on `threads` threads and prints to rank-N.log in `folder`. When the body raises,
     the others, which may wait for rank 0 anywhere, are not waited for. `timeout` [s]: of each exchange."""
@@ -47,7 +47,7 @@ def rank_processes(
                 children.append(Child(rank, words, text, env, folder / f"rank-{rank}.log"))
                 stack.callback(children[-1].end)
         stack.callback(leave)
-        crew = Crew(join(grid, device, timeout), timeout)
+        crew = RankGroup(join(grid, device, timeout), timeout)
         crew.ended = lambda: next((word for c in children if (word := c.word())), "")
         crew.watch(stop_at_once)
         try:
@@ -77,7 +77,7 @@ class Child:
 
     def __init__(self, rank: int, words: Sequence[str], text: str, env: dict[str, str], log: Path) -> None:
         self.rank, self.log = rank, log
-        self.process = Group([*words], log=log, env=os.environ | env, text=text)
+        self.process = ProcessGroup([*words], log=log, env=os.environ | env, text=text)
         self.kill = self.process.kill
 
     def word(self) -> str:
@@ -95,7 +95,7 @@ class Child:
 
 
 def follow(
-    grid: Grid, device: torch.device, timeout: float, threads: int, make: Callable[[Crew, Executor], Any]
+    grid: Grid, device: torch.device, timeout: float, threads: int, make: Callable[[RankGroup, Executor], Any]
 ) -> None:
     """The life of a rank other than 0: `make` its worker, then do what rank 0 calls.
 
@@ -104,7 +104,7 @@ def follow(
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    crew = Crew(join(grid, device, timeout), timeout)
+    crew = RankGroup(join(grid, device, timeout), timeout)
     try:
         with compute_thread(threads) as compute:
             crew.follow(compute.submit(make, crew, compute).result(), compute)

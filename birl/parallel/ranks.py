@@ -113,9 +113,9 @@ class Ranks:
         own = [compute(w) for w in self.mine(work)]
         if self.shares == 1:
             return own
-        found: list[Any] = [None] * self.shares
-        dist.all_gather_object(found, [t.cpu() for t in own], group=self.groups["share"])
-        return [found[n % self.shares][n // self.shares] for n in range(len(work))]
+        result: list[Any] = [None] * self.shares
+        dist.all_gather_object(result, [t.cpu() for t in own], group=self.groups["share"])
+        return [result[n % self.shares][n // self.shares] for n in range(len(work))]
 
     def told(self, value: T) -> T:
         """What the first rank has; the others' value does not matter."""
@@ -129,11 +129,11 @@ class Ranks:
         """Each figure summed over the shares, or the largest of them. A name that some rank lacks counts as nothing."""
         if self.shares == 1:
             return values
-        found: list[Any] = [None] * self.shares
-        dist.all_gather_object(found, values, group=self.groups["share"])
-        names = list(dict.fromkeys(n for one in found for n in one))
+        result: list[Any] = [None] * self.shares
+        dist.all_gather_object(result, values, group=self.groups["share"])
+        names = list(dict.fromkeys(n for one in result for n in one))
         reduce = max if largest else sum
-        return {n: reduce(one[n] for one in found if n in one) for n in names}
+        return {n: reduce(one[n] for one in result if n in one) for n in names}
 
 
 def join(grid: Grid, device: torch.device, timeout: float) -> Ranks:

@@ -89,7 +89,7 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
     in neither."""
     own: dict[str, str] = getattr(body.config, "base_model_tp_plan", None) or {}
     wide = {(width,) for width in widths}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for path, module in body.named_modules():
         shapes = [p.shape for p in module.parameters(recurse=False)]
         last = path.rpartition(".")[2]
@@ -105,8 +105,8 @@ def plan(body: nn.Module, widths: set[int]) -> dict[str, str]:
                 f"parallel.tp: {path} of {type(body).__name__} is nothing that birl can split over several ranks. Set "
                 "parallel.tp=1, and parallel.fsdp to split the weights."
             )
-        found[path] = kind
-    return found
+        result[path] = kind
+    return result
 
 
 class Columns(ParallelStyle):
@@ -163,8 +163,8 @@ class Words(ParallelStyle):
             with parts(module):
                 own = tokens - first
                 absent = (own < 0) | (own >= len(cast(Tensor, module.weight)))
-                found = inner(own.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
-            return self.regions.leave(found)
+                result = inner(own.masked_fill(absent, 0)).masked_fill(absent[..., None], 0.0)
+            return self.regions.leave(result)
 
         module.forward = forward
         return module

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from birl.errors import BirlError
 from birl.models.shape import Shape
 from birl.plan.cluster import Cluster
-from birl.plan.layout import Layout, Work, check, layouts
+from birl.plan.layout import Layout, Workload, check, layouts
 from birl.plan.rank_memory import RESERVED, USABLE, memory
-from birl.plan.step import Step, step
+from birl.plan.step import StepTime, step
 
 GIB = 2**30
 
@@ -18,9 +18,9 @@ class Plan:
     """A layout with the micro-batch and the checkpointing that make it fastest; `memory` is bytes by purpose."""
 
     layout: Layout
-    work: Work
+    work: Workload
     memory: dict[str, float]
-    step: Step
+    step: StepTime
 
     @property
     def bytes(self) -> float:
@@ -28,23 +28,23 @@ class Plan:
 
 
 def best(
-    shape: Shape, cluster: Cluster, work: Work, wanted: dict[str, int], keep: str = "", microbatch: int = 0
+    shape: Shape, cluster: Cluster, work: Workload, wanted: dict[str, int], keep: str = "", microbatch: int = 0
 ) -> list[Plan]:
     """One plan for each layout that fits, fastest first. `wanted`: axes that are given, by name; `keep`, `microbatch`:
     chosen where they are not given. Raises `BirlError` where nothing divides or fits, with what comes nearest."""
     possible = [one for one in layouts(shape, cluster) if all(getattr(one, a) == n for a, n in wanted.items())]
     if not possible:
         _refuse(shape, cluster, wanted)
-    found = [list(_plans(shape, cluster, layout, work, keep, microbatch)) for layout in possible]
-    if not any(found):
+    result = [list(_plans(shape, cluster, layout, work, keep, microbatch)) for layout in possible]
+    if not any(result):
         raise BirlError(
             f"batch={work.batch} is less than one sequence of {work.sequence} tokens for every share of the samples; "
             f"set batch={work.sequence * min(one.shares for one in possible)} or more, or fewer gpus."
         )
     room = USABLE * cluster.memory
-    fitting = [min(fits, key=lambda p: p.step.seconds) for one in found if (fits := _within(one, room))]
+    fitting = [min(fits, key=lambda p: p.step.seconds) for one in result if (fits := _within(one, room))]
     if not fitting:
-        least = min((plan for one in found for plan in one), key=lambda plan: plan.bytes)
+        least = min((plan for one in result for plan in one), key=lambda plan: plan.bytes)
         raise BirlError(
             f"Nothing fits: {least.layout} needs least, {least.bytes / GIB:.1f} GiB a GPU with micro-batches of "
             f"{least.work.microbatch} tokens, and {room / GIB:.1f} GiB are usable. Set gpus higher, sequence lower, or "
@@ -57,7 +57,9 @@ def _within(plans: Iterable[Plan], room: float) -> list[Plan]:
     return [plan for plan in plans if plan.bytes <= room]
 
 
-def _plans(shape: Shape, cluster: Cluster, layout: Layout, work: Work, keep: str, microbatch: int) -> Iterator[Plan]:
+def _plans(
+    shape: Shape, cluster: Cluster, layout: Layout, work: Workload, keep: str, microbatch: int
+) -> Iterator[Plan]:
     """Micro-batches of 1, 2, 4 ... sequences, as far as the batch goes."""
     most = work.batch // layout.shares
     sizes = [work.sequence * 2**n for n in range(max(most // work.sequence, 0).bit_length())]

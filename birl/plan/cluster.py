@@ -56,5 +56,5 @@ def cluster_of(kind: str, gpus: int, changes: dict[str, float] | None = None) ->
     """A kind in `KINDS` with some of its figures replaced. Raises `BirlError`."""
     if kind not in KINDS:
         raise BirlError(f"gpu={kind}: there is no such kind; {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
-    found = Cluster(gpus=gpus, **KINDS[kind])
-    return replace(found, **(changes or {}))
+    result = Cluster(gpus=gpus, **KINDS[kind])
+    return replace(result, **(changes or {}))

@@ -8,7 +8,7 @@ from birl.errors import BirlError, did_you_mean
 from birl.models.shape import Shape, shape_of
 from birl.plan.best import GIB, Plan, best, limits
 from birl.plan.cluster import Cluster, cluster_of
-from birl.plan.layout import KEEPS, Work
+from birl.plan.layout import KEEPS, Workload
 
 SHOWN = 10
 CLUSTER = ("node", "flops", "memory", "hbm", "inside", "between", "efficiency")
@@ -61,16 +61,16 @@ def run(words: list[str], *, as_json: bool = False) -> dict[str, Any]:
     shape = shape_of(asked.model)
     changes = {name: value for name in CLUSTER if (value := getattr(asked, name))}
     cluster = cluster_of(asked.gpu, asked.gpus, changes)
-    work = Work(batch=asked.batch, microbatch=asked.microbatch or asked.sequence, sequence=asked.sequence)
+    work = Workload(batch=asked.batch, microbatch=asked.microbatch or asked.sequence, sequence=asked.sequence)
     wanted = {axis: size for axis in FIXED if (size := getattr(asked, axis))}
     plans = best(shape, cluster, work, wanted, asked.keep, asked.microbatch)
-    found = {
+    result = {
         "model": {"name": asked.model, "parameters": shape.parameters, "shape": asdict(shape)},
         "cluster": asdict(cluster),
         "plans": [asdict(plan) | {"bytes": plan.bytes} for plan in plans],
     }
-    print(json.dumps(found, indent=1) if as_json else "\n".join(render(asked, shape, cluster, plans)))
-    return found
+    print(json.dumps(result, indent=1) if as_json else "\n".join(render(asked, shape, cluster, plans)))
+    return result
 
 
 def parse(words: list[str]) -> Question:

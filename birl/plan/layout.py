@@ -15,7 +15,7 @@ KEEPS = ("all", "half", "inputs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Workload:
     """`batch` tokens go through the model in micro-batches of `microbatch` tokens a share, packed from sequences of
     `sequence` tokens.
 

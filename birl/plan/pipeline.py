@@ -30,7 +30,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SimulatedStep:
     """One training step. Times in seconds since the start; `taken` is group numbers, `staleness` of each in training
     steps. `engines` is `Fleet.totals` at `end`, `waited_busy` the engine-seconds of work while the learner
     waited."""
@@ -53,7 +53,7 @@ class Simulation:
     scenario: Scenario
     split: Split
     draws: Draws
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[SimulatedStep] = field(default_factory=list[SimulatedStep])
     versions: list[int] = field(default_factory=list[int])  # by place, of the weights at admission
     taken: set[int] = field(default_factory=set[int])  # places, from `first` on
     first: int = 0  # the first place that was not taken
@@ -63,7 +63,7 @@ class Simulation:
         its = self.scenario
         self.fleet = Fleet(its.engine, its.episodes, self.split.engines, its.run.route)
 
-    def run(self, steps: int) -> list[Step]:
+    def run(self, steps: int) -> list[SimulatedStep]:
         self._admit(slots_of(self.scenario, self.split), 0.0)
         while len(self.steps) < steps:
             self.steps.append(self._step())
@@ -76,7 +76,7 @@ class Simulation:
         self.versions += [done - done % self.scenario.sync.every] * count
         self.fleet.admit(place, self.draws.groups(np.arange(place, place + count)), now)
 
-    def _step(self) -> Step:
+    def _step(self) -> SimulatedStep:
         """The next training step, all clocks from its begin to its end."""
         fleet, its, number = self.fleet, self.scenario, len(self.steps) + 1
         begin = self.steps[-1].end if self.steps else 0.0
@@ -95,7 +95,7 @@ class Simulation:
         fleet.advance(end)
         staleness = tuple(number - 1 - self.versions[place] for place in places)
         assert min(staleness) >= 0 and max(staleness) <= self.split.max_staleness, "the staleness bound does not hold"
-        return Step(
+        return SimulatedStep(
             number=number,
             idle_from=begin,
             start=start,

@@ -5,7 +5,7 @@ bfloat16 weights are there beside them. Activations are split over cp and tp, no
 """
 
 from birl.models.shape import Shape
-from birl.plan.layout import Layout, Work
+from birl.plan.layout import Layout, Workload
 
 RESERVED = 3e9  # CUDA, NCCL's buffers and the libraries; assumed
 USABLE = 0.95  # of the memory; the allocator loses the rest between blocks; assumed
@@ -34,32 +34,32 @@ def mlp_width(shape: Shape) -> float:
     return ((shape.layers - shape.sparse_layers) * shape.inner + sparse) / shape.layers
 
 
-def memory(shape: Shape, layout: Layout, work: Work) -> dict[str, float]:
+def memory(shape: Shape, layout: Layout, work: Workload) -> dict[str, float]:
     """Bytes of one rank, by purpose, at the worst moment: the end of a backward pass's first layer."""
     split = layout.fsdp * layout.cp * layout.tp * layout.pp
     tokens = work.microbatch / (layout.cp * layout.tp)
     dense = (shape.parameters - shape.expert_parameters) / split
     experts = shape.expert_parameters / split
     own = dense + experts
-    found = {
+    result = {
         "weights, float32": 4 * own,
         "gradients, float32": 4 * own,
         "optimizer state": 8 * own,
     }
     if layout.fsdp * layout.cp > 1:
         layer, ends = whole(shape, layout)
-        found["gathered weights"] = 2 * (2 * layer + ends)
-        found["gathered gradients"] = 6 * max(layer, ends)  # bfloat16, and float32 on their way
+        result["gathered weights"] = 2 * (2 * layer + ends)
+        result["gathered gradients"] = 6 * max(layer, ends)  # bfloat16, and float32 on their way
     else:
-        found["weights, bfloat16"] = 2 * own
+        result["weights, bfloat16"] = 2 * own
     layers = shape.layers / layout.pp * min(layout.pp, -(-work.batch // (work.microbatch * layout.shares)))
     again = kept(shape, "all") if work.keep != "all" else 0.0
-    found["activations"] = tokens * (layers * kept(shape, work.keep) + again + 8 * shape.hidden)
-    found["a layer's backward"] = tokens * (4 * shape.hidden + 8 * (shape.hidden + mlp_width(shape)))
+    result["activations"] = tokens * (layers * kept(shape, work.keep) + again + 8 * shape.hidden)
+    result["a layer's backward"] = tokens * (4 * shape.hidden + 8 * (shape.hidden + mlp_width(shape)))
     logits = min(work.logits or CHUNK // shape.vocabulary, work.microbatch / layout.cp)
-    found["logits"] = LOGIT * logits * shape.vocabulary / layout.tp
-    found["reserved"] = RESERVED
-    return found
+    result["logits"] = LOGIT * logits * shape.vocabulary / layout.tp
+    result["reserved"] = RESERVED
+    return result
 
 
 def whole(shape: Shape, layout: Layout) -> tuple[float, float]:

@@ -31,9 +31,9 @@ def run(words: list[str], *, as_json: bool = False, available: float | None = No
     config = load(schema.RL, ["data.train=unread.jsonl", *words])  # it asks for data, of which nothing is read
     check_device(config, torch.device("cpu"))
     folder = resolved(config.model.path, weights=False, say=lambda text: print(text, file=sys.stderr))
-    found = plan(skeleton(folder), config, prompt=config.data.max_prompt_tokens or PROMPT, available=available)
-    print(json.dumps(found, indent=1) if as_json else "\n".join(render(found, config)))
-    return found
+    result = plan(skeleton(folder), config, prompt=config.data.max_prompt_tokens or PROMPT, available=available)
+    print(json.dumps(result, indent=1) if as_json else "\n".join(render(result, config)))
+    return result
 
 
 def dry_run(parts: Parts) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def dry_run(parts: Parts) -> dict[str, Any]:
     task = next(parts.stream(0))
     prompt = chat.render(task.prompt)
     longest = max(len(chat.render(t[i].prompt)) for t in parts.train for i in range(len(t)))
-    found = plan(parts.policy.model, config, prompt=longest)
+    result = plan(parts.policy.model, config, prompt=longest)
     steps = counted(parts.total_steps, "step") if parts.total_steps else "an unknown number of steps"
     width = min(shutil.get_terminal_size().columns, 120)
     print(
@@ -50,10 +50,10 @@ def dry_run(parts: Parts) -> dict[str, Any]:
         f"{counted(config.rollout.prompts, 'prompt')} x {counted(config.rollout.group_size, 'answer')}.",
         f"\nFirst prompt ({task.id}, answer {task.answer!r}):",
         textwrap.indent(textwrap.shorten(chat.decode(prompt), 4 * width, placeholder=" ..."), "  ") + "\n",
-        *render(found, config),
+        *render(result, config),
         sep="\n",
     )
-    return {"memory": found, "prompt_tokens": len(prompt), "steps": parts.total_steps}
+    return {"memory": result, "prompt_tokens": len(prompt), "steps": parts.total_steps}
 
 
 def plan(model: nn.Module, config: schema.RL, *, prompt: int, available: float | None = None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _figures(folder: Path) -> dict[str, Any]:
     rolled = {step: its for step, its in rolled.items() if step in {m["step"] for m in steps}}
     name = f"measured: {folder.name}, {len(steps)} of {all_steps} steps"
     reward = float(np.median([m.get("time/reward") or 0.0 for m in steps]))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "engine": {
             "gpus": engine_gpus,
             "max_batch": batch,
@@ -94,10 +94,10 @@ def _figures(folder: Path) -> dict[str, Any]:
             "run": "the run's configuration",
         },
     }
-    _engine(found, steps, rolled, engines, name)
-    _learner(found, steps, rolled, name)
-    _episodes(found, steps, rolled, config)
-    return found
+    _engine(result, steps, rolled, engines, name)
+    _learner(result, steps, rolled, name)
+    _episodes(result, steps, rolled, config)
+    return result
 
 
 def _embedded(config: Mapping[str, Any]) -> bool:
@@ -225,24 +225,24 @@ def nonnegative(columns: Floats, values: Floats) -> tuple[tuple[float, ...], flo
     best, error = np.zeros(columns.shape[1]), np.inf
     for count in range(1, columns.shape[1] + 1):
         for chosen in itertools.combinations(range(columns.shape[1]), count):
-            found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(values)), rcond=None)
-            off = float(np.square(weighted[:, chosen] @ found - 1).sum())
-            if found.min() >= 0 and off < error * (1 - 1e-9):
+            result, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(values)), rcond=None)
+            off = float(np.square(weighted[:, chosen] @ result - 1).sum())
+            if result.min() >= 0 and off < error * (1 - 1e-9):
                 best, error = np.zeros(columns.shape[1]), off
-                best[list(chosen)] = found
+                best[list(chosen)] = result
     return tuple(float(x) for x in best), float(np.abs(weighted @ best - 1).mean())
 
 
 def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
     """By step; empty where there is no such file (track.rollouts=false)."""
-    found: dict[int, Rolled] = {}
+    result: dict[int, Rolled] = {}
     lines = itertools.chain.from_iterable(Growing(path).new())  # the file may be larger than memory
     for number, line in enumerate(lines, 1):
         try:
-            _add(parsed(path, number, line), found, steps)
+            _add(parsed(path, number, line), result, steps)
         except DAMAGE as error:
             raise BirlError(f"{path}, line {number} is damaged ({type(error).__name__}: {error}).") from error
-    return {step: its for step, its in found.items() if any(its.groups.values())}
+    return {step: its for step, its in result.items() if any(its.groups.values())}
 
 
 def _add(record: dict[str, Any], found: dict[int, Rolled], steps: set[int]) -> None:
@@ -263,16 +263,16 @@ def _add(record: dict[str, Any], found: dict[int, Rolled], steps: set[int]) -> N
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path)
+        result = read_json(path)
     except FileNotFoundError:
         raise BirlError(f"{path.parent}: is no run of birl; there is no {path.name} in it.") from None
     except ValueError as error:
         raise BirlError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise BirlError(f"{path}: is no object of keys.")
-    if missing := [key for key in KEYS if key not in found]:
+    if missing := [key for key in KEYS if key not in result]:
         raise BirlError(f"{path}: has no {missing[0]}; only runs of `birl rl` can be simulated.")
-    return found
+    return result
 
 
 KEYS = ("rollout.prompts", "rollout.group_size", "rollout.max_tokens", "rollout.max_staleness", "engine.max_batch")

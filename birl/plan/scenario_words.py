@@ -60,10 +60,10 @@ def merged(scenario: Scenario, values: Mapping[str, Any], origin: str) -> Scenar
             if key not in kinds:
                 raise BirlError(f"{name}.{key}: there is no such key; {', '.join(kinds)}.{did_you_mean(key, kinds)}")
             sources[f"{name}.{key}"] = str(told.get(f"{name}.{key}") or told.get(name) or origin)
-        found = {key: converted(f"{name}.{key}", kinds[key], value) for key, value in section.items()}
-        if name == "engine" and {"base", "per_sequence"} & set(found):
-            found.setdefault("table", ())  # or the table would hide them
-        changed[name] = replace(getattr(scenario, name), **found)
+        result = {key: converted(f"{name}.{key}", kinds[key], value) for key, value in section.items()}
+        if name == "engine" and {"base", "per_sequence"} & set(result):
+            result.setdefault("table", ())  # or the table would hide them
+        changed[name] = replace(getattr(scenario, name), **result)
     return replace(scenario, **changed, sources=sources)
 
 
@@ -74,11 +74,11 @@ def _kind(annotation: Any) -> str:
 def converted(key: str, kind: str, value: Any) -> Any:
     """A value of YAML or JSON as the type of the key, or a `BirlError` that says what it must be."""
     try:
-        found = _convert(key, kind, value)
+        result = _convert(key, kind, value)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):
         raise BirlError(f"{key}={value!r}: {EXPECTED.get(key) or EXPECTED.get(kind, 'is not possible')}.") from None
-    _numbers(key, found)
-    return found
+    _numbers(key, result)
+    return result
 
 
 EXPECTED = {
@@ -155,12 +155,12 @@ def _file(path: Path) -> Mapping[str, Any]:
             "folder of a run, or section.key=value."
         ) from None
     try:
-        found = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
+        result = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
     except (json.JSONDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise BirlError(f"{path}: {first_line(error)}") from None
-    if not isinstance(found, Mapping):
+    if not isinstance(result, Mapping):
         raise BirlError(f"{path}: must hold sections ({', '.join(SECTIONS)}), each with its keys.")
-    return found
+    return result
 
 
 def _value(key: str, text: str) -> Any:

@@ -27,27 +27,27 @@ def run(words: list[str], *, measured: str = "", as_json: bool = False) -> dict[
     best = [best_of([r for r in rows if r.gpus == gpus]) for gpus in dict.fromkeys(scenario.run.gpus)]
     advised = [(row, advice(row, compared_with(scenario, row, draws))) for row in best]
     said("")
-    found = {
+    result = {
         "figures": {key: {"value": value, "source": source(scenario, key)} for key, value in figures(scenario)},
         "measured": compared,
         "configurations": [asdict(row) for row in rows],
         "best": [asdict(row) | {"advice": text} for row, text in advised],
     }
-    print(json.dumps(found, indent=1) if as_json else "\n".join(render(scenario, compared, rows, advised)))
-    return found
+    print(json.dumps(result, indent=1) if as_json else "\n".join(render(scenario, compared, rows, advised)))
+    return result
 
 
 def figures(scenario: Scenario) -> list[tuple[str, Any]]:
     """Every key of the parts that has an effect, with its value."""
-    found = []
+    result = []
     for section in COMPONENTS:
         its = getattr(scenario, section)
         for name in (f.name for f in fields(its)):
             key, value = f"{section}.{name}", getattr(its, name)
             if name in HIDDEN.get(section, lambda its: ())(its):
                 continue
-            found.append((key, value))
-    return found
+            result.append((key, value))
+    return result
 
 
 #: what nothing reads, because of another key
@@ -106,15 +106,16 @@ def render(
             f"Measured {compared['measured_seconds_per_step']:.4g} s a step, simulated "
             f"{compared['simulated_seconds_per_step']:.4g} s ({compared['off']:+.1%}).",
         ]
-    for found, text in advised:
-        its = [r for r in rows if r.gpus == found.gpus]
+    for result, text in advised:
+        its = [r for r in rows if r.gpus == result.gpus]
         lines += [
             "",
-            f"{found.gpus:,} GPU{'s' * (found.gpus > 1)}, {found.prompts:,} prompts x {scenario.run.group_size} a step",
+            f"{result.gpus:,} GPU{'s' * (result.gpus > 1)}, {result.prompts:,} prompts x {scenario.run.group_size} "
+            "a step",
             HEAD,
         ]
-        lines += [_line(row, row is found) for row in its]
-        lines += [_verdict(found, its), text]
+        lines += [_line(row, row is result) for row in its]
+        lines += [_verdict(result, its), text]
     return lines
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from birl.models.shape import Shape
 from birl.plan.cluster import LINKS, Cluster
-from birl.plan.layout import Layout, Work
+from birl.plan.layout import Layout, Workload
 from birl.plan.rank_memory import mlp_width, whole
 
 ADAMW = 32  # bytes read and written for a parameter's step, and its gradient read for the norm
@@ -16,7 +16,7 @@ LOGIT = 20  # bytes read and written for a logit, forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepTime:
     """Seconds of one step, and where they go. `exposed`: of the links, not behind computing."""
 
     seconds: float
@@ -29,7 +29,7 @@ class Step:
     mfu: float  # model FLOP/s by the peak; causal attention
 
 
-def step(shape: Shape, cluster: Cluster, layout: Layout, work: Work) -> Step:
+def step(shape: Shape, cluster: Cluster, layout: Layout, work: Workload) -> StepTime:
     """The time of one optimizer step. Micro-batches are full, except that there is at least one for each share."""
     rounds = max(work.batch / (work.microbatch * layout.shares), 1.0)
     batch = rounds * work.microbatch * layout.shares
@@ -51,7 +51,7 @@ def step(shape: Shape, cluster: Cluster, layout: Layout, work: Work) -> Step:
         copies = times * 2 * (layout.ddp - 1) / layout.ddp * 4 * shape.parameters / split / ring
     seconds = rounds * micro + bubble + gather + copies + optimizer
     per_gpu = batch / seconds / layout.size
-    return Step(
+    return StepTime(
         seconds=seconds,
         products=rounds * (own * sum(layer.products) + ends),
         elementwise=rounds * own * sum(layer.elementwise),
@@ -71,7 +71,7 @@ class Layer:
     shape: Shape
     cluster: Cluster
     layout: Layout
-    work: Work
+    work: Workload
 
     @property
     def tokens(self) -> float:

@@ -55,10 +55,10 @@ def sweep(scenario: Scenario, gpus: int, draws: Draws, said: Callable[[str], Non
         split = Split(engines=engines, learners=learners, max_staleness=most, prompts=prompts, shared=shared)
         return simulate(scenario, split, gpus, draws)
 
-    its, found = scenario, []
+    its, result = scenario, []
     if 0 in staleness and not its.run.engines and gpus >= max(its.engine.gpus, its.learner.gpus):
-        found.append(row(gpus // its.engine.gpus, gpus // its.learner.gpus, 0, shared=True))
-    if not staleness or not (possible or found):
+        result.append(row(gpus // its.engine.gpus, gpus // its.learner.gpus, 0, shared=True))
+    if not staleness or not (possible or result):
         raise BirlError(
             f"{gpus} GPUs can not be split: an engine takes engine.gpus={its.engine.gpus}, a learner learner.gpus="
             f"{its.learner.gpus}."
@@ -73,7 +73,7 @@ def sweep(scenario: Scenario, gpus: int, draws: Draws, said: Callable[[str], Non
         else:
             _climb(place, len(possible), lambda at, most=most: rows.setdefault((most, at), row(*possible[at], most)))
         place = min((at for m, at in rows if m == most), key=lambda at, most=most: rows[most, at].seconds_per_step)
-    return found + [rows[key] for key in sorted(rows)]
+    return result + [rows[key] for key in sorted(rows)]
 
 
 def _climb(place: int, count: int, row: Callable[[int], Row]) -> None:
@@ -110,13 +110,13 @@ def splits(scenario: Scenario, gpus: int) -> list[tuple[int, int]]:
     wanted = scenario.run.engines or [gpus * share // 16 // engine for share in SIXTEENTHS]
     if not scenario.run.engines and gpus <= 8 * max(engine, learner):
         wanted = range(1, gpus // engine + 1)
-    found: dict[tuple[int, int], None] = {}
+    result: dict[tuple[int, int], None] = {}
     for engines in sorted(wanted):
         learners = (gpus - engines * engine) // learner
         if engines >= 1 and learners >= 1:
             engines = engines if scenario.run.engines else (gpus - learners * learner) // engine  # nothing lies idle
-            found[engines, learners] = None
-    return list(found)
+            result[engines, learners] = None
+    return list(result)
 
 
 def simulate(scenario: Scenario, split: Split, gpus: int, draws: Draws) -> Row:

@@ -39,9 +39,9 @@ def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]
     """One finding for a value, one for each window of a curve. A seed that was measured has the band around its own
     figure, another one that around all of them."""
     if expected.values:
-        step, found = _chosen(measured, expected.step)
+        step, result = _chosen(measured, expected.step)
         values = _own_or_all(expected.values, seed)
-        return [_finding(expected, f"{step}", [min(values), max(values)], found)]
+        return [_finding(expected, f"{step}", [min(values), max(values)], result)]
     curves = [
         _windows(read_curve(file, expected.column), expected.window) for file in _own_or_all(expected.curves, seed)
     ]
@@ -51,8 +51,8 @@ def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]
         steps = [step for step, _ in same[0]]
         label = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         means = [fmean(value for _, value in window) for window in same]
-        found = fmean(known.get(step, nan) for step in steps)
-        findings.append(_finding(expected, label, means, found))
+        result = fmean(known.get(step, nan) for step in steps)
+        findings.append(_finding(expected, label, means, result))
     return findings
 
 

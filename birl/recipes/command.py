@@ -52,9 +52,9 @@ def reproduce(attempt: Attempt, start: Callable[[Sequence[str]], int | None]) ->
         print(f"birl reproduce: a stage ended with exit code {code}; its output is above.", file=sys.stderr)
     if code:
         return code
-    found = attempt.findings()
-    print("\n".join(_compared(attempt, found)))
-    return 0 if found and all(finding.within for finding in found) else 1
+    result = attempt.findings()
+    print("\n".join(_compared(attempt, result)))
+    return 0 if result and all(finding.within for finding in result) else 1
 
 
 def _split(words: Sequence[str]) -> tuple[str, int | None, bool, tuple[str, ...]]:

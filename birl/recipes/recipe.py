@@ -87,14 +87,14 @@ def _content(source: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(read_text(source))
+        result = yaml.safe_load(read_text(source))
     except OSError as error:
         raise BirlError(f"{source}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BirlError(f"{source}: is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise BirlError(f"{source}: expected the keys {', '.join(TOP)}; found {type(found).__name__}")
-    return found
+    if not isinstance(result, dict):
+        raise BirlError(f"{source}: expected the keys {', '.join(TOP)}; found {type(result).__name__}")
+    return result
 
 
 class _Reader:
@@ -116,7 +116,7 @@ class _Reader:
         minutes = content.get("minutes")
         if minutes is not None and not (_is_number(minutes) and minutes > 0):
             self.wrong.append(f"minutes: must be a number above 0, not {minutes!r}")
-        found = Recipe(
+        result = Recipe(
             name=name,
             source=self.source,
             about=self.text(content, "about", needed=True),
@@ -129,7 +129,7 @@ class _Reader:
         )
         if self.wrong:
             raise BirlError("\n".join(f"{self.source}: {problem}" for problem in self.wrong))
-        return found
+        return result
 
     def stages(self, listed: Any) -> tuple[Stage, ...]:
         """By default one: `birl rl` with the file of the same name."""
@@ -138,10 +138,10 @@ class _Reader:
         if not (isinstance(listed, list) and listed and all(isinstance(entry, dict) for entry in listed)):
             self.wrong.append("stages: must be a list of stages, each with command and file")
             return ()
-        found: list[Stage] = []
+        result: list[Stage] = []
         for number, entry in enumerate(listed, 1):
-            found.append(self.stage(entry, f"stages, number {number}: ", [stage.name for stage in found]))
-        return tuple(found)
+            result.append(self.stage(entry, f"stages, number {number}: ", [stage.name for stage in result]))
+        return tuple(result)
 
     def stage(self, entry: dict[str, Any], where: str, before: list[str]) -> Stage:
         self.known(entry, STAGE, where)
@@ -220,19 +220,19 @@ class _Reader:
         folder = self.source.parent
         files = {str(file.relative_to(folder)): file for file in folder.glob(f"{before}*{behind}")}
         numbers = {name.removeprefix(before).removesuffix(behind): file for name, file in files.items()}
-        found = {int(number): file for number, file in numbers.items() if number.isdigit()}
-        if not found:
+        result = {int(number): file for number, file in numbers.items() if number.isdigit()}
+        if not result:
             self.wrong.append(f"{where}curve: there is no file {folder / str(pattern)}")
-        return found
+        return result
 
     def text(self, entry: dict[str, Any], key: str, needed: bool = False, where: str = "") -> str:
-        found = entry.get(key)
-        if found is None and not needed:
+        result = entry.get(key)
+        if result is None and not needed:
             return ""
-        if not isinstance(found, str) or not found.strip():
-            self.wrong.append(f"{where}{key}: must be a text{'' if found is None else f', not {found!r}'}")
+        if not isinstance(result, str) or not result.strip():
+            self.wrong.append(f"{where}{key}: must be a text{'' if result is None else f', not {result!r}'}")
             return ""
-        return found.strip()
+        return result.strip()
 
     def known(self, entry: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
         for key in entry:

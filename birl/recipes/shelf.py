@@ -33,7 +33,7 @@ def find(name: str) -> tuple[Recipe, Path]:
         if not file.is_file():
             raise BirlError(f"{name}: there is no {file}, which says what a run of it should give.")
         return read(file.absolute(), file.name.removesuffix(ENDING)), Path.cwd()
-    found = names()
-    if name not in found:
-        raise BirlError(f"There is no recipe {name}.{did_you_mean(name, found)} `birl reproduce` lists them.")
-    return read(found[name], name), root()
+    result = names()
+    if name not in result:
+        raise BirlError(f"There is no recipe {name}.{did_you_mean(name, result)} `birl reproduce` lists them.")
+    return read(result[name], name), root()

@@ -66,11 +66,11 @@ class Answers:
     def received(cls, reply: Any, n: int) -> "Answers":
         """Those of a worker, in which a reward function may have changed anything. Raises `CallFailed`."""
         try:
-            found = cls(**reply)
-            texts = [value if isinstance(value, str) else None for value in found.values]
-            values = [text or _number(value) for text, value in zip(texts, found.values, strict=True)]
-            extra = {name: list(column) for name, column in found.extra.items()}
-            logged = {name: [float(value) for value in column] for name, column in found.logged.items()}
+            result = cls(**reply)
+            texts = [value if isinstance(value, str) else None for value in result.values]
+            values = [text or _number(value) for text, value in zip(texts, result.values, strict=True)]
+            extra = {name: list(column) for name, column in result.extra.items()}
+            logged = {name: [float(value) for value in column] for name, column in result.logged.items()}
             uneven = any(len(column) != n for column in (values, *extra.values())) or not all(logged.values())
         except (TypeError, ValueError, AttributeError):
             uneven, values, extra, logged = True, [], {}, {}

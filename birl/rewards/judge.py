@@ -112,10 +112,10 @@ def score(reply: str) -> float:
     Example: score("It is right, but long.\\nScore: 0.8") == 0.8
     """
     last = reply.strip().rpartition("\n")[2].strip()
-    found = SCORE.fullmatch(last)
-    if not found:
+    result = SCORE.fullmatch(last)
+    if not result:
         raise ValueError(f"the judge's last line is no score such as 'Score: 0.5': {last[:120]!r}")
-    return float(found[1])
+    return float(result[1])
 
 
 def read_template(file: str) -> str:

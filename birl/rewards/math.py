@@ -170,12 +170,12 @@ def _delimited(text: str) -> bool:
 def _gold(gold: str) -> list[Any]:
     text = _signs(plain(_final(gold)).strip().removeprefix("+"))
     if PLAIN.fullmatch(text):
-        found = _parse(text, [ExprExtractionConfig()])
+        result = _parse(text, [ExprExtractionConfig()])
     else:  # LaTeX without its dollars is what data sets hold: of 2\sqrt{3} math-verify would see the 2
-        found = _parse(text) if _delimited(text) else _latex(text)
-    if not found:
+        result = _parse(text) if _delimited(text) else _latex(text)
+    if not result:
         raise BirlError(f"the gold answer {gold!r} cannot be read as mathematics")
-    return found
+    return result
 
 
 def _latex(text: str) -> list[Any]:

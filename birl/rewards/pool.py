@@ -325,17 +325,17 @@ class Thread:
 
         threading.Thread(target=work, daemon=True).start()
         try:
-            found = done.get(timeout=timeout)
+            result = done.get(timeout=timeout)
         except queue.Empty:
             detail = f"took longer than {round(timeout, 1):g} s, and its thread cannot be stopped"
             raise CallFailed(Outcome.TIMEOUT, detail, isolate=False) from None
-        if inspect.isawaitable(found):
+        if inspect.isawaitable(result):
             left = max(timeout - (time.monotonic() - began), 0)
-            waiting = result_of(lambda: found, call, self.function, timeout, left)
-            found = asyncio.run_coroutine_threadsafe(waiting, self.loop).result()
-        if isinstance(found, CallFailed):
-            raise found
-        return found
+            waiting = result_of(lambda: result, call, self.function, timeout, left)
+            result = asyncio.run_coroutine_threadsafe(waiting, self.loop).result()
+        if isinstance(result, CallFailed):
+            raise result
+        return result
 
     def start(self) -> None:
         pass

@@ -39,7 +39,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RewardValue:
     """What one function gave for one completion; None: it does not judge this one."""
 
     value: float | CallFailed | None
@@ -192,7 +192,7 @@ class Rewards:
                 self._pools.append(Pool([Thread(function, asyncio.get_running_loop())]))
                 self._calls.append(_bind(self._pools[-1], 0))
 
-    def _combine(self, parts: list[Part]) -> Score:
+    def _combine(self, parts: list[RewardValue]) -> Score:
         """One completion's parts, in the order of the functions; the first problem decides about the outcome."""
         by_name = dict(zip(self.names, parts, strict=True))
         good = {name: part.value for name, part in by_name.items() if isinstance(part.value, float)}
@@ -227,15 +227,15 @@ class Rewards:
         )
 
 
-async def _settle(function: Function, arguments: Mapping[str, Any], n: int, timeout: float) -> list[Part]:
+async def _settle(function: Function, arguments: Mapping[str, Any], n: int, timeout: float) -> list[RewardValue]:
     """Each completion's value or problem. After a failure: find the culprits one by one, score the rest together."""
     try:
         return _split((await function.call(arguments, n, timeout))[0])
     except CallFailed as failure:
         if n == 1 or not failure.isolate:
-            return [Part(failure)] * n
+            return [RewardValue(failure)] * n
         first = failure
-    results = [Part(first)] * n
+    results = [RewardValue(first)] * n
     innocent: list[int] = []
     left = 3 * timeout
     for i in range(n):
@@ -250,7 +250,7 @@ async def _settle(function: Function, arguments: Mapping[str, Any], n: int, time
                 whole = f"took longer than {timeout:g} s with {n - 1} other completions, and than {alone}"
                 detail = failure.detail.replace(f"took longer than {round(allowed, 1):g} s", whole)
                 failure = CallFailed(failure.outcome, detail, seconds=failure.seconds)
-            results[i] = Part(failure)
+            results[i] = RewardValue(failure)
             seconds = failure.seconds
         left -= seconds
     for i, result in zip(innocent, await _together(function, arguments, innocent, timeout), strict=True):
@@ -258,7 +258,9 @@ async def _settle(function: Function, arguments: Mapping[str, Any], n: int, time
     return results
 
 
-async def _together(function: Function, arguments: Mapping[str, Any], which: list[int], timeout: float) -> list[Part]:
+async def _together(
+    function: Function, arguments: Mapping[str, Any], which: list[int], timeout: float
+) -> list[RewardValue]:
     if not which:
         return []
     try:
@@ -266,13 +268,13 @@ async def _together(function: Function, arguments: Mapping[str, Any], which: lis
     except CallFailed as failure:
         hint = "; raise reward.timeout" if failure.outcome is Outcome.TIMEOUT else ""
         detail = f"{failure.detail} ({len(which)} completions together, though each alone is fine{hint})"
-        return [Part(CallFailed(failure.outcome, detail))] * len(which)
+        return [RewardValue(CallFailed(failure.outcome, detail))] * len(which)
 
 
-def _split(answers: Answers) -> list[Part]:
+def _split(answers: Answers) -> list[RewardValue]:
     logged = {name: fmean(values) for name, values in answers.logged.items()}
     return [
-        Part(
+        RewardValue(
             CallFailed(Outcome.ENV_ERROR, value) if isinstance(value, str) else value,
             {name: values[i] for name, values in answers.extra.items()},
             logged,

@@ -12,8 +12,8 @@ def format(completions: list[str], pattern: str = Reward.format_pattern, **_: An
     Example: format(["<think>3 + 4</think><answer>7</answer>", "7"]) == [1.0, 0.0]
     """
     # a pattern can take exponential time; what bounds it is the deadline of the worker process
-    found = re.compile(pattern, re.DOTALL)
-    return [float(found.search(completion) is not None) for completion in completions]
+    result = re.compile(pattern, re.DOTALL)
+    return [float(result.search(completion) is not None) for completion in completions]
 
 
 def length(completions: list[str], target: int = Reward.length_target, **_: Any) -> list[float]:

@@ -38,10 +38,10 @@ class Ages:
     def histogram(self, samples: Iterable[Sample]) -> Counter[int]:
         """Trained tokens by age."""
         counts = Counter(v for s in samples for v in s.versions if v >= 0)
-        found: Counter[int] = Counter()
+        result: Counter[int] = Counter()
         for version, n in counts.items():
-            found[self.of(version)] += n
-        return found
+            result[self.of(version)] += n
+        return result
 
     def figures(self, samples: Sequence[Sample], bound: int) -> dict[str, float]:
         """How old the trained tokens are [training steps]; with a `bound` above 0 also the share of each age."""

@@ -49,8 +49,8 @@ def _own(trajectory: Trajectory, agent: str) -> Trajectory:
 
 def turn_rewards(trajectory: Trajectory) -> list[float]:
     """What each turn earned: the environment's reward for it; what is left of the episode's is the last one's."""
-    found = [turn.reward for turn in trajectory.turns]
-    return [*found[:-1], trajectory.reward - sum(found[:-1])]
+    result = [turn.reward for turn in trajectory.turns]
+    return [*result[:-1], trajectory.reward - sum(result[:-1])]
 
 
 @dataclass(slots=True)
@@ -68,20 +68,20 @@ class Chain:
 def chains(trajectory: Trajectory) -> list[Chain]:
     """A turn continues the longest chain that it can, or begins one: after a branch, by another agent, or because the
     template or the environment changed earlier messages."""
-    found: list[Chain] = []
+    result: list[Chain] = []
     for number, turn in enumerate(trajectory.turns):
-        fitting = [c for c in found if c.continues(turn)]
+        fitting = [c for c in result if c.continues(turn)]
         if not fitting:
-            found.append(Chain())
-        chain = max(fitting, key=lambda c: len(c.tokens)) if fitting else found[-1]
+            result.append(Chain())
+        chain = max(fitting, key=lambda c: len(c.tokens)) if fitting else result[-1]
         chain.tokens = (*turn.prompt, *turn.completion.tokens)
         chain.turns.append((number, range(len(turn.prompt), len(chain.tokens))))
-    return [c for c in found if any(len(where) for _, where in c.turns)]
+    return [c for c in result if any(len(where) for _, where in c.turns)]
 
 
 def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: int, episode: int) -> list[Sample]:
     """One Sample for each chain of turns. `advantage`: of all turns, or one for each."""
-    found = []
+    result = []
     for chain in chains(trajectory):
         n = len(chain.tokens)
         mask, logprobs, versions, own = [False] * n, [0.0] * n, [-1] * n, [0.0] * n
@@ -91,7 +91,7 @@ def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: i
             mask[at] = [True] * len(where)
             logprobs[at], versions[at] = completion.logprobs, completion.versions
             own[at] = [advantage if isinstance(advantage, float | int) else advantage[number]] * len(where)
-        found.append(
+        result.append(
             Sample(
                 tokens=chain.tokens,
                 mask=tuple(mask),
@@ -103,7 +103,7 @@ def samples(trajectory: Trajectory, advantage: float | Sequence[float], group: i
                 routes=routes(trajectory, chain),
             )
         )
-    return found
+    return result
 
 
 def routes(trajectory: Trajectory, chain: Chain) -> bytes:
@@ -111,16 +111,16 @@ def routes(trajectory: Trajectory, chain: Chain) -> bytes:
     computed it."""
     completions = [(trajectory.turns[number].completion, where) for number, where in chain.turns]
     size = max(len(c.routes) // max(where.stop - 1, 1) for c, where in completions)
-    found = b""
+    result = b""
     for completion, _ in completions:
-        found += completion.routes[len(found) :]
-    return found.ljust(len(chain.tokens) * size, b"\xff")
+        result += completion.routes[len(result) :]
+    return result.ljust(len(chain.tokens) * size, b"\xff")
 
 
 def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list[float]]:
     """For each Sample of `samples` the reward of each trained token: at the end of a turn what came until the next turn
     of its chain, so that every chain sees all of the episode's reward that came after it began."""
-    found = []
+    result = []
     for chain in chains(trajectory):
         numbers = [number for number, _ in chain.turns]
         each: list[float] = []
@@ -128,8 +128,8 @@ def token_rewards(trajectory: Trajectory, rewards: Sequence[float]) -> list[list
             each += [0.0] * len(where)
             if each:
                 each[-1] += sum(rewards[number:following])
-        found.append(each)
-    return found
+        result.append(each)
+    return result
 
 
 def trained_lengths(samples: Sequence[Sample]) -> list[int]:

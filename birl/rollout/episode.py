@@ -122,38 +122,38 @@ def _checked(found: Any) -> Feedback:
 def _number(value: Any, what: str) -> float:
     """Raises `BirlError` where it is none; a text is none, whatever it says."""
     try:
-        found = nan if isinstance(value, str | bytes) else float(value)
+        result = nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        found = nan
-    if not isfinite(found):
+        result = nan
+    if not isfinite(result):
         raise BirlError(f"{what} is {value!r:.100}; it must be a number.")
-    if abs(found) > LARGEST:
-        raise BirlError(f"{what} is {found:g}; it must be between -{LARGEST:g} and {LARGEST:g}.")
-    return found
+    if abs(result) > LARGEST:
+        raise BirlError(f"{what} is {result:g}; it must be between -{LARGEST:g} and {LARGEST:g}.")
+    return result
 
 
 async def _run(agent: Agent, session: Session, played: Played) -> None:
     try:
         with waiting(session.name, "an agent", "environment", session.limits.timeout):
-            found = await called(agent.run, session, threads=AGENTS)
+            result = await called(agent.run, session, threads=AGENTS)
     except Exception:
         if not isinstance(session.failure, TooLong) or session.reward is None:
             raise
-        found = None  # it was cut, and its reward came before
+        result = None  # it was cut, and its reward came before
     if isinstance(session.failure, EngineFailed | Aborted):
         raise session.failure
-    if found is None:
-        found = session.reward
-    if found is None:
+    if result is None:
+        result = session.reward
+    if result is None:
         raise BirlError("the agent gave no reward: return a number, or POST it to base_url/reward")
     if not session.turns:
         raise BirlError("the agent never asked the model")
-    if isinstance(found, Mapping):
+    if isinstance(result, Mapping):
         spoke = {turn.agent for turn in session.turns}
-        if missing := spoke - set(found):
-            raise BirlError(f"no reward for {', '.join(sorted(missing)) or 'the agent without a name'}: got {found}")
-        played.rewards = {name: _number(found[name], f"the reward of agent {name!r}") for name in sorted(spoke)}
-    values = list(played.rewards.values()) or [_number(found, "the agent's reward")]
+        if missing := spoke - set(result):
+            raise BirlError(f"no reward for {', '.join(sorted(missing)) or 'the agent without a name'}: got {result}")
+        played.rewards = {name: _number(result[name], f"the reward of agent {name!r}") for name in sorted(spoke)}
+    values = list(played.rewards.values()) or [_number(result, "the agent's reward")]
     played.reward = played.score = sum(values) / len(values)
     cut = isinstance(session.failure, TooLong) or session.turns[-1].completion.stop is Stop.LENGTH
     played.outcome, played.detail = Outcome.TRUNCATED if cut else Outcome.OK, str(session.failure or "")

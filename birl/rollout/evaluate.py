@@ -17,7 +17,7 @@ from birl.types import Group, SamplingParams, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EvaluationPlan:
     """How to evaluate: `samples` answers a prompt, the `k` of pass@k."""
 
     tasks: Sequence[Task]
@@ -38,8 +38,10 @@ class Plan:
         )
 
 
-def plan(tasks: Sequence[Task], validation: schema.Validation, max_tokens: int, stop: Sequence[str] = ()) -> Plan:
-    return Plan(
+def plan(
+    tasks: Sequence[Task], validation: schema.Validation, max_tokens: int, stop: Sequence[str] = ()
+) -> EvaluationPlan:
+    return EvaluationPlan(
         tasks=tasks,
         params=SamplingParams(
             max_tokens=validation.max_tokens or max_tokens,
@@ -54,7 +56,7 @@ def plan(tasks: Sequence[Task], validation: schema.Validation, max_tokens: int, 
     )
 
 
-async def evaluate(plan: Plan, rollout: Rollout) -> tuple[dict[str, float], list[Group]]:
+async def evaluate(plan: EvaluationPlan, rollout: Rollout) -> tuple[dict[str, float], list[Group]]:
     """All tasks at once; the engine queues them. A task may ask for its own number of answers (EasyRL's
     extra_info["pass@k"])."""
     work = [
@@ -70,10 +72,10 @@ async def evaluate(plan: Plan, rollout: Rollout) -> tuple[dict[str, float], list
 
 def data_digest(tasks: Sequence[Task]) -> str:
     """Of the questions and right answers, in their order."""
-    found = xxhash.xxh3_128()
+    result = xxhash.xxh3_128()
     for task in tasks:
-        found.update(f"{task.id}\n{task.prompt!r}\n{task.answer!r}\n".encode())
-    return found.hexdigest()
+        result.update(f"{task.id}\n{task.prompt!r}\n{task.answer!r}\n".encode())
+    return result.hexdigest()
 
 
 def own_k(task: Task) -> int:

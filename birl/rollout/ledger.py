@@ -76,10 +76,10 @@ def settle(groups: Sequence[Group], usage: Usage, trained: Iterable[tuple[Sample
     for sample, gradient in trained:
         mine = used.setdefault((sample.group, sample.episode), Counter())
         mine["trained" if gradient else "no_gradient"] += sum(sample.mask)
-    found: dict[int, Counter[str]] = {}
+    result: dict[int, Counter[str]] = {}
     for group in groups:
         good = set(usage.usable(group))
-        tokens = found.setdefault(group.index, Counter())
+        tokens = result.setdefault(group.index, Counter())
         for i, trajectory in enumerate(group.trajectories):
             mine = used.get((group.index, i), Counter())
             tokens.update(mine)
@@ -93,7 +93,7 @@ def settle(groups: Sequence[Group], usage: Usage, trained: Iterable[tuple[Sample
             else:
                 reason = str(trajectory.outcome)
             tokens[reason] += rest
-    return found
+    return result
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Audit:
 def audit(run: Path) -> Audit:
     """Read a run's ledger. Raises `OSError` where there is none."""
     rows = [checked(run / FILE, number, row) for number, row in numbered(run / FILE)]
-    found = Audit(lives=max((row["life"] for row in rows), default=0))
+    result = Audit(lives=max((row["life"] for row in rows), default=0))
     began = {row["life"]: row["step"] for row in rows if row["event"] == "began"}
     open_tokens: dict[tuple[int, int], int] = {}
     trained_in: dict[int, int] = {}
@@ -117,28 +117,28 @@ def audit(run: Path) -> Audit:
         life, group = row["life"], row.get("group", -1)
         if row["event"] == "sampled":
             open_tokens[life, group] = open_tokens.get((life, group), 0) + row["tokens"]
-            found.sampled += row["tokens"]
+            result.sampled += row["tokens"]
         elif row["event"] == "settled":
             have, said = open_tokens.pop((life, group), None), sum(row["tokens"].values())
             if have != said:
-                found.problems.append(
+                result.problems.append(
                     f"life {life}, step {row['step']}: group {group} sampled {have} tokens, settled {said}"
                 )
             kept = min((began[later] for later in began if later > life), default=row["step"])
             if row["step"] > kept:
-                found.tokens["redone"] += said
+                result.tokens["redone"] += said
                 continue
             if group in trained_in:
-                found.problems.append(
+                result.problems.append(
                     f"group {group} was settled in step {trained_in[group]} and in step {row['step']}"
                 )
             trained_in[group] = row["step"]
-            found.tokens.update(row["tokens"])
+            result.tokens.update(row["tokens"])
     for (life, _), tokens in open_tokens.items():
-        found.tokens["open" if life == found.lives else "abandoned"] += tokens
-    if found.sampled != found.tokens.total():
-        found.problems.append(f"{found.sampled} tokens were sampled, {found.tokens.total()} are accounted for")
-    return found
+        result.tokens["open" if life == result.lives else "abandoned"] += tokens
+    if result.sampled != result.tokens.total():
+        result.problems.append(f"{result.sampled} tokens were sampled, {result.tokens.total()} are accounted for")
+    return result
 
 
 def lives(line: bytes) -> int:
@@ -176,15 +176,15 @@ def run(words: Sequence[str]) -> int:
         raise BirlError("Name a run folder, as in `birl ledger runs/NAME`")
     folder = words[0]
     try:
-        found = audit(Path(folder))
+        result = audit(Path(folder))
     except OSError as error:
         raise BirlError(
             f"{folder} has no {FILE}: {error.strerror}. `birl rl` writes it into its run folder (`birl runs`)."
         ) from error
-    print(f"{found.sampled:>12,}  tokens sampled, by {found.lives} process{'es' * (found.lives != 1)}")
-    for reason, tokens in found.tokens.most_common():
+    print(f"{result.sampled:>12,}  tokens sampled, by {result.lives} process{'es' * (result.lives != 1)}")
+    for reason, tokens in result.tokens.most_common():
         print(f"{tokens:>12,}  {reason}")
-    for problem in found.problems:
+    for problem in result.problems:
         print(f"birl: {problem}", file=sys.stderr)
-    print("The ledger does not close." if found.problems else "The ledger closes.")
-    return 1 if found.problems else 0
+    print("The ledger does not close." if result.problems else "The ledger closes.")
+    return 1 if result.problems else 0

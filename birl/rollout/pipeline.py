@@ -114,10 +114,10 @@ class Ordered:
 
 def slots(groups_per_step: int, max_staleness: int, sync_every: int = 1, window: int = 0) -> int:
     """How many groups may be admitted and not yet trained: see the proof above."""
-    found = (max_staleness - sync_every + 2) * groups_per_step - window
-    if found < groups_per_step or window < 0 or sync_every < 1:
+    result = (max_staleness - sync_every + 2) * groups_per_step - window
+    if result < groups_per_step or window < 0 or sync_every < 1:
         raise ValueError(f"no step could ever be filled with {max_staleness=}, {sync_every=}, {window=}")
-    return found
+    return result
 
 
 class Slots(asyncio.Semaphore):

@@ -103,10 +103,10 @@ def _means(prefix: str, columns: Iterable[Mapping[str, float]]) -> dict[str, flo
 
 def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None) -> list[dict]:
     """First answer of each task, as text, for reports."""
-    found = []
+    result = []
     for group in groups[:limit]:
         trajectory = group.trajectories[0]
-        found.append(
+        result.append(
             {
                 "prompt": prompt_text(group.task.prompt),
                 "completion": last_reply(trajectory, rollout.chat).content if trajectory.turns else "",
@@ -117,7 +117,7 @@ def answers(groups: Sequence[Group], rollout: Rollout, limit: int | None = None)
                 "id": group.task.id,
             }
         )
-    return found
+    return result
 
 
 def prompt_text(prompt: tuple[Message, ...] | str) -> str:

@@ -65,13 +65,13 @@ def steps_of(run: Path) -> Iterator[Step]:
 
 def differences(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Figures of a step that came out otherwise than they were recorded."""
-    found = []
+    result = []
     for name, value in now.items():
         if name.startswith(COMPARED) and name in before:
             there = float("nan") if before[name] is None else before[name]
             if not (value == there or (value != value and there != there)):
-                found.append(f"step {step}: {name} is {value!r} and was {there!r}")
-    return found
+                result.append(f"step {step}: {name} is {value!r} and was {there!r}")
+    return result
 
 
 async def resample(steps: list[Step], version: int, engine: Engine, params: SamplingParams, seed: int) -> int:
@@ -90,9 +90,9 @@ async def resample(steps: list[Step], version: int, engine: Engine, params: Samp
         whole = last == len(said.tokens) and said.stop is not Stop.LENGTH
         limit = params.max_tokens if whole else last
         own = replace(params, seed=derive_seed(seed, index, episode, number), forced=said.tokens[:first])
-        found = await engine.generate(turn.prompt, replace(own, max_tokens=limit))
+        result = await engine.generate(turn.prompt, replace(own, max_tokens=limit))
         for name in ("tokens", "logprobs"):
-            now, then = getattr(found, name)[first:last], getattr(said, name)[first:last]
+            now, then = getattr(result, name)[first:last], getattr(said, name)[first:last]
             if now != then:
                 place = next(
                     (i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), min(len(now), len(then))
@@ -128,8 +128,8 @@ async def replay(
             done.add(version())
             tokens += await again(steps, version())
         await train(step)
-        if found := differences(step.number, before[step.number], metrics()):
-            raise BirlError(f"The replay of {run} is another run: " + "; ".join(found[:4]) + ".")
+        if result := differences(step.number, before[step.number], metrics()):
+            raise BirlError(f"The replay of {run} is another run: " + "; ".join(result[:4]) + ".")
     return len(steps), tokens
 
 

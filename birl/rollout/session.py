@@ -181,10 +181,10 @@ class Session:
 
     def reply(self, said: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools) -> Message:
         """A text continues all model output, so nothing of that is set apart."""
-        found = self.chat.parse(answer, tools, prompt)
+        result = self.chat.parse(answer, tools, prompt)
         if isinstance(said, str):
-            return Message(role="assistant", content=self.chat.said(answer), tool_calls=found.tool_calls)
-        return found
+            return Message(role="assistant", content=self.chat.said(answer), tool_calls=result.tool_calls)
+        return result
 
     def longest(self, said: Conversation, owner: tuple[str, str]) -> Known | None:
         """The longest known beginning of the conversation."""
@@ -257,16 +257,16 @@ def message(given: Any) -> Message | None:
     text = {name: given.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
     calls = given.get("tool_calls") or ()
     try:
-        found = tuple(
+        result = tuple(
             ToolCall(name=c["function"]["name"], arguments=c["function"]["arguments"], id=c.get("id") or "")
             for c in calls
         )
     except (KeyError, TypeError, AttributeError):
         return None
-    parts = (*text.values(), *(part for call in found for part in (call.name, call.arguments, call.id)))
-    if not text["role"] or not all(isinstance(part, str) for part in parts) or not (text["content"] or found):
+    parts = (*text.values(), *(part for call in result for part in (call.name, call.arguments, call.id)))
+    if not text["role"] or not all(isinstance(part, str) for part in parts) or not (text["content"] or result):
         return None
-    return Message(**text, tool_calls=found)
+    return Message(**text, tool_calls=result)
 
 
 def following(said: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:

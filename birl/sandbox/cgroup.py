@@ -72,12 +72,12 @@ class MemoryGroup:
     def kill(self) -> None:
         """Everything in it, and what that starts meanwhile."""
         for _ in range(200):
-            found: list[int] = []
+            result: list[int] = []
             with contextlib.suppress(OSError):
-                found = [int(pid) for pid in (self.folder / "cgroup.procs").read_text().split()]
-            if not found:
+                result = [int(pid) for pid in (self.folder / "cgroup.procs").read_text().split()]
+            if not result:
                 return
-            for pid in found:
+            for pid in result:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
@@ -116,13 +116,13 @@ def _sweep(parent: Path) -> None:
 
 def _places() -> list[tuple[int, Path]]:
     """Where groups of memory could be made: below this process's own group, and else below the root."""
-    found = []
+    result = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if "memory" in controllers.split(","):
-                found += [(1, ROOT / "memory" / path.lstrip("/")), (1, ROOT / "memory")]
+                result += [(1, ROOT / "memory" / path.lstrip("/")), (1, ROOT / "memory")]
             elif not controllers:  # version 2; a group that has processes may have no groups with limits below it
                 own = ROOT / path.lstrip("/")
-                found += [(2, own), (2, own.parent), (2, ROOT)]
-    return [(version, place) for version, place in found if place.is_dir() and place.is_relative_to(ROOT)]
+                result += [(2, own), (2, own.parent), (2, ROOT)]
+    return [(version, place) for version, place in result if place.is_dir() and place.is_relative_to(ROOT)]

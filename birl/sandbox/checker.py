@@ -321,10 +321,10 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     job = json.loads(sys.stdin.buffer.read())
     try:
-        found = attempt(job, Link(ours))
+        result = attempt(job, Link(ours))
     except Unfit as error:
-        found = {"unfit": str(error)}
+        result = {"unfit": str(error)}
     except BaseException as error:
-        found = {"passed": False, "detail": f"{type(error).__name__}: {error}"[:500]}
-    os.write(1, json.dumps({"nonce": job["nonce"], **found}).encode())
+        result = {"passed": False, "detail": f"{type(error).__name__}: {error}"[:500]}
+    os.write(1, json.dumps({"nonce": job["nonce"], **result}).encode())
     os._exit(0)

@@ -79,9 +79,9 @@ def last_block(text: str) -> str:
     """
     blocks = [(found[2].lower(), found[3]) for found in BLOCK.finditer(text)]
     for wanted in (PYTHON, ("",)):
-        found = [content for language, content in blocks if language in wanted]
-        if found:
-            return found[-1]
+        result = [content for language, content in blocks if language in wanted]
+        if result:
+            return result[-1]
     return ""
 
 

@@ -30,13 +30,13 @@ def transient_uid(slot: int) -> int:
 
 def program(name: str) -> str:
     """The path of a program. Raises `BirlError` naming the package that has it."""
-    found = shutil.which(name, path=SYSTEM_PATH)
-    if not found:
+    result = shutil.which(name, path=SYSTEM_PATH)
+    if not result:
         package = {"bwrap": "bubblewrap", "setpriv": "util-linux"}[name]
         raise BirlError(
             f"there is no {name} on this machine: install the package {package} (apt-get install {package})"
         )
-    return found
+    return result
 
 
 def interpreters() -> list[str]:

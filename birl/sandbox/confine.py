@@ -161,5 +161,5 @@ def seccomp(program: bytes) -> None:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
-    found = Program(len(program) // 8, ctypes.cast(code, ctypes.c_void_p))
-    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(found), 0, 0), "seccomp")
+    result = Program(len(program) // 8, ctypes.cast(code, ctypes.c_void_p))
+    check(libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.byref(result), 0, 0), "seccomp")

@@ -25,13 +25,13 @@ def write(files: dict[str, str], owner: int) -> None:
 
 def collect(names: list[str], limit: int) -> dict[str, str]:
     """Regular files only. No link is followed on the way, none may have a second name, and no pipe is waited for."""
-    found, left = {}, limit
+    result, left = {}, limit
     for name in names:
         content = _regular(name.split("/"), left)
         if content is not None:
-            found[name] = base64.b64encode(content).decode()
+            result[name] = base64.b64encode(content).decode()
             left -= len(content)
-    return found
+    return result
 
 
 def _regular(parts: list[str], limit: int) -> bytes | None:

@@ -34,13 +34,13 @@ def receive(control: int) -> Any:
 
 
 def _exactly(control: int, count: int) -> bytes:
-    found = bytearray()
-    while len(found) < count:
-        part = os.read(control, min(count - len(found), 1 << 20))
+    result = bytearray()
+    while len(result) < count:
+        part = os.read(control, min(count - len(result), 1 << 20))
         if not part:
             return b""
-        found += part
-    return bytes(found)
+        result += part
+    return bytes(result)
 
 
 def send(control: int, message: dict[str, Any]) -> None:

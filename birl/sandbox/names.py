@@ -41,20 +41,20 @@ def names_of(source: str) -> Names:
         tree, table = ast.parse(source), symtable.symtable(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Unfit(f"it is no Python: {error}") from None
-    found = set(_globals(table))
+    result = set(_globals(table))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     held = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    asked = found - {node.id for node in nodes if node not in held}
+    asked = result - {node.id for node in nodes if node not in held}
     given: dict[str, Any] = {name: importlib.import_module(name) for name in asked if name in sys.stdlib_module_names}
     if missing := sorted(asked.intersection(OTHERS)):
         raise Unfit(f"it uses {missing[0]} without importing it")
-    found -= given.keys()
+    result -= given.keys()
     made = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     library = {name: item for module in HELPERS for name, item in vars(importlib.import_module(module)).items()}
-    possible = found.intersection(library) - made
-    of_solution = found - possible - made
+    possible = result.intersection(library) - made
+    of_solution = result - possible - made
     if not of_solution:
-        return Names(found, given, {})
+        return Names(result, given, {})
     results = _results(tree, of_solution)
     taking = {
         call.func.id
@@ -64,21 +64,21 @@ def names_of(source: str) -> Names:
     }
     either = {name for name in possible - taking if not isinstance(library[name], type) and callable(library[name])}
     given |= {name: library[name] for name in possible - either}
-    return Names(found - possible, given, {name: library[name] for name in either})
+    return Names(result - possible, given, {name: library[name] for name in either})
 
 
 def _results(tree: ast.AST, functions: set[str]) -> set[str]:
     """Names of what the solution may have given: its functions, what is assigned from them, and parameters."""
-    found = functions | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    result = functions | {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     size = 0
-    while len(found) > size:
-        size = len(found)
+    while len(result) > size:
+        size = len(result)
         for node in ast.walk(tree):
             source = getattr(node, "value", None) or getattr(node, "iter", None)
-            if isinstance(source, ast.AST) and _names(source) & found:
+            if isinstance(source, ast.AST) and _names(source) & result:
                 for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
-                    found |= _names(target) if target is not None else set()
-    return found
+                    result |= _names(target) if target is not None else set()
+    return result
 
 
 def _names(tree: ast.AST) -> set[str]:

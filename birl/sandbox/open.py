@@ -59,12 +59,12 @@ async def open_sandbox(kind: str = "auto", *, workers: int = 0) -> Sandbox:
         raise BirlError(f"sandbox.kind={kind}: must be auto | {' | '.join(LOCAL)} | modal.")
     failed: dict[str, list[str]] = {}  # kinds by the reason that they have in common
     for name in AUTO if kind == "auto" else (kind,):
-        found = await tried(name)
-        if found.python:
+        result = await tried(name)
+        if result.python:
             if failed:
                 log.warning("sandbox.kind=auto is %s here, because %s", name, _reasons(failed))
-            return LocalSandbox(name, python=found.python, workers=workers)
-        failed.setdefault(found.reason, []).append(name)
+            return LocalSandbox(name, python=result.python, workers=workers)
+        failed.setdefault(result.reason, []).append(name)
     raise BirlError(f"sandbox.kind={kind} does not work on this machine ({_reasons(failed)}). Install {INSTALL}.")
 
 

@@ -113,12 +113,12 @@ class Watch:
         if self.kind in NAMESPACES:
             return [pid for pid in pids if pid != os.getpid()]
         parents = {pid: _parent(pid) for pid in pids}
-        found, grown = {os.getpid()}, True
+        result, grown = {os.getpid()}, True
         while grown:
-            more = {pid for pid, parent in parents.items() if parent in found} - found
+            more = {pid for pid, parent in parents.items() if parent in result} - result
             grown = bool(more)
-            found |= more
-        return list(found - {os.getpid()})
+            result |= more
+        return list(result - {os.getpid()})
 
     def kill_everything(self) -> None:
         """Whatever was started, daemons and orphans too. When this returns, none of it lives."""
@@ -183,8 +183,8 @@ def _memory(pid: int) -> int:
     wanted, file = (b"Pss:",), f"/proc/{pid}/smaps_rollup"
     for _ in range(2):
         try:
-            with open(file, "rb") as found:
-                return sum(int(line.split()[1]) for line in found if line.startswith(wanted)) << 10
+            with open(file, "rb") as result:
+                return sum(int(line.split()[1]) for line in result if line.startswith(wanted)) << 10
         except OSError:
             wanted, file = (b"RssAnon:", b"RssShmem:"), f"/proc/{pid}/status"
     return 0

@@ -303,14 +303,14 @@ async def _receive(control: socket.socket, limits: Limits) -> dict[str, Any]:
 
 
 async def _exactly(control: socket.socket, count: int) -> bytes:
-    found = bytearray()
+    result = bytearray()
     loop = asyncio.get_running_loop()
-    while len(found) < count:
+    while len(result) < count:
         try:
-            part = await loop.sock_recv(control, min(count - len(found), 1 << 18))
+            part = await loop.sock_recv(control, min(count - len(result), 1 << 18))
         except OSError as error:
             raise GuestFailed(f"the sandbox has ended: {error}") from error
         if not part:
             raise GuestFailed("the sandbox has ended")
-        found += part
-    return bytes(found)
+        result += part
+    return bytes(result)

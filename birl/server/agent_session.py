@@ -79,8 +79,8 @@ class Visit:
     async def drop(self, asking: "asyncio.Task[Answers]") -> None:
         """These answers have no caller any more."""
         asking.cancel()
-        (found,) = await asyncio.gather(asking, return_exceptions=True)
-        for _, turn in found if isinstance(found, list) else ():
+        (result,) = await asyncio.gather(asking, return_exceptions=True)
+        for _, turn in result if isinstance(result, list) else ():
             self.session.forget(turn)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Visit:
         except BaseException:
             for task in asked:
                 task.cancel()
-            for found in await asyncio.gather(*asked, return_exceptions=True):
-                if not isinstance(found, BaseException):
-                    self.session.forget(found[1])
+            for result in await asyncio.gather(*asked, return_exceptions=True):
+                if not isinstance(result, BaseException):
+                    self.session.forget(result[1])
             raise

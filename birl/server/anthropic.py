@@ -52,11 +52,11 @@ class Direct(Visit):
         grammar = reply.form and whole(service.chat, reply.form, service.chat.thinks(prompt))
         (params,) = service.seeded(reply.params)
         with service.gate.enter(1):
-            found = await service.answering(grammar)(prompt, params)
-        said = service.chat.parse(found.tokens, reply.tools, prompt)
+            result = await service.answering(grammar)(prompt, params)
+        said = service.chat.parse(result.tokens, reply.tools, prompt)
         cut = min((at for s in params.stop if (at := said.content.find(s)) >= 0), default=None)
         said = said if cut is None else replace(said, content=said.content[:cut])
-        return said, Turn(prompt=prompt, completion=found)
+        return said, Turn(prompt=prompt, completion=result)
 
 
 async def messages(service: Service, request: Request) -> Response:

@@ -145,10 +145,10 @@ def choices(data: Mapping[str, Any]) -> int:
 
 def stops(data: Mapping[str, Any]) -> tuple[str, ...]:
     given = data.get("stop")
-    found = [given] if isinstance(given, str) else typed(data, "stop", list, [])
-    if not all(isinstance(s, str) for s in found):
+    result = [given] if isinstance(given, str) else typed(data, "stop", list, [])
+    if not all(isinstance(s, str) for s in result):
         raise invalid("stop", "must be a text or a list of texts")
-    return tuple(found)
+    return tuple(result)
 
 
 def sampled_logprobs(data: Mapping[str, Any], terms: Terms) -> bool:
@@ -171,20 +171,20 @@ def prompts(given: Any, n: int, service: Service) -> tuple[tuple[int, ...], ...]
         raise invalid("prompt", "must be text, a list of texts, a list of token ids, or a list of such lists")
     if len(given) * n > service.gate.most:
         raise invalid("prompt", f"{len(given) * n} answers in one request; this server takes {service.gate.most}")
-    found = []
+    result = []
     for one in given:
         if isinstance(one, str):
             check_text(one, "prompt", service.engine.context)
-            found.append(service.chat.render(one))
+            result.append(service.chat.render(one))
         elif isinstance(one, list) and len(one) > service.engine.context:
             raise too_large("prompt", f"{len(one)} tokens", service.engine.context)
         elif isinstance(one, list) and all(type(i) is int for i in one):
             if (wrong := outside(tuple(one), service.vocabulary)) is not None:
                 raise invalid("prompt", f"has {wrong}, which is no token; the model has {service.vocabulary}")
-            found.append(tuple(one))
+            result.append(tuple(one))
         else:
             raise invalid("prompt", f"has {json.dumps(one)[:80]}, which is neither text nor a list of token ids")
-    return tuple(found)
+    return tuple(result)
 
 
 def known(data: Mapping[str, Any], keys: tuple[str, ...], service: Service) -> None:

@@ -165,11 +165,11 @@ async def answered(visit: Visit, reply: Reply, request: Request, timeout: float 
             return stream
         if asking.cancelled():
             raise Refused(503, OVER, "episode_over")
-        found = asking.result()
+        result = asking.result()
         finished = True
         if not reply.stream:
-            return JSONResponse(reply.whole(found))
-        return Response(b"".join(reply.chunks(found)), headers={"cache-control": "no-cache"}, media_type=EVENTS)
+            return JSONResponse(reply.whole(result))
+        return Response(b"".join(reply.chunks(result)), headers={"cache-control": "no-cache"}, media_type=EVENTS)
     finally:
         if not finished:
             await visit.drop(asking)

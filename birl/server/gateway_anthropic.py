@@ -54,8 +54,8 @@ class AnthropicReply(Reply):
         if not self.own_stop:
             return None
         text = self.chat.decode(turn.completion.tokens)
-        found = [(at, s) for s in self.own_stop if (at := text.find(s)) >= 0]
-        return min(found)[1] if found else None
+        result = [(at, s) for s in self.own_stop if (at := text.find(s)) >= 0]
+        return min(result)[1] if result else None
 
     def chunks(self, answers: Answers) -> Iterator[bytes]:
         ((said, turn),) = answers
@@ -102,27 +102,27 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
 def openai_form(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Block:
     """What of a request forces the form of its answer, in OpenAI's words."""
     form = data.get("output_format") or typed(data, "output_config", dict, {}).get("format")
-    found: Block = {"parallel_tool_calls": not typed(choice, "disable_parallel_tool_use", bool, False)}
+    result: Block = {"parallel_tool_calls": not typed(choice, "disable_parallel_tool_use", bool, False)}
     if isinstance(form, dict) and form.get("type") == "json_schema":
-        found["response_format"] = {**form, "json_schema": {"schema": form.get("schema"), "strict": True}}
-    return found
+        result["response_format"] = {**form, "json_schema": {"schema": form.get("schema"), "strict": True}}
+    return result
 
 
 def conversation(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], list[Block]]:
     """Messages and tools of a request, in OpenAI's form. Raises `Refused`."""
-    found: list[Message] = []
+    result: list[Message] = []
     if data.get("system"):
-        found.append(Message(role="system", content=text(data["system"], "system")))
+        result.append(Message(role="system", content=text(data["system"], "system")))
     for place, one in enumerate(typed(data, "messages", list, None)):
         where = f"messages.{place}"
         if not isinstance(one, dict) or one.get("role") not in ("user", "assistant", "system"):
             raise invalid(where, "must be an object with a role (user, assistant) and a content")
-        found += spoken(one["role"], one.get("content"), where)
-    if not found or found[-1].role == "system":
+        result += spoken(one["role"], one.get("content"), where)
+    if not result or result[-1].role == "system":
         raise invalid("messages", "is empty")
-    if found[-1].role == "assistant":
+    if result[-1].role == "assistant":
         raise invalid("messages", "ends with the assistant: an answer cannot be begun for the model")
-    return tuple(found), [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
+    return tuple(result), [tool(one, i) for i, one in enumerate(typed(data, "tools", list, []))]
 
 
 def spoken(role: str, content: Any, where: str) -> list[Message]:
@@ -162,15 +162,15 @@ def tool(given: Any, place: int) -> Block:
 
 
 def blocks(said: Message) -> list[Block]:
-    found: list[Block] = []
+    result: list[Block] = []
     if said.thinking:
-        found.append({"type": "thinking", "thinking": said.thinking, "signature": ""})
+        result.append({"type": "thinking", "thinking": said.thinking, "signature": ""})
     if said.content.strip() or not said.tool_calls:
-        found.append({"type": "text", "text": said.content})
+        result.append({"type": "text", "text": said.content})
     for call in said.tool_calls:
         arguments = json.loads(call.arguments)
-        found.append({"type": "tool_use", "id": call.id or call_id(), "name": call.name, "input": arguments})
-    return found
+        result.append({"type": "tool_use", "id": call.id or call_id(), "name": call.name, "input": arguments})
+    return result
 
 
 def opened(block: Block) -> tuple[Block, Block]:

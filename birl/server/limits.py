@@ -46,8 +46,8 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return found | ({"connection": "close"} if self.close else {})
+        result = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return result | ({"connection": "close"} if self.close else {})
 
 
 class Gone(Exception):
@@ -126,19 +126,19 @@ async def json_object(request: Request, most: int) -> dict[str, Any]:
     if _things(raw) > THINGS and _things(TEXT.sub(b"", raw)) > THINGS:
         raise Refused(400, f"The body has more than {THINGS:,} lists, objects and keys. Send several requests.")
     try:
-        found = json.loads(raw.decode()) if raw.strip() else {}  # from bytes it takes other encodings, and halves
+        result = json.loads(raw.decode()) if raw.strip() else {}  # from bytes it takes other encodings, and halves
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not JSON: {error}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise Refused(400, "The body must be a JSON object.")
     if b"\\ud" in raw.lower():  # JSON can say half a character, which no tokenizer takes
         try:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(result, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise Refused(
                 400, "The body has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
             ) from None
-    return found
+    return result
 
 
 def _things(raw: bytes) -> int:

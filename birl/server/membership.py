@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from birl.engine.weights import check_layouts, layout
-from birl.engines.collective import GLOO, Group, Shapes, backend, gpu
+from birl.engines.collective import GLOO, BroadcastGroup, Shapes, backend, gpu
 from birl.engines.wire import Invitation
 from birl.errors import WeightsFailed
 from birl.server.limits import Refused
@@ -18,13 +18,13 @@ class Membership:
 
     shapes: Shapes
     device: torch.device
-    group: Group | None = None
+    group: BroadcastGroup | None = None
 
     async def join(self, given: Invitation) -> None:
         """Returns when all ranks are there. Leaves the group before. Raises `WeightsFailed` and `Refused`."""
         self.check(given)
         self.leave()
-        self.group = group = Group(given, torch.device("cpu") if given.backend == GLOO else self.device)
+        self.group = group = BroadcastGroup(given, torch.device("cpu") if given.backend == GLOO else self.device)
         try:
             await group.open()
         except BaseException:

@@ -53,8 +53,8 @@ async def generate(service: Service, request: Request) -> Response:
         asked = wire.params_from(params)
     except ValueError as error:
         raise Refused(400, str(error)) from None
-    if found := problem(asked, service.vocabulary):
-        raise Refused(400, f"params.{found[0]} {found[1]}.")
+    if result := problem(asked, service.vocabulary):
+        raise Refused(400, f"params.{result[0]} {result[1]}.")
     with service.gate.enter(1):
         (seeded,) = service.seeded(asked)
         completion = await answered(request, service.generate(prompt, seeded, session), service.timeout)
@@ -195,8 +195,8 @@ async def info(service: Service, request: Request) -> Response:
 async def digests(service: Service, request: Request) -> Response:
     """Read from the engine's memory now."""
     async with service.control():
-        found = await service.digests()
-        return reply({"version": service.engine.version, "digests": found})
+        result = await service.digests()
+        return reply({"version": service.engine.version, "digests": result})
 
 
 async def metrics(service: Service, request: Request) -> Response:
@@ -219,13 +219,13 @@ def ids(data: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
     """Raises `Refused` where that is no list of token ids."""
     if key not in data:
         raise Refused(400, f"{key} is missing.")
-    found = data[key]
-    if not isinstance(found, list) or not all(type(i) is int for i in found):
+    result = data[key]
+    if not isinstance(result, list) or not all(type(i) is int for i in result):
         raise Refused(400, f"{key} must be a list of token ids.")
-    wrong = outside(tuple(found), vocabulary)
+    wrong = outside(tuple(result), vocabulary)
     if wrong is not None:
         raise Refused(400, f"{key}: {wrong} is no token; the model has {vocabulary}.")
-    return tuple(found)
+    return tuple(result)
 
 
 ROUTES = {

@@ -48,15 +48,15 @@ async def completed(service: Service, request: Request, read: Callable[[Body, Se
     if asked.stream:
         return streamed(service, asked, jobs)  # pyright: ignore[reportReturnType]  what Starlette calls an ASGI app
     with service.gate.enter(len(jobs)):
-        found = [EMPTY] * len(jobs)
+        result = [EMPTY] * len(jobs)
         if not asked.mute:
-            found = await answered(request, service.all(jobs, asked.grammar), service.timeout)
+            result = await answered(request, service.all(jobs, asked.grammar), service.timeout)
         scored = await answered(request, scores(service, asked), service.timeout)
     pieces = Pieces(service, asked)
-    choices = [pieces.choice(i, c) for i, c in enumerate(found)]
+    choices = [pieces.choice(i, c) for i, c in enumerate(result)]
     for i, choice in enumerate(choices if asked.echo else []):
         pieces.echo(choice, i, scored)
-    return JSONResponse(pieces.head(chunk=False) | {"choices": choices, "usage": pieces.usage(found)})
+    return JSONResponse(pieces.head(chunk=False) | {"choices": choices, "usage": pieces.usage(result)})
 
 
 async def scores(service: Service, asked: Ask) -> list[Scored]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from birl.server.ask import Ask
 from birl.text.chat import Chat
-from birl.text.thinking import Growing, Parts
+from birl.text.thinking import Growing, ParsedReply
 from birl.text.visible import INCOMPLETE, Visible
 from birl.types import Completion, Stop, ToolCall
 
@@ -52,11 +52,11 @@ class Pieces:
 
     def head(self, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.asked.chat else "text_completion"
-        found: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.speaker.name}
-        found["system_fingerprint"] = f"birl-version-{self.speaker.version}"
+        result: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.speaker.name}
+        result["system_fingerprint"] = f"birl-version-{self.speaker.version}"
         if self.asked.chat and self.asked.token_ids and not chunk:
-            found["prompt_token_ids"] = self.asked.prompts[0]
-        return found
+            result["prompt_token_ids"] = self.asked.prompts[0]
+        return result
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A finished one."""
@@ -69,16 +69,16 @@ class Pieces:
         self, index: int, completion: Completion, content: str, calls: Sequence[ToolCall], thinking: str = ""
     ) -> dict[str, Any]:
         """A finished one of which it is known what it says."""
-        found: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
-        found["logprobs"] = self.logprobs(completion.tokens, completion.logprobs, 0) if self.asked.logprobs else None
+        result: dict[str, Any] = {"index": index, "finish_reason": self.reason(completion.stop, calls)}
+        result["logprobs"] = self.logprobs(completion.tokens, completion.logprobs, 0) if self.asked.logprobs else None
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant", "content": content if content.strip() or not calls else None}
             own |= {"reasoning_content": thinking} if thinking else {}
-            found["message"] = own | ({"tool_calls": self.calls(calls, False)} if calls else {})
+            result["message"] = own | ({"tool_calls": self.calls(calls, False)} if calls else {})
         else:
-            found["text"] = content
-            found |= {"prompt_token_ids": self.prompt(index)} if self.asked.token_ids else {}
-        return found | (self.ids(completion.tokens, completion.versions) if self.asked.token_ids else {})
+            result["text"] = content
+            result |= {"prompt_token_ids": self.prompt(index)} if self.asked.token_ids else {}
+        return result | (self.ids(completion.tokens, completion.versions) if self.asked.token_ids else {})
 
     def echo(self, choice: dict[str, Any], index: int, scored: Sequence[Scored]) -> None:
         """Puts the prompt before a finished answer, with the log-probs of its tokens: the first has none."""
@@ -88,12 +88,12 @@ class Pieces:
         if not self.asked.logprobs:
             return
         logprobs, best = scored[index // self.asked.n]
-        own, found = self.logprobs(ids, (), 0), choice["logprobs"]
+        own, result = self.logprobs(ids, (), 0), choice["logprobs"]
         own["token_logprobs"] = [None, *logprobs]
         own["top_logprobs"] = [None, *map(self.top, ids[1:], logprobs, best)]
-        found["text_offset"] = [at + len(before) for at in found["text_offset"]]
-        found["top_logprobs"] = [{t: p} for t, p in zip(found["tokens"], found["token_logprobs"], strict=True)]
-        choice["logprobs"] = {key: own[key] + found[key] for key in own}
+        result["text_offset"] = [at + len(before) for at in result["text_offset"]]
+        result["top_logprobs"] = [{t: p} for t, p in zip(result["tokens"], result["token_logprobs"], strict=True)]
+        choice["logprobs"] = {key: own[key] + result[key] for key in own}
 
     def top(self, token: int, logprob: float, best: tuple[int, float]) -> dict[str, float]:
         """Of one place: the likeliest token, and the one that is there."""
@@ -117,28 +117,28 @@ class Pieces:
         first: bool = False,
     ) -> dict[str, Any]:
         """A chunk with one choice. `offset`: characters before these tokens."""
-        found: dict[str, Any] = {"index": index, "finish_reason": reason}
-        found["logprobs"] = self.logprobs(tokens, logprobs, offset) if self.asked.logprobs and tokens else None
+        result: dict[str, Any] = {"index": index, "finish_reason": reason}
+        result["logprobs"] = self.logprobs(tokens, logprobs, offset) if self.asked.logprobs and tokens else None
         if self.asked.chat:
             own: dict[str, Any] = {"role": "assistant"} if first else {}
             own |= {"content": text} if text or first else {}
             own |= {"reasoning_content": thinking} if thinking else {}
-            found["delta"] = own | ({"tool_calls": self.calls(calls, True)} if calls else {})
+            result["delta"] = own | ({"tool_calls": self.calls(calls, True)} if calls else {})
         else:
-            found["text"] = text
+            result["text"] = text
         extra: dict[str, Any] = {}
         if self.asked.token_ids:
-            found |= self.ids(tokens, versions)
+            result |= self.ids(tokens, versions)
             if first and self.asked.chat:
                 extra["prompt_token_ids"] = self.asked.prompts[0]
             elif first:
-                found["prompt_token_ids"] = self.prompt(index)
+                result["prompt_token_ids"] = self.prompt(index)
         extra |= {"usage": None} if self.asked.usage else {}
-        return self.head(chunk=True) | {"choices": [found]} | extra
+        return self.head(chunk=True) | {"choices": [result]} | extra
 
-    def said(self, index: int, text: str) -> Parts:
+    def said(self, index: int, text: str) -> ParsedReply:
         if not self.asked.chat:
-            return Parts(content=text)
+            return ParsedReply(content=text)
         return self.speaker.chat.parts(text, self.asked.tools, self.opened(index))
 
     def prompt(self, index: int) -> tuple[int, ...]:

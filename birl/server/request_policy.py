@@ -65,13 +65,15 @@ class Terms:
             raise invalid(names.get(wrong[0], wrong[0]), wrong[1])
         if self.served:
             return asked
-        found = replace(own, stop=asked.stop, stop_ids=asked.stop_ids, max_tokens=min(asked.max_tokens, own.max_tokens))
+        result = replace(
+            own, stop=asked.stop, stop_ids=asked.stop_ids, max_tokens=min(asked.max_tokens, own.max_tokens)
+        )
         if self.sampling == "agent":
-            return replace(found, **values)
+            return replace(result, **values)
         for key, value in values.items():
             if value != getattr(own, key):
                 self.note(key, f"{value:g}; the run's {key} is {getattr(own, key):g} and counts (env.sampling=run).")
-        return found
+        return result
 
     def tools(self, data: Mapping[str, Any], given: Sequence[Any], choice: Any) -> tuple[list[Any], str]:
         """The tools that the model sees, and the body of the grammar of its answer (`birl.text.grammar`), empty where
@@ -79,23 +81,23 @@ class Terms:
         Raises `Refused`, also where a run trains, for what a server could not keep."""
         for place, tool in enumerate(given):
             check_tool(tool, place)
-        found = list(given)
+        result = list(given)
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             listed = typed(choice, "allowed_tools", dict, choice)
             names = [chosen(one) for one in typed(listed, "tools", list, [])]
-            found = [tool for tool in found if tool["function"]["name"] in names]
+            result = [tool for tool in result if tool["function"]["name"] in names]
             choice = listed.get("mode")
-        if choice not in (None, "auto", "none", "required") and chosen(choice) not in known(found):
+        if choice not in (None, "auto", "none", "required") and chosen(choice) not in known(result):
             raise invalid("tool_choice", f"{json.dumps(choice)[:80]} is none of auto, none, required and the tools")
-        if choice == "required" and not found:
+        if choice == "required" and not result:
             raise invalid("tool_choice", "is required, and there are no tools")
         if choice not in (None, "auto", "none") and not self.served:
             self.note("tool_choice", f"{json.dumps(choice)[:60]}; the model decides.")
-        if strict(found) and not self.served:
+        if strict(result) and not self.served:
             self.note("strict", "true; arguments are not forced into a schema.")
-        found = [] if choice == "none" else found
-        form = self.form(data, found, choice)
-        return [plain(tool) for tool in found], form if self.served else ""
+        result = [] if choice == "none" else result
+        form = self.form(data, result, choice)
+        return [plain(tool) for tool in result], form if self.served else ""
 
     def form(self, data: Mapping[str, Any], tools: Sequence[Any], choice: Any) -> str:
         key, body = answer_form(data)
@@ -147,12 +149,12 @@ def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:
     match wanted:
         case {"guided_json": str() | dict() as schema}:
             try:
-                found = json.loads(schema) if isinstance(schema, str) else schema
+                result = json.loads(schema) if isinstance(schema, str) else schema
             except (ValueError, RecursionError):
-                found = None
-            if not isinstance(found, dict):
+                result = None
+            if not isinstance(result, dict):
                 raise invalid("guided_json", "must be a JSON schema: an object, or its JSON text")
-            return "guided_json", grammar.json_of(found, strict=False)
+            return "guided_json", grammar.json_of(result, strict=False)
         case {"guided_choice": [*texts]} if texts and all(isinstance(t, str) and t for t in texts):
             return "guided_choice", grammar.choice_of(texts)
         case {"guided_regex": str(pattern)}:
@@ -165,10 +167,10 @@ def answer_form(data: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def stop_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
-    found = typed(data, "stop_token_ids", list, [])
-    if not all(type(i) is int for i in found):
+    result = typed(data, "stop_token_ids", list, [])
+    if not all(type(i) is int for i in result):
         raise invalid("stop_token_ids", "must be a list of token ids")
-    return tuple(found)
+    return tuple(result)
 
 
 def strict(tools: Sequence[Any]) -> bool:

@@ -49,9 +49,9 @@ class Staging:
             raise WeightsFailed(
                 "missing", f"Version {version} was not staged ({staged}): PUT /stage/{version} first, or give a folder."
             )
-        found = self.tensors
+        result = self.tensors
         self.drop()
-        return found
+        return result
 
     def sweep(self) -> None:
         if self.version is not None and time.monotonic() - self.touched > ABANDONED:

@@ -34,8 +34,8 @@ async def tokenize(service: Service, request: Request) -> Response:
 
     tokens = await answered(request, service.read(read), service.timeout)
     texts = [service.chat.tokenizer.convert_ids_to_tokens(t) for t in tokens] if data.get("return_token_strs") else None
-    found = {"count": len(tokens), "max_model_len": service.engine.context, "tokens": tokens, "token_strs": texts}
-    return JSONResponse(found)
+    result = {"count": len(tokens), "max_model_len": service.engine.context, "tokens": tokens, "token_strs": texts}
+    return JSONResponse(result)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -49,10 +49,10 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
     tokenizer = service.chat.tokenizer
-    found: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": service.engine.context}
-    found |= {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    found |= {f"{key}_id": getattr(tokenizer, f"{key}_id", None) for key in ("eos_token", "bos_token", "pad_token")}
-    return JSONResponse(found | {"vocab_size": service.vocabulary, "chat_template": tokenizer.chat_template})
+    result: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": service.engine.context}
+    result |= {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    result |= {f"{key}_id": getattr(tokenizer, f"{key}_id", None) for key in ("eos_token", "bos_token", "pad_token")}
+    return JSONResponse(result | {"vocab_size": service.vocabulary, "chat_template": tokenizer.chat_template})
 
 
 async def version(service: Service, request: Request) -> Response:

@@ -49,13 +49,13 @@ def qwen_coder(text: str, tools: Tools) -> Read:
     def at(text: str, place: int) -> tuple[list[ToolCall], int] | None:
         if not (opened := CODER.match(text, place)):
             return None
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         end = opened.end()
         while text.find("</parameter>", end) >= 0 and (parameter := PARAMETER.match(text, end)):  # else a long search
-            found[parameter[1]] = typed(parameter[2], kinds.get(opened[1], {}).get(parameter[1], {}))
+            result[parameter[1]] = typed(parameter[2], kinds.get(opened[1], {}).get(parameter[1], {}))
             end = parameter.end()
         closed = CODER_END.match(text, end)
-        call = made(opened[1], found)
+        call = made(opened[1], result)
         return ([call], closed.end()) if call and closed else None
 
     return beside(text, "<tool_call>", at)
@@ -127,8 +127,8 @@ def function_gemma(text: str, tools: Tools) -> Read:
         if not (opened := GEMMA_CALL.match(text, place)):
             return None
         try:
-            found, end = _fields(text, opened.end())
-            call = made(opened[1], found)
+            result, end = _fields(text, opened.end())
+            call = made(opened[1], result)
         except (ValueError, RecursionError):
             return None
         return (
@@ -140,13 +140,13 @@ def function_gemma(text: str, tools: Tools) -> Read:
 
 def _fields(text: str, place: int) -> tuple[dict[str, Any], int]:
     """What is between braces, from behind the first of them. Raises `ValueError`."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     while not text.startswith("}", place):
         if not (key := GEMMA_KEY.match(text, place)):
             raise ValueError("no key")
-        found[key[1]], place = _gemma_value(text, key.end())
+        result[key[1]], place = _gemma_value(text, key.end())
         place = _comma(text, place, "}")
-    return found, place + 1
+    return result, place + 1
 
 
 def _gemma_value(text: str, place: int) -> tuple[Any, int]:
@@ -156,12 +156,12 @@ def _gemma_value(text: str, place: int) -> tuple[Any, int]:
     if text.startswith("{", place):
         return _fields(text, place + 1)
     if text.startswith("[", place):
-        found, place = [], place + 1
+        result, place = [], place + 1
         while not text.startswith("]", place):
             one, place = _gemma_value(text, place)
-            found.append(one)
+            result.append(one)
             place = _comma(text, place, "]")
-        return found, place + 1
+        return result, place + 1
     if not (atom := GEMMA_ATOM.match(text, place)):
         raise ValueError("no value")
     return json.loads(atom[0], parse_constant=_refuse), atom.end()
@@ -181,10 +181,10 @@ def beside(text: str, opening: str, at: At) -> Read:
     calls: list[ToolCall] = []
     rest, done, place = "", 0, text.find(opening)
     while place >= 0:
-        if found := at(text, place):
-            calls += found[0]
+        if result := at(text, place):
+            calls += result[0]
             rest += text[done:place]
-            done = found[1]
+            done = result[1]
         place = text.find(opening, max(done, place + 1))
     rest += text[done:]
     return (rest.rstrip() if calls else rest), tuple(calls)
@@ -230,8 +230,8 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 def schemas(tools: Tools) -> dict[str, Mapping[str, Any]]:
     """The parameters of each tool, by name."""
-    found = [tool.get("function", tool) for tool in tools]
-    return {f["name"]: f.get("parameters") or {} for f in found if isinstance(f, Mapping) and "name" in f}
+    result = [tool.get("function", tool) for tool in tools]
+    return {f["name"]: f.get("parameters") or {} for f in result if isinstance(f, Mapping) and "name" in f}
 
 
 def past(text: str, place: int) -> int:

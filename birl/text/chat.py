@@ -24,7 +24,7 @@ from birl.text import tools as templates
 from birl.text.bounds import CHARACTERS
 from birl.text.formats import FORMATS, MARK, Dict, Format
 from birl.text.grammar import words_of
-from birl.text.thinking import Parts, tags_of
+from birl.text.thinking import ParsedReply, tags_of
 from birl.types import Conversation, Message
 
 PROBE = (Message(role="user", content="birl-probe-question"), Message(role="assistant", content=MARK))
@@ -173,7 +173,7 @@ class Chat:
         saw, which may have begun its thinking; without it, what the template always puts there."""
         return self.parts(self.said(tokens), tools, self.thinks(prompt)).message()
 
-    def parts(self, text: str, tools: Tools = (), opened: bool = False) -> Parts:
+    def parts(self, text: str, tools: Tools = (), opened: bool = False) -> ParsedReply:
         """What a reply's text says. `opened`: it begins within the model's thinking."""
         return formats.parts(text, self.format if tools or self._channels else None, self.tags, tools, opened)
 
@@ -273,7 +273,7 @@ def _marked(own: Dict) -> Dict:
     return {**own, "tool_calls": [*calls, {**last, **templates.call(MARK, last["function"]["name"])}]}
 
 
-def _same(one: Parts, other: Parts) -> bool:
+def _same(one: ParsedReply, other: ParsedReply) -> bool:
     """Do both say the same? Blanks around it, and in JSON, do not count: the model's own tokens stay."""
     return (
         (one.thinking is None) == (other.thinking is None)

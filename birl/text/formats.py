@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.text import calls, harmony
 from birl.text.calls import Read, Tools
-from birl.text.thinking import Parts, split
+from birl.text.thinking import ParsedReply, split
 
 Dict = dict[str, Any]
 MARK = "birl-probe-reply"  # stands for the model's reply
@@ -20,21 +20,21 @@ def unchanged(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
 
 def text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
     """DeepSeek's templates want arguments as JSON text."""
-    found = unchanged(messages)
-    for message in found:
+    result = unchanged(messages)
+    for message in result:
         if message.get("tool_calls"):
             message["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
                 for call in message["tool_calls"]
             ]
-    return found
+    return result
 
 
 def nine_characters(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
     """Mistral's templates want an id of nine letters and digits for each call, and the same in its answer. A missing
     one is counted, and answers go to the calls in their order; another is shortened, always in the same way."""
-    found, open_ids, n = unchanged(messages), list[str](), 0
-    for message in found:
+    result, open_ids, n = unchanged(messages), list[str](), 0
+    for message in result:
         if message.get("tool_calls"):
             open_ids = []
             message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
@@ -47,19 +47,19 @@ def nine_characters(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
             own = own if own in open_ids or not open_ids else open_ids[0]
             message["tool_call_id"] = own or f"{0:09d}"
             open_ids = [i for i in open_ids if i != own]
-    return found
+    return result
 
 
 def one_voice(messages: Sequence[Mapping[str, Any]]) -> list[Dict]:
     """GPT-OSS's template takes either thinking or content beside a call."""
-    found = unchanged(messages)
-    for message in found:
+    result = unchanged(messages)
+    for message in result:
         if message.get("tool_calls") and message.get("content") and message.get("reasoning_content"):
             message["reasoning_content"] += "\n\n" + message["content"]
             message["content"] = ""
         if message.get("reasoning_content"):
             message["thinking"] = message["reasoning_content"]
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Format:
     the model says another one, `fit`: messages as such templates want them."""
 
     read: Callable[[str, Tools], Read] | None = None
-    channels: Callable[[str, Tools], Parts] | None = None
+    channels: Callable[[str, Tools], ParsedReply] | None = None
     marks: tuple[str, ...]
     openings: tuple[str, ...]
     closing: str
@@ -128,13 +128,15 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def parts(text: str, form: Format | None, tags: tuple[str, str] | None, tools: Tools, opened: bool = False) -> Parts:
+def parts(
+    text: str, form: Format | None, tags: tuple[str, str] | None, tools: Tools, opened: bool = False
+) -> ParsedReply:
     """A reply's text, without the token that ended it."""
     if form is not None and form.channels is not None:
         return form.channels(text, tools)
     thinking, rest, closed = split(text, tags, opened)
-    said, found = form.read(rest, tools) if form is not None and form.read is not None and tools else (rest, ())
-    return Parts(thinking=thinking, content=said, calls=found, closed=closed)
+    said, result = form.read(rest, tools) if form is not None and form.read is not None and tools else (rest, ())
+    return ParsedReply(thinking=thinking, content=said, calls=result, closed=closed)
 
 
 def _json(arguments: Any) -> str:

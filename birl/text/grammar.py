@@ -29,9 +29,9 @@ class Guide:
     def allowed(self, words: int) -> NDArray[np.bool_]:
         """Which of the first `words` tokens may come next, [words]; none where the library gave the grammar up."""
         bits = np.unpackbits(np.frombuffer(self.matcher.compute_bitmask(), np.uint8), bitorder="little")[:words]
-        found = np.zeros(words, dtype=np.bool_)
-        found[: len(bits)] = bits
-        return found
+        result = np.zeros(words, dtype=np.bool_)
+        result[: len(bits)] = bits
+        return result
 
     def take(self, token: int) -> bool:
         """Go on with this token; says whether the answer is complete and cannot grow."""
@@ -50,8 +50,8 @@ def problem(chat: "Chat", grammar: str) -> str:
     """What is wrong with a grammar; empty where nothing is."""
     from llguidance import LLMatcher
 
-    found = LLMatcher.validate_grammar(grammar, chat.words_of_grammars)
-    return "" if found.startswith("WARNING") else found.split("\n")[0]
+    result = LLMatcher.validate_grammar(grammar, chat.words_of_grammars)
+    return "" if result.startswith("WARNING") else result.split("\n")[0]
 
 
 def json_of(schema: Mapping[str, Any], strict: bool = True) -> str:
@@ -90,22 +90,22 @@ def calls_of(chat: "Chat", tools: Tools, *, many: bool, text: str = "") -> str |
             lead = f"{ANYTHING} {opening}"
             rules = f"lead: {lead}" if opening.startswith("<[") else f"lead[lazy]: {lead}"
             return f"(lead {rest})* tail\n{rules}\ntail: {ANYTHING}"
-        found = f"{opening} {rest}" + (f' ("\\n" {opening} {rest})*' if many else "")
+        result = f"{opening} {rest}" + (f' ("\\n" {opening} {rest})*' if many else "")
     elif name == "llama" and text != "any":
-        found = " | ".join(_object(f, "parameters") for f in functions)
+        result = " | ".join(_object(f, "parameters") for f in functions)
     elif name == "mistral" and text != "any":
         tag = token(chat, "[TOOL_CALLS]")
         if "[ARGS]" in str(chat.tokenizer.chat_template):
             separator = token(chat, "[ARGS]")
             one = " | ".join(f"({tag} {json.dumps(f['name'])} {separator} {_arguments(f)})" for f in functions)
-            found = f"({one})" + ("+" if many else "")
+            result = f"({one})" + ("+" if many else "")
         else:
             one = " | ".join(f"({_object(f, 'arguments')})" for f in functions)
             more = f'(", " ({one}))*' if many else ""
-            found = f'{tag} "[" ({one}) {more} "]"'
+            result = f'{tag} "[" ({one}) {more} "]"'
     else:
         return None
-    return f"({found}) | ({text})" if text else found
+    return f"({result}) | ({text})" if text else result
 
 
 def token(chat: "Chat", text: str) -> str:

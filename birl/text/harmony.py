@@ -4,7 +4,7 @@ call, and other commentary is said to the user before a call."""
 import re
 
 from birl.text.calls import Tools, made, past, value
-from birl.text.thinking import Parts
+from birl.text.thinking import ParsedReply
 from birl.types import ToolCall
 
 MESSAGE = re.compile(
@@ -14,26 +14,26 @@ MESSAGE = re.compile(
 )
 
 
-def parts(text: str, tools: Tools) -> Parts:
+def parts(text: str, tools: Tools) -> ParsedReply:
     """What is on no channel, or no valid call, is content as it stands."""
     thinking: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []
     place, closed = 0, True
-    while place < len(text) and (found := MESSAGE.match(text, place)):
-        to, channel, body = found[1] or found[3], found[2], found[5]
-        place = found.end()
+    while place < len(text) and (result := MESSAGE.match(text, place)):
+        to, channel, body = result[1] or result[3], result[2], result[5]
+        place = result.end()
         if to:
             call = _call(to, body) if tools and channel != "final" else None
             calls += [call] if call else []
-            content += [] if call else [found[0]]
+            content += [] if call else [result[0]]
         elif channel == "analysis":
             thinking.append(body)
-            closed = bool(found[6])
+            closed = bool(result[6])
         else:
             content.append(body)
     content += [text[place:]] if text[place:] else []
-    return Parts(
+    return ParsedReply(
         thinking="\n\n".join(thinking) if thinking else None,
         content="".join(content),
         calls=tuple(calls),

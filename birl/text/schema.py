@@ -22,15 +22,15 @@ def tool(function: Callable[..., Any]) -> dict[str, Any]:
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inspect.signature(function).parameters.values()):
         raise BirlError(f"The tool {name} takes *args or **kwargs, which have no schema. Name each argument.")
     try:
-        found = get_json_schema(function)
+        result = get_json_schema(function)
     except DocstringParsingException as error:
         raise BirlError(f"The tool {name}: {_line(error)} {ARGS}") from error
     except TypeHintParsingException as error:
         raise BirlError(f"The tool {name}: {_line(error)}") from error
     except (NameError, TypeError, ValueError) as error:  # hints that name nothing, (choices: ...) that are no JSON
         raise BirlError(f"The tool {name}: its type hints or choices cannot be read: {_line(error)}") from error
-    found["function"].pop("return", None)  # templates print it, and models were not trained with it
-    return found
+    result["function"].pop("return", None)  # templates print it, and models were not trained with it
+    return result
 
 
 def _line(error: Exception) -> str:

@@ -10,7 +10,7 @@ TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ParsedReply:
     """A reply. `thinking` is None where it has no thinking at all, which an empty block is not; `closed`: the thinking
     came to its end."""
 
@@ -51,9 +51,9 @@ class Growing:
 
     def feed(self, text: str) -> tuple[str, str]:
         self.text += text
-        found = self._certain()
-        new = tuple(now[len(before) :] for now, before in zip(found, self.told, strict=True))
-        self.told = [max(now, before, key=len) for now, before in zip(found, self.told, strict=True)]
+        result = self._certain()
+        new = tuple(now[len(before) :] for now, before in zip(result, self.told, strict=True))
+        self.told = [max(now, before, key=len) for now, before in zip(result, self.told, strict=True)]
         return new[0], new[1]
 
     def _certain(self) -> tuple[str, str]:

@@ -42,35 +42,35 @@ def call(mark: str, name: str = NAME) -> Dict:
 
 def as_dict(message: Message) -> Dict:
     """A message as chat templates know it."""
-    found: Dict = {"role": message.role, "content": message.content}
+    result: Dict = {"role": message.role, "content": message.content}
     if message.thinking:
-        found["reasoning_content"] = message.thinking
+        result["reasoning_content"] = message.thinking
     if message.tool_calls:
-        found["tool_calls"] = [
+        result["tool_calls"] = [
             {"type": "function", "function": {"name": c.name, "arguments": _object(c)}} | ({"id": c.id} if c.id else {})
             for c in message.tool_calls
         ]
-    return found | {key: v for key in ("name", "tool_call_id") if (v := getattr(message, key))}
+    return result | {key: v for key in ("name", "tool_call_id") if (v := getattr(message, key))}
 
 
 def as_openai(message: Message) -> Dict:
     """The same as OpenAI's clients have it: the arguments of calls are text."""
-    found = as_dict(message)
-    for made, call in zip(found.get("tool_calls", ()), message.tool_calls, strict=True):
+    result = as_dict(message)
+    for made, call in zip(result.get("tool_calls", ()), message.tool_calls, strict=True):
         made["function"]["arguments"] = call.arguments
-    return found
+    return result
 
 
 def _object(call: ToolCall) -> Dict:
     try:
-        found = json.loads(call.arguments)
+        result = json.loads(call.arguments)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        result = None
+    if not isinstance(result, dict):
         raise BirlError(
             f"A call of {call.name} has arguments that are no JSON text of an object: {call.arguments[:80]}"
         )
-    return found
+    return result
 
 
 def render(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> tuple[int, ...]:
@@ -155,22 +155,22 @@ def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> 
             f"format, model.tool_format={' | '.join(sorted(FORMATS))}, or another template "
             "(model.chat_template=hermes, or FILE.jinja)."
         )
-    for found in _left_out(probe, made):
-        raise BirlError(found)
+    for result in _left_out(probe, made):
+        raise BirlError(result)
     if len(chat.checked) > 4096:
         chat.checked.clear()
     chat.checked.add(key)
 
 
 def _probe(message: Mapping[str, Any], place: int) -> Dict:
-    found = {k: v for k, v in message.items() if k != "reasoning_content"}
-    found["content"] = f"birl-probe-{place}." if message.get("content") or message["role"] == "tool" else ""
+    result = {k: v for k, v in message.items() if k != "reasoning_content"}
+    result["content"] = f"birl-probe-{place}." if message.get("content") or message["role"] == "tool" else ""
     if message.get("tool_calls"):
-        found["tool_calls"] = [
+        result["tool_calls"] = [
             {**one, **call(f"birl-probe-{place}-{i}.", one["function"]["name"])}
             for i, one in enumerate(message["tool_calls"])
         ]
-    return found
+    return result
 
 
 def _left_out(probe: Sequence[Mapping[str, Any]], made: str) -> Iterator[str]:
@@ -219,8 +219,8 @@ def detect(chat: "Chat") -> Format | None:
 
 def template_of(chat: "Chat") -> str:
     """The source of the chat template; of several, all."""
-    found = chat.tokenizer.chat_template
-    return "\n".join(found.values()) if isinstance(found, dict) else str(found or "")
+    result = chat.tokenizer.chat_template
+    return "\n".join(result.values()) if isinstance(result, dict) else str(result or "")
 
 
 def _reads_back(chat: "Chat", form: Format) -> bool:
@@ -238,8 +238,8 @@ def _reads_back(chat: "Chat", form: Format) -> bool:
     begin = made.find("birl-probe-question") + len("birl-probe-question")
     starts |= {at for opening in form.openings if (at := made.find(opening, begin)) >= 0}
     for reply in (ended for start in starts for ended in _endings(made[start:])):
-        found = parts(reply, form, tags_of(template_of(chat)), [TOOL]).calls
-        if [(c.name, json.loads(c.arguments)) for c in found] == [(NAME, {"birl": MARK})]:
+        result = parts(reply, form, tags_of(template_of(chat)), [TOOL]).calls
+        if [(c.name, json.loads(c.arguments)) for c in result] == [(NAME, {"birl": MARK})]:
             return True
     return False
 

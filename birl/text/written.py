@@ -24,21 +24,21 @@ NOTE = (
 
 def written(messages: Messages, tools: Sequence[Mapping[str, Any]], system: bool) -> list[Dict]:
     """The same conversation in messages that have text alone. `system`: the template takes a system message."""
-    found: list[Dict] = []
+    result: list[Dict] = []
     answers = False  # is the newest message made of results?
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         if role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
         if answers and role in ("tool", "user"):  # some templates want user and assistant in turns
-            found[-1]["content"] += f"\n{content}"
+            result[-1]["content"] += f"\n{content}"
         else:
             own = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
             calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
             own["content"] = "\n".join([*([content] if content else []), *calls])
-            found.append({**own, "role": "user"} if role == "tool" else own)
+            result.append({**own, "role": "user"} if role == "tool" else own)
         answers = role == "tool"
-    return _told(found, tools, system) if tools else found
+    return _told(result, tools, system) if tools else result
 
 
 def _told(messages: list[Dict], tools: Sequence[Mapping[str, Any]], system: bool) -> list[Dict]:

@@ -40,8 +40,8 @@ def _presets() -> dict[str, dict[str, Any]]:
     import yaml
 
     folder = resources.files("birl.config") / "presets" / "algorithm"
-    found = {f.name.removesuffix(".yaml"): yaml.safe_load(f.read_text("utf-8")) or {} for f in folder.iterdir()}
-    return {name: {k.removeprefix("algorithm."): v for k, v in keys.items()} for name, keys in found.items()}
+    result = {f.name.removesuffix(".yaml"): yaml.safe_load(f.read_text("utf-8")) or {} for f in folder.iterdir()}
+    return {name: {k.removeprefix("algorithm."): v for k, v in keys.items()} for name, keys in result.items()}
 
 
 @cache

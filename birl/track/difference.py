@@ -77,17 +77,17 @@ def compared(first: Path, second: Path) -> list[tuple[str, float | None, float |
 
 def outcome(run: Path) -> dict[str, float]:
     """What a run came to, one number each."""
-    found, steps = facts(run), stored(run / "metrics.jsonl")
+    result, steps = facts(run), stored(run / "metrics.jsonl")
     name = headline(steps[-1]) if steps else "loss"
     best = max if name == "reward/mean" else min
     known = [record[name] for record in steps if math.isfinite(record.get(name, math.nan))]
-    values: dict[str, float] = {"steps": found["steps"]}
+    values: dict[str, float] = {"steps": result["steps"]}
     if known:
         values |= {f"{name} last": _mean(steps, name), f"{name} best": best(known)}
-    if validation := found.get("validation"):
+    if validation := result.get("validation"):
         values |= {f"{validation['name']} {which}": validation[which] for which in ("first", "last", "best")}
     values |= {f"{key} last": _mean(steps, key) for key in FIGURES if any(key in record for record in steps[-LAST:])}
-    values |= {key: found[key] for key in ("generated", "trained", "learned", "seconds") if key in found}
+    values |= {key: result[key] for key in ("generated", "trained", "learned", "seconds") if key in result}
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
 

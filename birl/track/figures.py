@@ -167,8 +167,8 @@ def _row(name: str) -> tuple[Figure | None, dict[str, str]]:
     if known := _EXACT.get(name):
         return known, {}
     for pattern, row in _PATTERNS.items():
-        if found := pattern.fullmatch(name):
-            return row, found.groupdict()
+        if result := pattern.fullmatch(name):
+            return row, result.groupdict()
     return _EXACT.get(name.removeprefix("validation/")), {}
 
 

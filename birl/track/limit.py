@@ -28,9 +28,9 @@ def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:
         steps = 0 if shares is None else shares.count
         few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
         return Limit(side="unknown", sentence=f"Cannot tell yet: {few}, wait for {FEW}.")
-    for found in (_pauses(shares), _rl(shares, config) if GROUP in shares.learner else _offline(shares)):
-        if found is not None:
-            return found
+    for result in (_pauses(shares), _rl(shares, config) if GROUP in shares.learner else _offline(shares)):
+        if result is not None:
+            return result
     most, share = next(iter(shares.learner.items()))
     return Limit(
         side="unknown",

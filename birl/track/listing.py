@@ -30,16 +30,16 @@ def run(words: Sequence[str]) -> int:
             what = "is a file" if folder.exists() else "there is no such folder"
             raise BirlError(f"birl runs {folder}: {what}; name one that holds runs")
     folders = named or [Path("runs")]
-    found = sorted((about(path) for folder in folders for path in find(folder)), key=lambda one: -one.updated)
+    result = sorted((about(path) for folder in folders for path in find(folder)), key=lambda one: -one.updated)
     if JSON.name in flags:
-        print(json.dumps([one.as_json() for one in found], indent=1))
-    elif not found:
+        print(json.dumps([one.as_json() for one in result], indent=1))
+    elif not result:
         where = ", ".join(map(str, folders))
         print(f"There is no run in {where}. `birl rl data.train=my.jsonl` makes one in runs/.")
     else:
         tty = sys.stdout.isatty()
         width = shutil.get_terminal_size((100, 24)).columns if tty else 10_000
-        for line in table([row(one) for one in found], width, colors=tty and "NO_COLOR" not in os.environ):
+        for line in table([row(one) for one in result], width, colors=tty and "NO_COLOR" not in os.environ):
             print(line)
     return 0
 

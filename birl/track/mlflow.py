@@ -28,9 +28,9 @@ class MlflowRun:
         self._entities = import_module("mlflow.entities")
         self._client = mlflow.MlflowClient(tracking_uri=self._store)
         experiment = self._experiment(start)
-        found = self._client.search_runs([experiment], f"tags.`birl.id` = '{start.id}'") if start.resumed else []
-        if found:
-            self._id = found[0].info.run_id
+        result = self._client.search_runs([experiment], f"tags.`birl.id` = '{start.id}'") if start.resumed else []
+        if result:
+            self._id = result[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
         tags = {"birl.id": start.id, "mlflow.source.name": "birl"}
@@ -41,9 +41,9 @@ class MlflowRun:
 
     def _experiment(self, start: Start) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        found = self._client.get_experiment_by_name(name)
-        if found:
-            return found.experiment_id
+        result = self._client.get_experiment_by_name(name)
+        if result:
+            return result.experiment_id
         # Beside the database; MLflow would make a folder wherever the run was started.
         _, local, path = self._store.partition("sqlite:///")
         place = Path(path).resolve().with_name("artifacts").as_uri() if local else None

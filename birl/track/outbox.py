@@ -71,10 +71,10 @@ class Outbox:
 
     def open(self, start: Start) -> None:
         """Wait a little for the tracker. Raises `BirlError` where the user has to do something first: log in, say."""
-        found = self.marks.read() if start.resumed else {}
-        start = replace(start, id=found.get("id", start.id), resumed=bool(found))
-        self._told = {kind: int(found.get(kind, -1)) for kind in ("log", "validation", "samples")}
-        if not found:
+        result = self.marks.read() if start.resumed else {}
+        start = replace(start, id=result.get("id", start.id), resumed=bool(result))
+        self._told = {kind: int(result.get(kind, -1)) for kind in ("log", "validation", "samples")}
+        if not result:
             self.marks.write(id=start.id, **self._told)
         # A daemon: a tracker that hangs must not keep the process.
         threading.Thread(target=self._work, args=(start,), name=f"birl-{self.name}", daemon=True).start()

@@ -22,10 +22,10 @@ def plot(run: Path, names: Sequence[str] = ()) -> Any:
     metrics, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     if not metrics and not validations:
         raise BirlError(f"{run} has no finished step (yet): call train() first.")
-    found = {key for record in (*metrics, *validations) for key in record}
-    if unknown := [name for name in names if name not in found]:
-        raise BirlError(f"the run has no metric {unknown[0]!r}.{did_you_mean(unknown[0], sorted(found))}")
-    chosen = list(names) or [name for name in SHOWN if name in found][:PANELS] or ["loss"]
+    result = {key for record in (*metrics, *validations) for key in record}
+    if unknown := [name for name in names if name not in result]:
+        raise BirlError(f"the run has no metric {unknown[0]!r}.{did_you_mean(unknown[0], sorted(result))}")
+    chosen = list(names) or [name for name in SHOWN if name in result][:PANELS] or ["loss"]
     columns = min(3, len(chosen))
     rows = -(-len(chosen) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 2.8 * rows), squeeze=False)

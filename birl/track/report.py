@@ -34,10 +34,10 @@ def report(run: Path) -> str:
     """The report as HTML. A run that goes on, or was stopped, gets a report of what there is."""
     steps, validations = stored(run / "metrics.jsonl"), stored(run / "validation.jsonl")
     kept = {key: value for key, value in summary(run).items() if value is not None}
-    found = {key: kept[key] for key in ("ended", "finished") if key in kept} | facts(run)
+    result = {key: kept[key] for key in ("ended", "finished") if key in kept} | facts(run)
     title = str(kept.get("title") or run.name)
     body = [
-        _head(run, title, found),
+        _head(run, title, result),
         _curves(steps, validations),
         _samples(pairs(validations)),
         _counts(steps),
@@ -90,12 +90,12 @@ def _fact(before: str, value: str, note: str) -> str:
 
 
 def _series(records: Records, names: Mapping[str, str]) -> list[Series]:
-    found = []
+    result = []
     for label, name in names.items():
         rows = [record for record in records if isinstance(record.get(name), (int, float))]
         if rows:
-            found.append(Series(name=label, steps=[row["step"] for row in rows], values=[row[name] for row in rows]))
-    return found
+            result.append(Series(name=label, steps=[row["step"] for row in rows], values=[row[name] for row in rows]))
+    return result
 
 
 def _curves(steps: Records, validations: Records) -> str:

@@ -18,7 +18,7 @@ def rows_of(start: Any, end: Any) -> NDArray[np.int64]:
     Example: rows_of([0, 1, 2], [2, 3, 4]).tolist() == [0, 1, 0]
     """
     first, last = np.asarray(start, float), np.asarray(end, float)
-    found = np.zeros(len(first), np.int64)
+    result = np.zeros(len(first), np.int64)
     free: list[int] = []
     used: list[tuple[float, int]] = []  # when each row that is taken gets free
     count = 0
@@ -29,9 +29,9 @@ def rows_of(start: Any, end: Any) -> NDArray[np.int64]:
             row = heapq.heappop(free)
         else:
             row, count = count, count + 1
-        found[i] = row
+        result[i] = row
         heapq.heappush(used, (float(last[i]), row))
-    return found
+    return result
 
 
 def nested(start: Any, end: Any) -> tuple[Floats, Floats, NDArray[np.int64]]:

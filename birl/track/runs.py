@@ -106,10 +106,10 @@ def mapping(path: Path) -> dict[str, Any]:
 def _mapping(path: Path) -> tuple[dict[str, Any], str]:
     """A JSON object, and why there is none."""
     try:
-        found = json.loads(read_bytes(path).decode("utf-8", "replace"))
+        result = json.loads(read_bytes(path).decode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError) as error:
         return {}, getattr(error, "strerror", None) or str(error)
-    return (found, "") if isinstance(found, dict) else ({}, "it is no JSON object")
+    return (result, "") if isinstance(result, dict) else ({}, "it is no JSON object")
 
 
 def _dotted(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,9 +173,9 @@ def last_record(path: Path) -> dict[str, Any]:
             lines = file.read(wanted).split(b"\n")
             for line in reversed(lines[0 if wanted >= size else 1 :]):
                 with suppress(ValueError, RecursionError):
-                    found = json.loads(line)
-                    if isinstance(found, dict):
-                        return found
+                    result = json.loads(line)
+                    if isinstance(result, dict):
+                        return result
             if wanted >= size:
                 break
             wanted *= 16
@@ -211,10 +211,10 @@ def best_validation(run: Path) -> tuple[str, float | None, int]:
     """The name of a run's one figure of validation, its best value and the step of that. A bad line is passed over."""
     path = run / "validation.jsonl"
     try:
-        found = path.stat()
+        result = path.stat()
     except OSError:
         return "", None, 0
-    return _best(path, found.st_size, found.st_mtime_ns)
+    return _best(path, result.st_size, result.st_mtime_ns)
 
 
 @lru_cache(256)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from birl.track.intervals import Intervals, union
-from birl.track.timeline import Step, Timeline, steps_of
+from birl.track.timeline import Timeline, TracedStep, steps_of
 
 GROUP = "wait:rollout"  # the learner waits for groups
 WEIGHTS = ("sync", "wait:engines")  # new weights on their way, from the learner's side
@@ -40,7 +40,7 @@ class Shares:
         return sum(self.learner.get(name, 0.0) for name in WEIGHTS)
 
 
-def finished(steps: list[Step]) -> list[Step]:
+def finished(steps: list[TracedStep]) -> list[TracedStep]:
     """Those that count: trained, and not the first of their process where others are there."""
     trained = [s for s in steps if "train" in s.seconds]
     firsts = {life: min(s.number for s in trained if s.life == life) for life in {s.life for s in trained}}
@@ -48,7 +48,7 @@ def finished(steps: list[Step]) -> list[Step]:
     return later or trained
 
 
-def shares_of(timeline: Timeline, steps: list[Step] | None = None) -> Shares | None:
+def shares_of(timeline: Timeline, steps: list[TracedStep] | None = None) -> Shares | None:
     """None where no step is finished yet."""
     counted = finished(steps_of(timeline) if steps is None else steps)
     windows = union([s.begin for s in counted], [s.end for s in counted])
@@ -100,7 +100,7 @@ def _cut(its: Intervals, windows: Intervals) -> Intervals:
 
 
 def _others(timeline: Timeline, windows: Intervals, engines: dict[str, Intervals]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for process in timeline.processes():
         if process == "learner":
             continue
@@ -115,8 +115,8 @@ def _others(timeline: Timeline, windows: Intervals, engines: dict[str, Intervals
                 its[name] = its.get(name, 0.0) + spans(timeline, same).within(windows) / windows.total
         if process in engines:
             its["idle"] = max(1 - engines[process].within(windows) / windows.total, 0.0)
-        found[process] = dict(sorted(its.items(), key=lambda item: -item[1]))
-    return {process: its for process, its in found.items() if its}
+        result[process] = dict(sorted(its.items(), key=lambda item: -item[1]))
+    return {process: its for process, its in result.items() if its}
 
 
 def _episodes(timeline: Timeline, windows: Intervals) -> dict[str, float]:

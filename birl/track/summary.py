@@ -115,15 +115,15 @@ def facts(run: Path) -> dict[str, Any]:
     measured = [(v["step"], validation_score(v)) for v in validations]
     scores = [(step, value) for step, value in measured if value is not None and math.isfinite(value)]
     name = headline(steps[0]) if steps else "loss"
-    found: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0, "headline": name}
+    result: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0, "headline": name}
     curve = [record[name] for record in steps if math.isfinite(record.get(name, math.nan))]
     if curve:
-        found[name] = {"first": curve[0], "last": curve[-1]}
+        result[name] = {"first": curve[0], "last": curve[-1]}
     if scores:
         name = validation_name(validations[-1])
         if name == "validation/all/score" and all(map(is_share, validations)):
             name = "validation/all/pass@1"  # the same figure
-        found["validation"] = {
+        result["validation"] = {
             "first": scores[0][1],
             "first_step": scores[0][0],
             "last": scores[-1][1],
@@ -132,12 +132,12 @@ def facts(run: Path) -> dict[str, Any]:
             "name": name.removeprefix("validation/"),
         }
     if idle := sum(map(nothing_trained, steps)):
-        found["idle"] = idle
+        result["idle"] = idle
     for key, metric in SUMS.items():
         values = [record[metric] for record in steps if math.isfinite(record.get(metric, math.nan))]
         if values:
-            found[key] = sum(values)
-    return found
+            result[key] = sum(values)
+    return result
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, float]:

@@ -103,41 +103,41 @@ class Timeline:
 
     @staticmethod
     def _index(known: dict[Any, int], listed: list[Any], value: Any) -> int:
-        found = known.get(value)
-        if found is None:
-            found = known[value] = len(listed)
+        result = known.get(value)
+        if result is None:
+            result = known[value] = len(listed)
             listed.append(value)
-        return found
+        return result
 
     def of(self, process: str, lane: str = "", name: str = "") -> NDArray[np.bool_]:
         """Which spans are of a process, or of one of its lanes, or have a name besides."""
         fitting = [i for i, (p, its) in enumerate(self.places) if p == process and lane in ("", its)]
-        found = np.isin(self.place, fitting)
+        result = np.isin(self.place, fitting)
         if name:
-            found &= self.name == self._names.get(name, -1)
-        return found
+            result &= self.name == self._names.get(name, -1)
+        return result
 
     def processes(self) -> list[str]:
         """Learners first, then engines, then the rollout."""
         order = {"learner": 0, "engine": 1, "rollout": 2}
-        found = dict.fromkeys(process for process, _ in self.places)
-        return sorted(found, key=lambda process: (order.get(process.split(" ")[0], 3), len(process), process))
+        result = dict.fromkeys(process for process, _ in self.places)
+        return sorted(result, key=lambda process: (order.get(process.split(" ")[0], 3), len(process), process))
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
     """A span as it was written; None where the line is none."""
     try:
-        found = json.loads(line)
-        texts = (found["process"], found["lane"], found["name"])
-        numbers = [found["start"], found["seconds"], *(found[name] for name in COLUMNS if name in found)]
+        result = json.loads(line)
+        texts = (result["process"], result["lane"], result["name"])
+        numbers = [result["start"], result["seconds"], *(result[name] for name in COLUMNS if name in result)]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     good = all(type(text) is str for text in texts) and all(type(n) in (int, float) and n == n for n in numbers)
-    return found if good and found["seconds"] >= 0 and max(map(abs, numbers)) < 2**53 else None
+    return result if good and result["seconds"] >= 0 and max(map(abs, numbers)) < 2**53 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TracedStep:
     """One line of metrics.jsonl as the trace has it: `begin` to `end` [s since 1970], and what the learner's loop did
     in it [s], by name; waits inside of something else are counted as waits alone. `life`: which process of the run."""
 
@@ -148,24 +148,24 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def steps_of(timeline: Timeline) -> list[Step]:
+def steps_of(timeline: Timeline) -> list[TracedStep]:
     """In the order of time. The last one may still go on: then it has no `train` yet."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     life = 0
     for name, start, end, number, own in exclusive(timeline, "learner", "loop"):
         if name == "started":
             life += 1
         elif number == 0:
             continue
-        if not found or found[-1]["number"] != number or found[-1]["life"] != life:
-            if found and found[-1]["life"] == life:
-                found[-1]["end"] = start
-            found.append({"number": number, "begin": start, "end": end, "life": life, "seconds": {}})
-        step = found[-1]
+        if not result or result[-1]["number"] != number or result[-1]["life"] != life:
+            if result and result[-1]["life"] == life:
+                result[-1]["end"] = start
+            result.append({"number": number, "begin": start, "end": end, "life": life, "seconds": {}})
+        step = result[-1]
         step["end"] = max(step["end"], end)
         if name != "started":
             step["seconds"][name] = step["seconds"].get(name, 0.0) + own
-    return [Step(**step) for step in found]
+    return [TracedStep(**step) for step in result]
 
 
 def exclusive(timeline: Timeline, process: str, lane: str) -> list[tuple[str, float, float, int, float]]:
@@ -174,15 +174,15 @@ def exclusive(timeline: Timeline, process: str, lane: str) -> list[tuple[str, fl
     chosen = np.flatnonzero(timeline.of(process, lane))
     start, end = timeline.start[chosen], timeline.end[chosen]
     order = np.lexsort((-end, end > start, start))  # a mark before what begins with it
-    found: list[list[Any]] = []
+    result: list[list[Any]] = []
     stack: list[int] = []
     for i in order.tolist():
         span = chosen[i]
-        while stack and found[stack[-1]][2] <= start[i] + 1e-6:
+        while stack and result[stack[-1]][2] <= start[i] + 1e-6:
             stack.pop()
         if stack:
-            found[stack[-1]][4] -= min(end[i], found[stack[-1]][2]) - start[i]
-        stack.append(len(found))
+            result[stack[-1]][4] -= min(end[i], result[stack[-1]][2]) - start[i]
+        stack.append(len(result))
         name, step = timeline.names[timeline.name[span]], int(timeline.step[span])
-        found.append([name, float(start[i]), float(end[i]), step, float(end[i] - start[i])])
-    return [(name, a, b, step, max(own, 0.0)) for name, a, b, step, own in found]
+        result.append([name, float(start[i]), float(end[i]), step, float(end[i] - start[i])])
+    return [(name, a, b, step, max(own, 0.0)) for name, a, b, step, own in result]

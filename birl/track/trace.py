@@ -137,7 +137,7 @@ class Trace:
 
 def row(span: Span, step: int) -> dict[str, Any]:
     """As it is written: to the microsecond, without what is not known."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "process": span.process,
         "lane": span.lane,
         "name": span.name,
@@ -145,26 +145,26 @@ def row(span: Span, step: int) -> dict[str, Any]:
         "seconds": round(span.seconds, 6),
     }
     if step:
-        found["step"] = step
+        result["step"] = step
     for name in FIELDS:
         value = getattr(span, name)
         if value is not None:
-            found[name] = round(value, 6) if isinstance(value, float) else value
-    return found
+            result[name] = round(value, 6) if isinstance(value, float) else value
+    return result
 
 
 def last_moment(path: Path) -> float:
     """When the last span of a trace was over [s since 1970]; 0 where there is none. Joined slices are written later
     than what came after them: hence not the last line's."""
-    found = 0.0
+    result = 0.0
     with suppress(OSError), open_regular(path) as file:
         size = path.stat().st_size
         file.seek(max(size - END, 0))
         for line in file.read().split(b"\n")[size > END : -1]:
             with suppress(ValueError, KeyError, TypeError):
                 span = json.loads(line)
-                found = max(found, span["start"] + span["seconds"])
-    return found
+                result = max(result, span["start"] + span["seconds"])
+    return result
 
 
 def size_before(path: Path, until: float) -> int:

@@ -47,7 +47,7 @@ def describe(timeline: Timeline) -> Iterator[str]:
     for place in timeline.broken[:3]:
         yield f"warning: {place} is no span and was passed over"
     shares = shares_of(timeline, steps_of(timeline))
-    found = limit(shares, config(timeline.run))
+    result = limit(shares, config(timeline.run))
     if shares is not None:
         first, last = shares.steps
         which = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -55,7 +55,7 @@ def describe(timeline: Timeline) -> Iterator[str]:
         yield ""
         yield from table(shares)
         yield ""
-    yield from wrap(found.sentence, 100)
+    yield from wrap(result.sentence, 100)
 
 
 def table(shares: Shares) -> Iterator[str]:

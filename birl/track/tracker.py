@@ -159,12 +159,12 @@ class Tracker:
     def finish(self, summary: dict[str, Any]) -> None:
         """Close everything, write summary.json and report.html, and print what the run came to. `summary["next"]` is
         a list of commands to try now. A report that cannot be made is a warning: the run is what it is without it."""
-        found = {"title": self.title, "ended": _now(), "finished": True}
+        result = {"title": self.title, "ended": _now(), "finished": True}
         with only_shown("the figures of the run"):
-            found |= facts(self.run)
-        found |= summary
-        self.close(summary=figures(found))
-        write_whole(self.run / "summary.json", encode(found))
+            result |= facts(self.run)
+        result |= summary
+        self.close(summary=figures(result))
+        write_whole(self.run / "summary.json", encode(result))
         report = None
         if self.track.report:
             from birl.track.report import write_report
@@ -174,7 +174,7 @@ class Tracker:
         if self.track.console != "off":
             plain = not self._console.encoding.startswith("utf")
             with only_shown("the summary of the run"):
-                for part in closing(self.run, self.shown, self.title, found, report, plain):
+                for part in closing(self.run, self.shown, self.title, result, report, plain):
                     self._console.print(part)
 
     def close(self, failed: bool = False, summary: Figures | None = None) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from birl.algorithms.custom import Part
+from birl.algorithms.custom import NamedFunction
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.config import schema
 from birl.config.decided import CRITIC, corrects, proximal, remembers
@@ -30,9 +30,9 @@ from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
 from birl.models.heads import add_score_head
-from birl.parallel.crew import Crew
+from birl.parallel.crew import RankGroup
 from birl.rollout.assemble import Usage
-from birl.rollout.evaluate import Plan, plan
+from birl.rollout.evaluate import EvaluationPlan, plan
 from birl.rollout.failures import Start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
@@ -52,7 +52,9 @@ if TYPE_CHECKING:  # loaded by the runs that have them
     from birl.server.gateway import Gateway
 
 
-async def training(config: schema.RL, run: Path, given: Given, dry_run: bool, compute: Executor, crew: Crew) -> Parts:
+async def training(
+    config: schema.RL, run: Path, given: Given, dry_run: bool, compute: Executor, crew: RankGroup
+) -> Parts:
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong.
     Rewards start their workers while the model loads."""
     resume_from = find_checkpoint(config, run)
@@ -139,7 +141,7 @@ async def gateway_of(config: schema.RL, policy: Policy, world: World, opened: As
     return gateway
 
 
-def planned(config: schema.RL, validation: Sequence[Task]) -> Plan | None:
+def planned(config: schema.RL, validation: Sequence[Task]) -> EvaluationPlan | None:
     if not validation:
         return None
     return plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
@@ -184,7 +186,7 @@ def publisher_of(
     return publisher
 
 
-def worker_of(config: schema.RL, policy: Policy, crew: Crew, run: Path) -> RLWorker:
+def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> RLWorker:
     """What every rank has: the policy's learner, what it minimises, how its answers are judged; copies of the first
     weights come first."""
     keys, own = config.algorithm, config.algorithm.advantage in CRITIC and not config.critic.shared
@@ -242,7 +244,7 @@ def worker_of(config: schema.RL, policy: Policy, crew: Crew, run: Path) -> RLWor
     )
 
 
-def objective_of(config: schema.RL, learner: Learner, reference: Learner | None, surrogate: Part) -> Objective:
+def objective_of(config: schema.RL, learner: Learner, reference: Learner | None, surrogate: NamedFunction) -> Objective:
     start = proximal(config)
     return Objective(
         keys=config.algorithm,

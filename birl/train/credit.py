@@ -19,7 +19,7 @@ from torch import Tensor
 from birl.algorithms import advantages as estimate
 from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
-from birl.algorithms.custom import Part, part
+from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.estimators import ADVANTAGES, TENSORS
 from birl.config import schema
 from birl.config.decided import BY_TOKEN
@@ -63,7 +63,7 @@ class Credit:
     learner: Learner | None = None  # where its log-probs before the first update are wanted
     weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of each reward function
     pair_cost: float = 0.0  # of `pack`
-    estimator: Part | None = field(init=False)
+    estimator: NamedFunction | None = field(init=False)
 
     def __post_init__(self) -> None:
         keys = self.keys
@@ -90,23 +90,23 @@ class Credit:
         if kl is not None:
             episode_kl.index_add_(0, owner, torch.stack([k.sum() for k in kl]))
         if keys.advantage == "returns":
-            found = self._returns(samples, rewards[owner], owner, kl, kl_coef)
+            result = self._returns(samples, rewards[owner], owner, kl, kl_coef)
         elif self.estimator is None:
-            found = self._gae(batches, samples, kept, penalties, kl, kl_coef)
+            result = self._gae(batches, samples, kept, penalties, kl, kl_coef)
         elif keys.credit == "turn":
-            found = self._by_turn(kept, penalties, greedy)
+            result = self._by_turn(kept, penalties, greedy)
         else:
             if kl is not None:
                 rewards = rewards - kl_coef * episode_kl
             each = self._estimate(rewards, [(g, i, None) for g, i in kept], greedy)
-            found = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
+            result = [replace(s, advantage=each[e].item()) for s, e in zip(samples, owner.tolist(), strict=True)]
         if self.teacher is not None:
-            found = self._taught(batches, found)
+            result = self._taught(batches, result)
         if self.learner is not None:
-            found = self._remembered(batches, found)
+            result = self._remembered(batches, result)
         return Credited(
-            samples=self._trained(found, owner, kept),
-            by_episode=_by_episode(found, owner, kept),
+            samples=self._trained(result, owner, kept),
+            by_episode=_by_episode(result, owner, kept),
             kl=episode_kl.mean().item() if kl is not None else float("nan"),
             episodes=len(kept),
         )
@@ -117,18 +117,18 @@ class Credit:
         last = torch.tensor(
             [float(len(g.trajectories[i].turns[-1].completion.tokens)) for g, i in kept], dtype=torch.float32
         )
-        found = estimate.overlong_penalty(
+        result = estimate.overlong_penalty(
             last, limit=self.max_tokens, buffer=keys.overlong_buffer, penalty=keys.overlong_penalty
         )
         if keys.length_penalty:
             units: list[Unit] = [(g, i, None) for g, i in kept]
             right = torch.tensor([g.trajectories[i].score >= 1 for g, i in kept], dtype=torch.bool)
-            found = found + keys.length_penalty * estimate.length_penalty(
+            result = result + keys.length_penalty * estimate.length_penalty(
                 _lengths(units),
                 right,
                 _places(units),
             )
-        return found
+        return result
 
     def _by_turn(self, kept: Sequence[Episode], penalties: Tensor, greedy: dict[int, float]) -> list[Sample]:
         """Each turn's advantage: the discounted reward from it on, compared with the group's turns of that number."""
@@ -162,15 +162,16 @@ class Credit:
             "right": torch.tensor([g.trajectories[i].score >= 1 for g, i, _ in units], dtype=torch.bool),
         }
         try:
-            found = self.estimator.bound(tensors)(rewards, _places(units))
+            result = self.estimator.bound(tensors)(rewards, _places(units))
         except ValueError as error:
             raise BirlError(f"algorithm.advantage={self.keys.advantage}: {error}.") from error
-        if not isinstance(found, Tensor) or found.shape != rewards.shape or not found.isfinite().all():
+        if not isinstance(result, Tensor) or result.shape != rewards.shape or not result.isfinite().all():
             raise BirlError(
                 f"algorithm.advantage={self.keys.advantage}: must give one finite number for each of "
-                f"{len(rewards)} rewards as a tensor, not {found if not isinstance(found, Tensor) else found.tolist()}."
+                f"{len(rewards)} rewards as a tensor, not "
+                f"{result if not isinstance(result, Tensor) else result.tolist()}."
             )
-        return found
+        return result
 
     def _needs_models(self) -> bool:
         return self._kl_in_reward() or any(m is not None for m in (self.critic, self.teacher, self.learner))
@@ -234,10 +235,10 @@ class Credit:
         if kl is not None:
             earned = critics.token_rewards(earned, torch.cat(kl), kl_coef)
         if self.keys.advantage == "turn_gae":
-            found = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
+            result = critics.turn_gae(earned, flat, sample, torch.cat(turns), gamma=keys.gamma, lam=keys.lam)
         else:
-            found = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam)
-        advantage, returns = found
+            result = critics.gae(earned, flat, sample, gamma=keys.gamma, lam=keys.lam)
+        advantage, returns = result
         if keys.whiten:
             advantage = critics.whiten(advantage)
         columns = zip(samples, advantage.split(sizes), returns.split(sizes), values, strict=True)
@@ -248,11 +249,11 @@ class Credit:
         sampled reverse KL."""
         assert self.teacher is not None
         coef = self.keys.teacher_coef
-        found = []
+        result = []
         for sample, theirs in zip(samples, self.teacher(batches, samples), strict=True):
             own = torch.tensor(trained(sample, per_token(sample)), dtype=torch.float32)
-            found.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
-        return found
+            result.append(replace(sample, advantage=spread(sample, own + coef * (theirs - behaviour(sample)))))
+        return result
 
     def _remembered(self, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Sample]:
         """Decoupled PPO: the proximal policy is the learner as it is now, for all updates of the batch."""
@@ -263,10 +264,10 @@ class Credit:
     def _trained(self, samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> list[Sample]:
         keys = self.keys
         outcomes = [kept[e][0].trajectories[kept[e][1]].outcome for e in owner.tolist()]
-        found = [
+        result = [
             s for s, o in zip(samples, outcomes, strict=True) if not (keys.mask_truncated and o is Outcome.TRUNCATED)
         ]
-        return [s for s in found if s.advantage != 0] if keys.advantage == "best_and_worst" else found
+        return [s for s in result if s.advantage != 0] if keys.advantage == "best_and_worst" else result
 
 
 def taught_by(model: Learner) -> Teacher:
@@ -275,12 +276,12 @@ def taught_by(model: Learner) -> Teacher:
 
 
 def _by_episode(samples: Sequence[Sample], owner: Tensor, kept: Sequence[Episode]) -> dict[tuple[int, int], float]:
-    found: dict[tuple[int, int], list[float]] = {}
+    result: dict[tuple[int, int], list[float]] = {}
     for sample, e in zip(samples, owner.tolist(), strict=True):
         group, i = kept[e]
         own = trained(sample, per_token(sample))
-        found.setdefault((group.index, i), []).extend(own)
-    return {place: own[0] if len(set(own)) == 1 else sum(own) / len(own) for place, own in found.items()}
+        result.setdefault((group.index, i), []).extend(own)
+    return {place: own[0] if len(set(own)) == 1 else sum(own) / len(own) for place, own in result.items()}
 
 
 def _places(units: Sequence[Unit]) -> Tensor:

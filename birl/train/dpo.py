@@ -166,13 +166,13 @@ class Preferences:
     def figures(self, stats: Stats) -> dict[str, float]:
         """`reward/...`: beta times the gain in log-prob over the reference, of the chosen and of the rejected answers;
         `accuracy`: how often the chosen one has the higher (KTO: a good one gains, a bad one loses)."""
-        found = {n: stats.mean(n) for n in ("loss", "accuracy", "nll", "kl") if n in stats.sums}
+        result = {n: stats.mean(n) for n in ("loss", "accuracy", "nll", "kl") if n in stats.sums}
         chosen, rejected = stats.mean("chosen"), stats.mean("rejected")
         if "good" in stats.sums:
             share = stats.mean("good")
             chosen = chosen / share if share else 0.0
             rejected = rejected / (1 - share) if share < 1 else 0.0
-        return found | {"reward/chosen": chosen, "reward/rejected": rejected, "reward/margin": chosen - rejected}
+        return result | {"reward/chosen": chosen, "reward/rejected": rejected, "reward/margin": chosen - rejected}
 
     def score(self, figures: Mapping[str, float]) -> float:
         return figures["accuracy"]

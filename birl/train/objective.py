@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from birl.algorithms import corrections, selection
-from birl.algorithms.custom import Part, part
+from birl.algorithms.custom import NamedFunction, part
 from birl.algorithms.online import online_dpo
 from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import SURROGATES, Surrogate
@@ -30,12 +30,12 @@ UNCUT = 1e30  # M2PO, arXiv:2510.01161, leaves out tokens and bounds no weight: 
 ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
 
 
-def surrogate_of(keys: schema.Algorithm) -> Part:
+def surrogate_of(keys: schema.Algorithm) -> NamedFunction:
     """algorithm.surrogate and its options. Raises `BirlError`."""
     return part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
 
 
-def keeps_reference(keys: schema.Algorithm, surrogate: Part) -> bool:
+def keeps_reference(keys: schema.Algorithm, surrogate: NamedFunction) -> bool:
     """Is a frozen copy of the first weights kept?"""
     return keys.kl_coef > 0 or "ref_logp" in surrogate.tensors
 
@@ -61,7 +61,7 @@ class Objective:
     corrected: bool
     learner: Learner
     reference: Learner | None
-    surrogate: Part
+    surrogate: NamedFunction
 
     def look(self, batches: Sequence[Batch], seed: int) -> list[Known]:
         """Masks that rank or average tokens do so over the whole step, so that micro-batches change nothing."""
@@ -160,16 +160,16 @@ class Objective:
 
     def checked(self, function: Callable[..., Any], logp: Tensor, *rest: Tensor) -> Surrogate:
         """What a surrogate gives; of one's own function a tensor of losses is enough."""
-        found = function(logp, *rest)
-        if isinstance(found, Tensor):
-            found = Surrogate(found, (logp - rest[0]).detach().exp(), torch.zeros_like(logp, dtype=torch.bool))
-        if not isinstance(found, Surrogate) or found.loss.shape != logp.shape:
-            shape = f"a tensor of shape {tuple(found.loss.shape)}" if isinstance(found, Surrogate) else repr(found)
+        result = function(logp, *rest)
+        if isinstance(result, Tensor):
+            result = Surrogate(result, (logp - rest[0]).detach().exp(), torch.zeros_like(logp, dtype=torch.bool))
+        if not isinstance(result, Surrogate) or result.loss.shape != logp.shape:
+            shape = f"a tensor of shape {tuple(result.loss.shape)}" if isinstance(result, Surrogate) else repr(result)
             raise BirlError(
                 f"algorithm.surrogate={self.keys.surrogate}: must give the loss of each of {len(logp)} "
                 f"tokens, as a tensor or a Surrogate, not {shape}."
             )
-        return found
+        return result
 
     def correction(self, log_ratio: Tensor, sample: Tensor) -> Tensor:
         keys, auto = self.keys, self.keys.correction == "auto"

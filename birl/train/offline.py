@@ -27,7 +27,7 @@ from birl.given import Given
 from birl.learner.checkpoints import Checkpoints
 from birl.learner.learner import Learner, Loss, Stats
 from birl.learner.policy import Policy, load_policy
-from birl.parallel.crew import Crew
+from birl.parallel.crew import RankGroup
 from birl.parallel.grid import rank_threads
 from birl.parallel.machine import compute_thread, peak_memory
 from birl.parallel.ranks import Ranks
@@ -155,14 +155,16 @@ async def _main(
 def follow(config: schema.Stage, objective: Callable[[Any, Policy, int], Objective]) -> None:
     """Every rank but 0: the same learner, and none of the data."""
 
-    def make(together: Crew, compute: Executor) -> RowsWorker:
+    def make(together: RankGroup, compute: Executor) -> RowsWorker:
         policy = load_policy(config.model, compute, together.ranks)
         return worker_of(config, policy, objective(config, policy, 0), together, Path(config.run))
 
     ranks.follow(config, make)
 
 
-def worker_of(config: schema.Stage, policy: Policy, objective: Objective, together: Crew, folder: Path) -> RowsWorker:
+def worker_of(
+    config: schema.Stage, policy: Policy, objective: Objective, together: RankGroup, folder: Path
+) -> RowsWorker:
     return RowsWorker(
         optimizer=config.optimizer,
         learner=objective.learner(policy, together.ranks),
@@ -182,7 +184,7 @@ def assembled(
     make: Callable[[Any, Policy, int], Objective],
     compute: Executor,
     dry_run: bool,
-    together: Crew,
+    together: RankGroup,
     stop: Stop,
 ) -> "_Loop":
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
@@ -258,7 +260,7 @@ class _Loop:
         rows = list(islice(stream(config, every.train, 0), config.batch_size))
         sizes = [len(s) for t in every.train for e in t for s in e.sequences]
         before = time.perf_counter()
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "rows": sum(map(len, every.train)),
             "held_out": len(every.held_out),
             "tokens": sum(sizes),
@@ -267,14 +269,14 @@ class _Loop:
         }
         await self.run.ranks(RowsWorker.begin, None, rows, every.total_steps)
         stats = await self.run.ranks(RowsWorker.gradients, rows)
-        found |= {
+        result |= {
             **self.worker.objective.figures(stats),
             "seconds": time.perf_counter() - before,
             "memory": peak_memory(),
         }
-        for name, value in found.items():
+        for name, value in result.items():
             print(f"{name:<24} {value:,.4g}" if isinstance(value, float) else f"{name:<24} {value:,}")
-        return found
+        return result
 
     async def train(self, rows: list[Example]) -> None:
         """One optimizer step on some rows, then its report."""

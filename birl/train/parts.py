@@ -12,7 +12,7 @@ from birl.config import schema
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.policy import Policy
-from birl.rollout.evaluate import Plan, data_digest
+from birl.rollout.evaluate import EvaluationPlan, data_digest
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress
 from birl.seeds import derive_seed
@@ -37,7 +37,7 @@ class Parts:
     rollout: Rollout
     params: SamplingParams
     train: Sequence[Tasks]
-    plan_validation: Plan | None
+    plan_validation: EvaluationPlan | None
     tracker: Tracker
     publisher: Publisher
     resume_from: Path | None

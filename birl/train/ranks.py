@@ -14,17 +14,17 @@ from birl.config.load import load, to_yaml
 from birl.learner.export import resolved
 from birl.learner.open import check_split
 from birl.models.device import choose
-from birl.parallel.crew import Crew
+from birl.parallel.crew import RankGroup
 from birl.parallel.grid import grid_of, leads, rank_threads
 from birl.parallel.ranks import Ranks
 
 
 @contextmanager
-def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
+def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[RankGroup]:
     """Rank 0's; the others are started unless a launcher did. What they print goes to rank-N.log in `folder`."""
     grid = grid_of(config)
     if grid.size == 1:
-        yield Crew(Ranks())
+        yield RankGroup(Ranks())
         return
     from birl.parallel import processes
 
@@ -38,7 +38,7 @@ def crew(config: schema.RL | schema.Stage, folder: Path) -> Iterator[Crew]:
         yield ranks
 
 
-def follow(config: schema.RL | schema.Stage, make: Callable[[Crew, Executor], Any]) -> None:
+def follow(config: schema.RL | schema.Stage, make: Callable[[RankGroup, Executor], Any]) -> None:
     """The life of a rank other than 0: `make` its worker, then do what rank 0 calls."""
     from birl.parallel import processes
 

@@ -28,7 +28,7 @@ from birl.errors import BirlError, innermost
 from birl.learner.policy import load_policy
 from birl.learner.token_figures import token_figures
 from birl.models.digests import digests, whole
-from birl.parallel.crew import Crew
+from birl.parallel.crew import RankGroup
 from birl.parallel.grid import learner_threads
 from birl.parallel.machine import compute_thread
 from birl.rollout import assemble, failures, pipeline
@@ -94,7 +94,7 @@ async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given
 def follow(config: schema.RL) -> None:
     """Every rank but 0: the same learner, and none of the data."""
 
-    def make(together: Crew, compute: Executor) -> RLWorker:
+    def make(together: RankGroup, compute: Executor) -> RLWorker:
         policy = load_policy(config.model, compute, together.ranks)
         return build.worker_of(config, policy, together, Path(config.run))
 

@@ -164,27 +164,29 @@ class Run:
     async def intact(self, chosen: Path) -> tuple[Path, list[str]]:
         """The checkpoint to go on from, and warnings: where the newest of a run is damaged, the newest that is not.
         Raises `BirlError` where there is none, or where the damaged one was asked for by name."""
-        found = {chosen: await self.ranks(Worker.damage, chosen, IN_STATE)}
-        if not found[chosen]:
+        result = {chosen: await self.ranks(Worker.damage, chosen, IN_STATE)}
+        if not result[chosen]:
             return chosen, []
         if self.config.resume != "auto":
             raise BirlError(
-                f"The checkpoint {chosen} is damaged: {'; '.join(found[chosen])}. Choose an older one: resume=FOLDER."
+                f"The checkpoint {chosen} is damaged: {'; '.join(result[chosen])}. Choose an older one: resume=FOLDER."
             )
         for entry in reversed(checkpoint.saved(self.worker.checkpoints.folder)):
-            damage = found[entry.path] = found.get(entry.path) or await self.ranks(Worker.damage, entry.path, IN_STATE)
+            damage = result[entry.path] = result.get(entry.path) or await self.ranks(
+                Worker.damage, entry.path, IN_STATE
+            )
             if damage:
                 continue
-            del found[entry.path]
-            aside = {path: checkpoint.set_aside(path) for path in found}
+            del result[entry.path]
+            aside = {path: checkpoint.set_aside(path) for path in result}
             return entry.path, [
-                f"WARNING: the checkpoint {path.name} is damaged ({'; '.join(found[path][:3])}). It is {where.name} "
+                f"WARNING: the checkpoint {path.name} is damaged ({'; '.join(result[path][:3])}). It is {where.name} "
                 f"from now on, and the run goes on from {entry.path.name}."
                 for path, where in aside.items()
             ]
         raise BirlError(
-            f"All {len(found)} checkpoints of {self.worker.checkpoints.run} are damaged:\n"
-            + "\n".join(f"  {path.name}: {'; '.join(damage[:3])}" for path, damage in found.items())
+            f"All {len(result)} checkpoints of {self.worker.checkpoints.run} are damaged:\n"
+            + "\n".join(f"  {path.name}: {'; '.join(damage[:3])}" for path, damage in result.items())
             + "\nNothing can be resumed: begin anew with run=ANOTHER_FOLDER, or put back a copy of a checkpoint."
         )
 

@@ -70,13 +70,13 @@ def find_checkpoint(config: schema.RL | schema.Stage, run: Path) -> Path | None:
 
 def read_config(run: Path) -> dict[str, Any]:
     try:
-        found = read_json(run / "config.json")
+        result = read_json(run / "config.json")
     except (OSError, ValueError) as error:
         raise BirlError(
             f"{run}/config.json, which says what this run is, cannot be read ({error}). Choose another folder with "
             f"run=... and go on from a checkpoint with resume={run}/checkpoints/step-..."
         ) from error
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:

@@ -126,9 +126,9 @@ class RLWorker(Worker):
         config, fresh = self.config, stats.sums["fresh"]
         gaps = {self.learner.version: (stats.sums["gap"] / fresh, int(fresh))} if fresh else {}
         if config.rollout.max_staleness > 0:
-            found = compare(self.past, samples, computed, gaps, config.capacity)
-            gaps |= found.gaps
-            stats.other["mismatch/unheld"] = found.unheld / max(sum(map(sum, (s.mask for s in samples))), 1)
+            result = compare(self.past, samples, computed, gaps, config.capacity)
+            gaps |= result.gaps
+            stats.other["mismatch/unheld"] = result.unheld / max(sum(map(sum, (s.mask for s in samples))), 1)
         stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
         stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
         kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
@@ -177,13 +177,13 @@ class RLWorker(Worker):
     def gathered(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Weights as the engines have them, whole on rank 0, nothing elsewhere."""
         drop_gathered(self.learner.outputs)
-        parameters, found = dict(self.learner.model.named_parameters()), []
+        parameters, result = dict(self.learner.model.named_parameters()), []
         for name in names:
             weight = parameters[name].to(DTYPES[self.config.model.dtype])
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if self.crew.leads:
-                found.append(whole)
-        return found
+                result.append(whole)
+        return result
 
     def said(self, batches: list[Batch]) -> list[list[float]]:
         """What engines are compared with."""

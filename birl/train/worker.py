@@ -15,7 +15,7 @@ from birl.learner import checkpoint
 from birl.learner.checkpoints import Checkpoints
 from birl.learner.learner import Learner, Stats
 from birl.learner.optimizer import learning_rate
-from birl.parallel.crew import Crew
+from birl.parallel.crew import RankGroup
 from birl.track.trace import Trace, rank_file
 
 NONFINITE_LIMIT = 3  # optimizer steps in a row without a finite gradient that are skipped before the run stops
@@ -27,7 +27,7 @@ class Worker:
 
     optimizer: schema.Optimizer
     learner: Learner
-    crew: Crew
+    crew: RankGroup
     critic: Learner | None = None  # with a model of its own
     checkpoints: Checkpoints
     total_updates: int | None = None  # optimizer steps of the run, of which the others hear from rank 0

@@ -46,7 +46,7 @@ class Columns:
     def glimpse(self, lines: int) -> "Columns":
         """Another table with so many rows from all over the file and its last one, read in a moment. Nothing is
         remembered here."""
-        found, chosen, last = Columns(self.path, self.keep), [], -1
+        result, chosen, last = Columns(self.path, self.keep), [], -1
         with suppress(OSError), open_regular(self.path) as file:
             end = max(0, file.seek(0, 2) - END)
             for place in range(0, end, max(1, end // lines)):
@@ -60,8 +60,8 @@ class Columns:
             if end:
                 file.readline()
             chosen += [line for line in file.readlines() if line.endswith(b"\n")]
-        found._take(chosen)
-        return found
+        result._take(chosen)
+        return result
 
     def _clear(self) -> None:
         self.rows, self.broken = 0, 0  # broken: lines that are no JSON object with a step, left out
@@ -100,11 +100,11 @@ class Columns:
         first, end = self.rows, self.rows + len(records)
         for name, values in _transposed(records):
             if name == STAMP:
-                found = None if TIMED in records[0] else _stamps(values)
+                result = None if TIMED in records[0] else _stamps(values)
             else:
-                found = _floats(values) if name == "step" or self.keep(name) else None
-            if found is not None:
-                self._room(name, end)[first:end] = found
+                result = _floats(values) if name == "step" or self.keep(name) else None
+            if result is not None:
+                self._room(name, end)[first:end] = result
         self.rows = end
 
     def _room(self, name: str, rows: int) -> np.ndarray:
@@ -122,14 +122,14 @@ def parse(lines: Sequence[bytes]) -> list[Any]:
     """The value of each line; a line that is no JSON is left out. Two broken lines must not heal each other."""
     if all(line[:1] == b"{" and line.rstrip()[-1:] == b"}" for line in lines):
         with suppress(ValueError, RecursionError):
-            found = json.loads(b"[" + b",".join(lines) + b"]")  # one call: the names are made into text once
-            if len(found) == len(lines):
-                return found
-    found = []
+            result = json.loads(b"[" + b",".join(lines) + b"]")  # one call: the names are made into text once
+            if len(result) == len(lines):
+                return result
+    result = []
     for line in lines:
         with suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return found
+            result.append(json.loads(line))
+    return result
 
 
 def _has_step(record: Any) -> bool:

@@ -92,9 +92,9 @@ def listen(port: int | None) -> socket.socket:
 
 def _start(runs: "Runs", named: bool) -> str:
     """The view to begin with: the curves of runs that were named, else the list."""
-    found = list(runs)
-    if named and 0 < len(found) <= 8:
-        return "#/curves?" + "&".join(f"run={run.id}" for run in found)
+    result = list(runs)
+    if named and 0 < len(result) <= 8:
+        return "#/curves?" + "&".join(f"run={run.id}" for run in result)
     return ""
 
 

@@ -20,25 +20,25 @@ def differences(runs: list[Run]) -> list[dict[str, Any]]:
     configuration cannot be read has none and makes nothing differ."""
     configs = [run.config for run in runs]
     readable = [config for config in configs if config]
-    found = []
+    result = []
     for key in dict.fromkeys(key for config in readable for key in config):
         if key in ALWAYS_OTHER:
             continue
         values = [config.get(key) for config in configs]
         if any(key not in config or config[key] != readable[0].get(key) for config in readable):
-            found.append({"key": key, "values": values, "set": [key in config for config in configs]})
-    return sorted(found, key=lambda row: row["key"])
+            result.append({"key": key, "values": values, "set": [key in config for config in configs]})
+    return sorted(result, key=lambda row: row["key"])
 
 
 def figures(histories: list[History]) -> list[dict[str, Any]]:
     """For each figure and run the last value and the best, with its step."""
     names = dict.fromkeys(name for history in histories for name in history.names)
-    found = []
+    result = []
     for name, heading in ((row.name, row.heading) for row in ordered(names)):
         way = "" if name == "loss" and "reward/mean" in names else better(name)  # a policy's loss says little
         values = [_figures(history, name, way) for history in histories]
-        found.append({"name": name, "heading": heading, "better": way, "values": values})
-    return found
+        result.append({"name": name, "heading": heading, "better": way, "values": values})
+    return result
 
 
 def better(name: str) -> str:
@@ -61,8 +61,8 @@ def _figures(history: History, name: str, direction: str) -> dict[str, Any] | No
         there = np.flatnonzero(np.isfinite(values))
         if not len(there):
             return None
-        found: dict[str, Any] = {"last": values[there[-1]], "last_step": steps[there[-1]]}
+        result: dict[str, Any] = {"last": values[there[-1]], "last_step": steps[there[-1]]}
         if direction:
             place = there[(np.argmax if direction == "high" else np.argmin)(values[there])]
-            found |= {"best": values[place], "best_step": steps[place]}
-        return found
+            result |= {"best": values[place], "best_step": steps[place]}
+        return result

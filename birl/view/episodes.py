@@ -172,18 +172,18 @@ class Episodes:
             if not (more := file.read(BLOCK)):
                 return False
             data += more
-        first, found, at = self.count, list[tuple[Any, ...]](), self.read
+        first, result, at = self.count, list[tuple[Any, ...]](), self.read
         for line in data[:end].split(b"\n")[:-1]:
             self.lines += 1
             try:
-                found.append(self._row(line, at))
+                result.append(self._row(line, at))
             except BROKEN as error:
                 self.skipped += 1
                 if len(self.broken) < NAMED:
                     self.broken[self.lines] = f"{type(error).__name__}: {error}"[:200]
             at += len(line) + 1
         self.read = at
-        self._append(found)
+        self._append(result)
         if self.count > first:
             self._compare(first)
             self._mark = self._head(file, self.count - 1)
@@ -267,11 +267,11 @@ class Episodes:
         """The tokens before the first that the model said. Reads no more of the line than that. Raises `BirlError`."""
         count = int(self._rows[row]["prompt"]) if 0 <= row < self.count else 0
         data = self._bytes(row, "size", most=int(self._rows[row]["head"]) + DIGITS * (count + 8))
-        found = FIRST.match(data, int(self._rows[row]["head"]))
-        if found is None:
+        result = FIRST.match(data, int(self._rows[row]["head"]))
+        if result is None:
             samples = self.record(row).get("samples") or [{"tokens": ()}]
             return tuple(samples[0]["tokens"][:count])
-        return tuple(map(int, found[1].split(b",")[:count])) if count else ()
+        return tuple(map(int, result[1].split(b",")[:count])) if count else ()
 
     def _bytes(self, row: int, what: str, most: int = -1) -> bytes:
         if not 0 <= row < self.count:
@@ -296,13 +296,13 @@ class Episodes:
         """Name and reason of each flag of a row."""
         own = self._rows[row]
         text = flags.plain(str(head.get("text") or ""))
-        found = alone(text, head.get("answer"), number(head.get("score")))
+        result = alone(text, head.get("answer"), number(head.get("score")))
         if own["flags"] & BITS["length"]:
-            found.append(("length", flags.length_blowup(int(own["tokens"]), self.usual(row))))
+            result.append(("length", flags.length_blowup(int(own["tokens"]), self.usual(row))))
         if own["flags"] & BITS["duplicate"]:
             group = self.group(row)
-            found.append(("duplicate", flags.duplicates(self.rows["key"][group].tolist())[group.index(row)]))
-        return sorted(found, key=lambda flag: flags.NAMES.index(flag[0]))
+            result.append(("duplicate", flags.duplicates(self.rows["key"][group].tolist())[group.index(row)]))
+        return sorted(result, key=lambda flag: flags.NAMES.index(flag[0]))
 
 
 def alone(text: str, answer: Any, score: float) -> list[tuple[str, str]]:

@@ -49,8 +49,8 @@ def repetition(text: str) -> str:
     little is new (zlib makes less than a fifth of it). Misses a loop that was left again in a text of which most is
     new, one whose pieces differ a little (a counter), and texts below 24 characters. Tables and code that repeat
     themselves are flagged too."""
-    if found := _loop(text):
-        unit, times = found
+    if result := _loop(text):
+        unit, times = result
         return f"ends with {_quoted(unit)} {times} times"
     if len(text) >= DENSE_FROM:
         data = text.encode(errors="replace")
@@ -93,9 +93,9 @@ def format_gaming(text: str) -> str:
     reasons = []
     for name, pattern in _MARKERS:
         if name[:4].lower() in text or (name == "<answer>" and "<answer>" in text.lower()):
-            found = [content.strip() for content in pattern.findall(text)]
-            different = set(found) - {""}
-            if "" in found:
+            result = [content.strip() for content in pattern.findall(text)]
+            different = set(result) - {""}
+            if "" in result:
                 reasons.append(f"{name} without content")
             if len(different) > 1:
                 reasons.append(f"{len(different)} different {name}")

@@ -91,13 +91,13 @@ class Runs:
 
 def _named(roots: Sequence[Path]) -> list[tuple[Path, str]]:
     """Each run once, with the shortest name that no other has."""
-    found: dict[Path, tuple[Path, str]] = {}  # as it was named, and its name there
+    result: dict[Path, tuple[Path, str]] = {}  # as it was named, and its name there
     for root in roots:
         for folder in runs.find(root):
             name = root.resolve().name if folder == root else str(folder.relative_to(root))
-            found.setdefault(folder.resolve(), (folder, name))
-    uses = Counter(name for _, name in found.values())
-    return sorted((f, name if uses[name] == 1 else str(named)) for f, (named, name) in found.items())
+            result.setdefault(folder.resolve(), (folder, name))
+    uses = Counter(name for _, name in result.values())
+    return sorted((f, name if uses[name] == 1 else str(named)) for f, (named, name) in result.items())
 
 
 def _id(folder: Path) -> str:

@@ -79,13 +79,13 @@ class History:
     @property
     def constant(self) -> dict[str, float]:
         """The value of each figure that was the same in all of two or more rows."""
-        found = {}
+        result = {}
         for table in (self.steps, self.validations):
             for name in table.names if table.rows > 1 else ():
                 values = table[name][np.isfinite(table[name])]
                 if len(values) > 1 and (values == values[0]).all():
-                    found[name] = float(values[0])
-        return found
+                    result[name] = float(values[0])
+        return result
 
     def table(self, name: str) -> Columns:
         return self.validations if name in self.validations.names else self.steps
@@ -122,8 +122,8 @@ class History:
 
     def span(self, kind: str) -> tuple[float, float] | None:
         """Where the x-axis begins and ends; None where nothing is on it."""
-        found = [r for table in (self.steps, self.validations) if (r := span(self.axis(table, kind)))]
-        return (min(low for low, _ in found), max(high for _, high in found)) if found else None
+        result = [r for table in (self.steps, self.validations) if (r := span(self.axis(table, kind)))]
+        return (min(low for low, _ in result), max(high for _, high in result)) if result else None
 
     @property
     def warning(self) -> str:
@@ -155,17 +155,17 @@ class History:
 
     def values(self, kind: str, at: float) -> dict[str, Any]:
         """All figures, with all digits, of the row nearest to `at`, and of the nearest validation."""
-        found: dict[str, Any] = {"step": None, "x": None, "values": {}, "validation_step": None}
+        result: dict[str, Any] = {"step": None, "x": None, "values": {}, "validation_step": None}
         for table, step in ((self.validations, "validation_step"), (self.steps, "step")):
             x = self.axis(table, kind)
             if not np.isfinite(x).any():
                 continue
             row = int(np.nanargmin(np.abs(x - at)))
-            found[step] = table["step"][row]
-            found["values"] |= {name: table[name][row] for name in table.names}
+            result[step] = table["step"][row]
+            result["values"] |= {name: table[name][row] for name in table.names}
             if table is self.steps:
-                found["x"] = x[row]
-        return found
+                result["x"] = x[row]
+        return result
 
 
 class Index:

@@ -48,8 +48,8 @@ def save(episodes: "Episodes") -> None:
 def load(episodes: "Episodes", dtype: np.dtype) -> bool:
     """Take the kept index over, if there is one that fits; the caller compares it with the file."""
     try:
-        with np.load(place(episodes.path), allow_pickle=False) as found:
-            rows, about = found["rows"], json.loads(found["about"].tobytes())
+        with np.load(place(episodes.path), allow_pickle=False) as result:
+            rows, about = result["rows"], json.loads(result["about"].tobytes())
         if about["made_by"] != MADE_BY or rows.dtype != dtype:
             return False
         known = {name: about[name] for name in NAMES}

@@ -45,22 +45,22 @@ def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, 
 
 def row(run: Run) -> dict[str, Any]:
     """What the list shows of a run; null for what is not known."""
-    found = about(run.folder)
+    result = about(run.folder)
     return {
         "id": run.id,
         "name": run.name,
-        "state": found.state,
-        "problem": found.problem,
-        "step": found.step,
-        "total": found.total,
-        "headline": found.headline,
-        "last": found.reward,
-        "curve": _curve(run.folder / "metrics.jsonl", found.headline),
-        "validation": None if found.best is None else {"value": found.best, "step": found.best_step},
-        "seconds": found.seconds,
-        "model": found.model,
-        "algorithm": found.algorithm,
-        "changed": found.updated or None,
+        "state": result.state,
+        "problem": result.problem,
+        "step": result.step,
+        "total": result.total,
+        "headline": result.headline,
+        "last": result.reward,
+        "curve": _curve(run.folder / "metrics.jsonl", result.headline),
+        "validation": None if result.best is None else {"value": result.best, "step": result.best_step},
+        "seconds": result.seconds,
+        "model": result.model,
+        "algorithm": result.algorithm,
+        "changed": result.updated or None,
     }
 
 
@@ -74,6 +74,6 @@ def _curve(path: Path, name: str) -> list[tuple[float, float]]:
 
 def _stamp(path: Path) -> tuple[int, int]:
     with suppress(OSError):
-        found = path.stat()
-        return found.st_size, found.st_mtime_ns
+        result = path.stat()
+        return result.st_size, result.st_mtime_ns
     return 0, 0

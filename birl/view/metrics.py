@@ -61,12 +61,12 @@ def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
     spans = [found for history in histories if (found := _locked(history, History.span, kind))]
     whole = (min(r[0] for r in spans), max(r[1] for r in spans)) if spans else (0.0, 1.0)
     low, high = _number(query, "from", whole[0]), _number(query, "to", whole[1])
-    found = {}
+    result = {}
     for history in histories:
         with history.lock:
             names = set(history.names)
-            found[history.run.id] = {n: history.curve(n, kind, low, high, width) for n in wanted if n in names}
-    return {**answer, "span": whole, "curves": found}
+            result[history.run.id] = {n: history.curve(n, kind, low, high, width) for n in wanted if n in names}
+    return {**answer, "span": whole, "curves": result}
 
 
 def _version(histories: list[History]) -> str:

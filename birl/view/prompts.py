@@ -30,9 +30,9 @@ class Prompts:
         try:
             if not tokens or not self.vocabulary.known:
                 return ""
-            found = list(blocks(tokens, [False] * len(tokens), self.vocabulary))
+            result = list(blocks(tokens, [False] * len(tokens), self.vocabulary))
         except BirlError:
             return ""  # a broken tokenizer: the page of one episode tells what is wrong with it
-        wanted = [one for one in found if one["role"] == "user"] or [one for one in found if one["role"] != "system"]
+        wanted = [one for one in result if one["role"] == "user"] or [one for one in result if one["role"] != "system"]
         texts = (flags.plain(self.vocabulary.text(tokens[one["body"] : one["end"]])).strip() for one in wanted)
         return "\n".join(filter(None, texts))

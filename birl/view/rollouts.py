@@ -53,11 +53,11 @@ class Inspector:
         asked = request.query_params
         query = Query.parse(asked.get("q", ""), asked.get("text", ""), order="step desc")
         whole = self.episodes.read_on(patience)
-        found = self.searches.pop(query, None) or Search(self.episodes, query, self.prompts)
-        self.searches[query] = found
+        result = self.searches.pop(query, None) or Search(self.episodes, query, self.prompts)
+        self.searches[query] = result
         while len(self.searches) > SEARCHES:
             self.searches.popitem(last=False)
-        return found, found.go_on(patience) and whole
+        return result, result.go_on(patience) and whole
 
 
 def routes(runs: Runs) -> list[Route]:
@@ -175,10 +175,10 @@ def _export(of: Inspector, request: Request) -> Response:
 
 
 def _asked(request: Request, name: str) -> str:
-    found = request.query_params.get(name, "")
-    if not found:
+    result = request.query_params.get(name, "")
+    if not result:
         raise BirlError(f"{request.url.path} needs {name}=...")
-    return found
+    return result
 
 
 def _number(request: Request, name: str, default: int) -> int:

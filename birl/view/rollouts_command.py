@@ -93,13 +93,13 @@ def _export(search: "Search", target: Path, limit: int | None) -> int:
     from birl.view.export import lines
 
     rows = search.rows[:limit].tolist()
-    found = lines(search.episodes, rows, target.suffix.removeprefix("."))
+    result = lines(search.episodes, rows, target.suffix.removeprefix("."))
     if target.exists() and target.samefile(search.episodes.path):
         raise BirlError(f"{target} is the run's own file. Choose another name.")
     part = target.with_name(target.name + ".part")
     with writing(target):
         with part.open("wb") as file:
-            _write(file, found)
+            _write(file, result)
         os.replace(part, target)
     print(f"{len(rows):,} episodes in {target}")
     return 0

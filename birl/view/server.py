@@ -86,11 +86,11 @@ class Guard:
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                found = {name.lower().decode(): value for name, value in message.get("headers", [])}
+                result = {name.lower().decode(): value for name, value in message.get("headers", [])}
                 own = {name: value.encode() for name, value in HEADERS.items()} | {
-                    name: value for name, value in found.items() if name == "content-security-policy"
+                    name: value for name, value in result.items() if name == "content-security-policy"
                 }
-                message = {**message, "headers": [(k.encode(), v) for k, v in (found | own).items()]}
+                message = {**message, "headers": [(k.encode(), v) for k, v in (result | own).items()]}
             await send(message)
 
         refusal = self._refusal(scope)

@@ -87,11 +87,11 @@ class Vocabulary:
     def shown(self, tokens: Sequence[int]) -> list[Shown]:
         """For each token what to show. Control characters are spelled out."""
         data = [self.bytes_of(token) for token in tokens]
-        found: list[Shown] = []
+        result: list[Shown] = []
         for n, whole in enumerate(_alone(data)):
-            found.append(visible(data[n].decode()) if whole else [])
-        _split(data, found)
-        return found
+            result.append(visible(data[n].decode()) if whole else [])
+        _split(data, result)
+        return result
 
 
 def _kinds(decoder: Any) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _split(data: Sequence[bytes], found: list[Shown]) -> None:
 def _pieces(data: Sequence[bytes]) -> list[list[Any]]:
     """What each token of a run holds: whole characters as text, parts as (bytes in hex, the whole character)."""
     whole, ends = b"".join(data), list(accumulate(map(len, data)))
-    found: list[list[Any]] = [[] for _ in data]
+    result: list[list[Any]] = [[] for _ in data]
     n = 0
     for first, last, char in characters(whole):
         at = first
@@ -132,11 +132,11 @@ def _pieces(data: Sequence[bytes]) -> list[list[Any]]:
                 n += 1
             end = min(last, ends[n])
             if char and (at, end) == (first, last):
-                found[n].append(visible(char))
+                result[n].append(visible(char))
             else:
-                found[n].append([whole[at:end].hex(" ").upper(), visible(char)])
+                result[n].append([whole[at:end].hex(" ").upper(), visible(char)])
             at = end
-    return found
+    return result
 
 
 def characters(data: bytes) -> Iterator[tuple[int, int, str]]:

@@ -88,14 +88,14 @@ def sample(record: Mapping[str, Any], vocabulary: Vocabulary, row: int) -> dict[
     """One list of tokens with what is known of each, null where nothing is, and the blocks that it falls into."""
     tokens, mask = list(record["tokens"]), [bool(m) for m in record["mask"]]
     _fits("mask", mask, len(tokens), row)
-    found: dict[str, Any] = {"ids": tokens, "mask": [int(m) for m in mask]}
-    found["shown"] = vocabulary.shown(tokens)
-    found["special"] = [n for n, token in enumerate(tokens) if vocabulary.special(token)]
+    result: dict[str, Any] = {"ids": tokens, "mask": [int(m) for m in mask]}
+    result["shown"] = vocabulary.shown(tokens)
+    result["special"] = [n for n, token in enumerate(tokens) if vocabulary.special(token)]
     for name in PER_TOKEN:
         values = list(record.get(name) or ())
         if values:
             _fits(name, values, len(tokens), row)
-            found[name] = [value if m else None for value, m in zip(values, mask, strict=True)]
+            result[name] = [value if m else None for value, m in zip(values, mask, strict=True)]
     for name in PER_TRAINED:
         values = record.get(name)
         if values is None:
@@ -103,9 +103,9 @@ def sample(record: Mapping[str, Any], vocabulary: Vocabulary, row: int) -> dict[
         each = list(values) if isinstance(values, list) else [values] * sum(mask)
         _fits(name, each, sum(mask), row)
         given = iter(each)
-        found[name] = [next(given) if m else None for m in mask]
-    found["blocks"] = list(blocks(tokens, mask, vocabulary))
-    return found
+        result[name] = [next(given) if m else None for m in mask]
+    result["blocks"] = list(blocks(tokens, mask, vocabulary))
+    return result
 
 
 def _fits(name: str, values: Sequence[Any], wanted: int, row: int) -> None:
@@ -164,12 +164,12 @@ def _headers(data: Sequence[str], start: int, end: int) -> dict[int, tuple[str, 
     for n in range(start, end):
         text += data[n]
         places += [n] * len(data[n])
-    found = {}
+    result = {}
     for header in HEADERS.finditer(text):
         name = next(filter(None, header.groups()))
         body = places[header.end()] if header.end() < len(places) else end
-        found[places[header.start()]] = (ROLES.get(name, name.lower()), max(body, places[header.end() - 1] + 1))
-    return found
+        result[places[header.start()]] = (ROLES.get(name, name.lower()), max(body, places[header.end() - 1] + 1))
+    return result
 
 
 def called(text: str) -> tuple[ToolCall, ...]:
@@ -212,16 +212,16 @@ def differences(best: str, text: str) -> list[list[Any]]:
     front = _same(a, b)
     back = min(_same(a[::-1], b[::-1]), len(a) - front, len(b) - front)
     middle = b[front : len(b) - back]
-    found = [[True, "".join(b[:front])]]
+    result = [[True, "".join(b[:front])]]
     if len(a) > WORDS or len(b) > WORDS:
-        found.append([False, "".join(middle)])
+        result.append([False, "".join(middle)])
     else:
         matcher = difflib.SequenceMatcher(None, a[front : len(a) - back], middle, autojunk=False)
         alike = matcher.ratio() >= ALIKE
         pieces = matcher.get_opcodes() if alike else [("replace", 0, 0, 0, len(middle))]
-        found += [[kind == "equal", "".join(middle[start:end])] for kind, _, _, start, end in pieces]
-    found.append([True, "".join(b[len(b) - back :])])
-    return [piece for piece in found if piece[1]]
+        result += [[kind == "equal", "".join(middle[start:end])] for kind, _, _, start, end in pieces]
+    result.append([True, "".join(b[len(b) - back :])])
+    return [piece for piece in result if piece[1]]
 
 
 def _same(a: Sequence[str], b: Sequence[str]) -> int:

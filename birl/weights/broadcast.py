@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from birl.engines.client import Client
-from birl.engines.collective import Group, backend, gpu, host_store, own_address, shapes_of
+from birl.engines.collective import BroadcastGroup, backend, gpu, host_store, own_address, shapes_of
 from birl.engines.wire import Invitation
 from birl.errors import BirlError, EngineDown, WeightsFailed, first_line
 from birl.types import Held, Update
@@ -73,7 +73,7 @@ class Broadcast:
         self.groups = 0  # that were made
         self._store: Any = None
         self._place = ""  # its host:port
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._members: list[tuple[Joined, int]] = []
         self._round: Round | None = None
         self._running: asyncio.Task[None] | None = None
@@ -128,7 +128,7 @@ class Broadcast:
         if self._group is None or self._group.closed.is_set() or members != self._members:
             invitation = await self._invitation(len(remotes))
             self._leave()
-            self._group, self._members = Group(invitation, self._device()), members
+            self._group, self._members = BroadcastGroup(invitation, self._device()), members
             calls = {r: r.alone.join(replace(invitation, rank=i + 1)) for i, r in enumerate(remotes)}
             why = await self._together(round, self._group.open(), calls)
             if why is not None or round.open() != remotes:
@@ -177,9 +177,9 @@ class Broadcast:
         """Rank 0's. The store listens on loopback, where all engines are on this machine."""
         if self._store is None:
             try:
-                found = [await asyncio.to_thread(own_address, host) for host in self.hosts]
-                outside = [address for address in found if address not in ("127.0.0.1", "::1")]
-                address = (outside or found)[0]
+                result = [await asyncio.to_thread(own_address, host) for host in self.hosts]
+                outside = [address for address in result if address not in ("127.0.0.1", "::1")]
+                address = (outside or result)[0]
                 self._store, self._place = await asyncio.to_thread(host_store, address, self.timeout)
             except (OSError, RuntimeError) as error:
                 reason = first_line(error)

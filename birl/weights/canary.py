@@ -62,15 +62,15 @@ class Canary:
             )
             for number, ids in enumerate(self.prompts)
         ]
-        found: list[list[float]] = [[] for _ in samples]
+        result: list[list[float]] = [[] for _ in samples]
         batches = pack(samples, [1.0] * len(samples), LONGEST * 4, parts=self.parts)
         ask = self.together or partial(said, self.learner)
         for batch, values in zip(batches, ask(batches), strict=True):
             for sample, value in zip(batch.group.tolist(), values, strict=True):
-                found[sample].append(value)
+                result[sample].append(value)
         if self.expected:
             self.past.appendleft(self.expected)
-        self.expected = found
+        self.expected = result
 
     async def check(self, engine: Engine, name: str) -> float:
         """Mean |engine - learner| of one engine [nats a token]. Raises `WeightsFailed` where it is too large, where the
@@ -154,7 +154,7 @@ class Canary:
         to date, 1 for one that is not. Rounding moves it by about |e - c p| / (|p| sqrt(N)), of N tokens.
         """
         now = [value for values in self.expected for value in values]
-        best, found = inf, 0
+        best, result = inf, 0
         for ago, past in enumerate(self.past, start=1):
             moved = [before - value for before, value in zip((v for vs in past for v in vs), now, strict=True)]
             apart = [value - other for value, other in zip(heard, now, strict=True)]
@@ -165,8 +165,8 @@ class Canary:
             left = sum((e - share * p) ** 2 for e, p in zip(apart, moved, strict=True))
             error = sqrt(left / size / len(now))
             if share > max(0.5, SURE * error) and sqrt(size / len(now)) > NOTHING and left < best:
-                best, found = left, ago
-        return found
+                best, result = left, ago
+        return result
 
 
 async def answered(engine: Engine, name: str, ids: tuple[int, ...], params: SamplingParams) -> Completion:

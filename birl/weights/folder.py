@@ -64,14 +64,14 @@ def announce(root: Path, update: Update) -> None:
 def latest(root: Path) -> Update | None:
     """What was announced last, if anything. Raises `WeightsFailed` where that file is damaged."""
     try:
-        found = read_json(root / LATEST)
-        version, digests, anew = found["version"], found["digests"], found["anew"]
+        result = read_json(root / LATEST)
+        version, digests, anew = result["version"], result["digests"], result["anew"]
         texts = isinstance(digests, dict) and all(isinstance(text, str) for text in digests.values())
         if type(version) is not int or not texts or type(anew) is not bool:
             raise ValueError("version, digests or anew have another type")
-        if not FOLDER.fullmatch(found["folder"]):
-            raise ValueError(f"folder is {found['folder']!r}, not a name such as v000012")
-        return Update(version=version, digests=digests, folder=str(inside(root, found["folder"])), anew=anew)
+        if not FOLDER.fullmatch(result["folder"]):
+            raise ValueError(f"folder is {result['folder']!r}, not a name such as v000012")
+        return Update(version=version, digests=digests, folder=str(inside(root, result["folder"])), anew=anew)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, BirlError) as error:
@@ -80,9 +80,9 @@ def latest(root: Path) -> Update | None:
 
 def prune(root: Path, newest: int) -> None:
     """Delete all but `KEPT` versions up to `newest`, and what an earlier process left of later or half-written ones."""
-    found = {path: int(path.name[1:]) for path in root.glob("v*") if path.name[1:].isdigit()}
-    kept = sorted((v for v in found.values() if v <= newest), reverse=True)[:KEPT]
-    for path, version in found.items():
+    result = {path: int(path.name[1:]) for path in root.glob("v*") if path.name[1:].isdigit()}
+    kept = sorted((v for v in result.values() if v <= newest), reverse=True)[:KEPT]
+    for path, version in result.items():
         if version not in kept:
             shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(".v*.part"):

@@ -147,14 +147,14 @@ class Sender:
         sent: Mapping[str, Tensor] = {}
         if self.gathered is not None:  # no rank has all of them: they are on a disk before they are sent
             path = folder.write(self.root, version, self.gathered, self.beside).resolve()
-            found = dict(self.gathered.digests)
+            result = dict(self.gathered.digests)
             if self.method == "direct":
                 sent = Stored(path / "model.safetensors")
             else:
                 place = str(path)
         else:
             tensors = self.tensors(self.learner.model)
-            found = digests(tensors)
+            result = digests(tensors)
             if self.broadcast is not None:
                 self.broadcast.source = tensors
             if self.method in ("direct", "nccl"):  # of nccl for an engine that comes back alone
@@ -162,7 +162,7 @@ class Sender:
             else:
                 place = str(folder.write(self.root, version, tensors, self.beside).resolve())
         self.canary.compute()
-        update = Update(version=version, digests=found, folder=place, tensors=sent, anew=self.version < 0)
+        update = Update(version=version, digests=result, folder=place, tensors=sent, anew=self.version < 0)
         if self.method == "volume":
             folder.announce(self.root, update)
         return update
@@ -173,8 +173,8 @@ class Sender:
         self.lost = ""
         while True:
             await self.fleet.settle(self.timeout)
-            found = await asyncio.gather(*(self.unless_lost(remote) for remote in self.remotes()))
-            if gaps := [gap for gap in found if gap is not None]:
+            result = await asyncio.gather(*(self.unless_lost(remote) for remote in self.remotes()))
+            if gaps := [gap for gap in result if gap is not None]:
                 return gaps
             await asyncio.sleep(LOOK)
 

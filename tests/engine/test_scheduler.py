@@ -5,7 +5,7 @@ import pytest
 
 from birl.engine.pages import Pages, pages_for
 from birl.engine.request import Request
-from birl.engine.scheduler import Scheduler, Work, sharing
+from birl.engine.scheduler import ScheduledTokens, Scheduler, sharing
 from birl.errors import BirlError
 from birl.types import SamplingParams, Stop
 
@@ -21,7 +21,7 @@ def request(prompt: int, answer: int, first: int = 1) -> Request:
     )
 
 
-def compute(plan: list[Work]) -> None:
+def compute(plan: list[ScheduledTokens]) -> None:
     """What the engine does with a plan."""
     for work in plan:
         work.request.computed += len(work.tokens)
@@ -30,7 +30,7 @@ def compute(plan: list[Work]) -> None:
             r.append(7, -1.0, 0)
 
 
-def check(scheduler: Scheduler, plan: list[Work]) -> None:
+def check(scheduler: Scheduler, plan: list[ScheduledTokens]) -> None:
     """Every position has its page; a page that is not full belongs to one request; the books close."""
     users: dict[int, int] = {}
     for r in scheduler.running:

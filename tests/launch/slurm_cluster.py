@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from birl.process_group import Group
+from birl.process_group import ProcessGroup
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 NODES = ("n1", "n2", "n3")
@@ -64,11 +64,11 @@ def missing() -> bool:
 @dataclass(kw_only=True)
 class Cluster:
     folder: Path
-    daemons: dict[str, Group] = field(default_factory=dict[str, Group])
+    daemons: dict[str, ProcessGroup] = field(default_factory=dict[str, ProcessGroup])
 
     def start(self, name: str, *command: str) -> None:
         """It ends with this process, however that ends."""
-        self.daemons[name] = Group(command, log=self.folder / f"{name}.out", env=os.environ)
+        self.daemons[name] = ProcessGroup(command, log=self.folder / f"{name}.out", env=os.environ)
 
     def node(self, name: str) -> None:
         self.start(name, "slurmd", "-D", "-N", name)

@@ -20,7 +20,7 @@ from birl.launch import plan as files
 from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.launcher import changed, find
-from birl.launch.plan import FOLDER, LOCK, Plan, supervised
+from birl.launch.plan import FOLDER, LOCK, LaunchPlan, supervised
 from birl.launch.supervisor import Supervisor, latest
 from birl.rollout.ledger import audit
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
@@ -176,7 +176,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     words = ["data.train=my.jsonl", "engine.kind=birl", f"run={tmp_path}/run"]
 
-    def plan(*more: str) -> Plan:
+    def plan(*more: str) -> LaunchPlan:
         keys, rest = keys_of(local.Keys, [*words, *more])
         return local.plan_of(derive("rl", rest, keys), keys)
 

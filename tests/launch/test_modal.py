@@ -19,7 +19,7 @@ from birl.cli import main
 from birl.errors import BirlError
 from birl.launch.job import derive
 from birl.launch.modal import Keys
-from birl.launch.modal_plan import Plan, prepare
+from birl.launch.modal_plan import ModalPlan, prepare
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(4)]
@@ -44,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def plan(*words: str, **keys: Any) -> Plan:
+def plan(*words: str, **keys: Any) -> ModalPlan:
     given = Keys(**keys)
     return prepare(derive("rl", ["data.train=my.jsonl", "run=runs/demo", *words], given), given)
 

@@ -22,7 +22,7 @@ from birl.launch import modal_checks
 from birl.launch.modal import learner_status
 from birl.launch.modal_engines import Directory, serve
 from birl.launch.modal_learner import learn
-from birl.launch.modal_roles import Ended, Work
+from birl.launch.modal_roles import ContainerWork, Ended
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -46,7 +46,7 @@ class Job:
 
     def learn(self, program: str, **about: Any) -> int:
         command = (sys.executable, "-c", program)
-        work = Work(command=command, run="runs/demo", place=str(self.folder / "volume" / "demo"), **about)
+        work = ContainerWork(command=command, run="runs/demo", place=str(self.folder / "volume" / "demo"), **about)
         return learn(work, self.notes, spawn=self.spawned.append, commit=self.commit, beat=0.1, start=0.5)
 
     @property
@@ -164,10 +164,10 @@ def forward(port: int) -> Iterator[Port]:
     yield Port(f"http://127.0.0.1:{port}")
 
 
-def engine(tiny: Path, folder: Path, **about: Any) -> Work:
+def engine(tiny: Path, folder: Path, **about: Any) -> ContainerWork:
     words = [f"model.path={tiny}", "name=birl-launch/demo", "host=0.0.0.0", "threads=1", "engine.kv_cache_gb=0.05"]
     command = (sys.executable, "-m", "birl", "serve", *words)
-    return Work(command=command, run="runs/demo", place=str(folder), engines="birl-launch/demo", **about)
+    return ContainerWork(command=command, run="runs/demo", place=str(folder), engines="birl-launch/demo", **about)
 
 
 def test_an_engine_that_nobody_asks_ends(job: Job, tiny: Path) -> None:
@@ -199,7 +199,9 @@ time.sleep(60)
 
 
 def test_an_engine_bears_that_its_notes_are_out_of_reach(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    work = Work(command=(sys.executable, "-c", WAITS), run="", place=str(job.folder), engines="birl-launch/demo")
+    work = ContainerWork(
+        command=(sys.executable, "-c", WAITS), run="", place=str(job.folder), engines="birl-launch/demo"
+    )
     notes = Unreachable()
     assert serve(work, 0, notes, forward=forward, beat=0.05) == -signal.SIGTERM
     assert notes.asked == 12 and capsys.readouterr().out.count("no word from outside: out of reach") == 3
@@ -212,7 +214,9 @@ def test_an_engine_that_is_killed_is_started_again_by_modal(job: Job) -> None:
         mine = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "birl serve"], capture_output=True, text=True)
         os.kill(int(mine.stdout.split()[0]), signal.SIGKILL)
 
-    work = Work(command=(sys.executable, "-c", WAITS), run="", place=str(job.folder), engines="birl-launch/demo")
+    work = ContainerWork(
+        command=(sys.executable, "-c", WAITS), run="", place=str(job.folder), engines="birl-launch/demo"
+    )
     threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(Ended, match="exit code -9"):
         serve(work, 0, job.notes, forward=forward, beat=0.2)

@@ -24,7 +24,7 @@ from birl.launch import ray_supervisor
 from birl.launch.job import derive
 from birl.launch.launcher import WHERE
 from birl.launch.ray_host import Host, Order, Seen
-from birl.launch.ray_plan import Plan, bundles
+from birl.launch.ray_plan import RayPlan, bundles
 from birl.launch.ray_spot import Spot
 from birl.launch.ray_supervisor import Supervisor
 
@@ -174,7 +174,7 @@ def test_a_variable_that_is_not_set_is_named() -> None:
 
 def test_a_plan_shows_no_secret() -> None:
     job = derive("rl", [*WORDS, "run=runs/x"], launcher.Keys())
-    plan = Plan(job=job, folder="/", env={"KEY": "canary"}, token="canary")
+    plan = RayPlan(job=job, folder="/", env={"KEY": "canary"}, token="canary")
     order = Order(command=("true",), folder="/", log="x", generation=1, env={"KEY": "canary"})
     assert "canary" not in repr(plan) + repr(order)
     assert bundles(job) == [{"CPU": 1}] * 3
@@ -228,7 +228,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     monkeypatch.setattr(ray_supervisor, "library", lambda: SimpleNamespace(kill=lambda host: None))
     monkeypatch.setattr(Supervisor, "_live", lambda self: None)
     job = derive("rl", [*WORDS, "run=runs/x"], launcher.Keys())
-    made = Supervisor(Plan(job=job, folder="/"))
+    made = Supervisor(RayPlan(job=job, folder="/"))
     for role, index in ((job.roles[0], 0), (job.roles[1], 0), (job.roles[1], 1)):
         spot = Spot(role=role, index=index, name=f"{role.name}:{index}", place={}, up=True, generation=1)
         spot.host = SimpleNamespace(signals=[])

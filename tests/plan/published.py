@@ -8,7 +8,7 @@ from typing import Any
 
 from birl.models.shape import KNOWN, Shape
 from birl.plan.cluster import Cluster, cluster_of
-from birl.plan.layout import Layout, Work, check
+from birl.plan.layout import Layout, Workload, check
 from birl.plan.rank_memory import memory
 from birl.plan.step import step
 
@@ -26,7 +26,7 @@ class Row:
     shape: Shape
     cluster: Cluster
     layout: Layout
-    work: Work
+    work: Workload
     theirs: float
     memory: float
 
@@ -60,7 +60,7 @@ def _row(values: dict[str, Any]) -> Row:
     given = values["shape"]
     shape = KNOWN[given] if isinstance(given, str) else Shape(**given)
     cluster = cluster_of(values["gpu"], values["gpus"], values.get("changes"))
-    layout, work = Layout(**values["layout"]), Work(**values["work"])
+    layout, work = Layout(**values["layout"]), Workload(**values["work"])
     check(layout, shape, values["gpus"])
     return Row(
         name=values["name"],

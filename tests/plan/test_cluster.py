@@ -16,14 +16,14 @@ from birl.errors import BirlError
 from birl.models.shape import KNOWN, Shape, shape_of
 from birl.plan.best import USABLE, best
 from birl.plan.cluster import KINDS, cluster_of
-from birl.plan.layout import Layout, Work, check, layouts
+from birl.plan.layout import Layout, Workload, check, layouts
 from birl.plan.rank_memory import memory
 from birl.plan.step import step
 from tests.plan.published import efficiency, rows, table
 from tests.tiny import tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
-WORK = Work(batch=2**22, microbatch=8192, sequence=4096)
+WORK = Workload(batch=2**22, microbatch=8192, sequence=4096)
 
 
 def test_the_table_of_the_page_is_computed() -> None:
@@ -114,7 +114,7 @@ def test_a_shape_without_heads_is_refused(tmp_path: Path) -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Shape, str, Layout, Work]:
+def cases(draw: st.DrawFn) -> tuple[Shape, str, Layout, Workload]:
     shape = KNOWN[draw(st.sampled_from(["llama3-8b", "qwen3-30b-a3b", "deepseek-v3"]))]
     gpus = draw(st.sampled_from([8, 16, 64]))
     kind = draw(st.sampled_from(sorted(KINDS)))
@@ -124,7 +124,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, str, Layout, Work]:
         shape,
         kind,
         layout,
-        Work(batch=2**22, microbatch=draw(st.sampled_from([4096, 65536])), sequence=4096, keep=keep),
+        Workload(batch=2**22, microbatch=draw(st.sampled_from([4096, 65536])), sequence=4096, keep=keep),
     )
 
 

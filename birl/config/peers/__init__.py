@@ -96,8 +96,8 @@ def _index() -> tuple[dict[str, list[tuple[Row, str]]], dict[str, list[tuple[Row
 def _alike(name: str, keys: tuple[str, ...]) -> str:
     """lora.alpha for ds.lora.alpha: the one key whose last part is the end of the name."""
     flat = name.lower().replace(".", "_")
-    found = [key for key in keys if flat.endswith(key.rpartition(".")[2])]
-    return found[0] if len(found) == 1 and len(keys) > 1 else ""
+    result = [key for key in keys if flat.endswith(key.rpartition(".")[2])]
+    return result[0] if len(result) == 1 and len(keys) > 1 else ""
 
 
 def spelt_like(word: str) -> list[str]:
@@ -112,13 +112,13 @@ def named(word: str) -> list[tuple[Row, str]]:
     stands for, or an empty one where it stands for all of them."""
     whole, endings = _index()
     rest = word = plain(word)
-    found = whole.get(word) or endings.get(word) or _section(word, whole=True)
-    while not found and "." in rest:  # a longer path than theirs, or another role's (critic.optimizer.eps)
+    result = whole.get(word) or endings.get(word) or _section(word, whole=True)
+    while not result and "." in rest:  # a longer path than theirs, or another role's (critic.optimizer.eps)
         rest = rest.partition(".")[2]
-        found = (whole.get(rest) or endings.get(rest) or []) if "." in rest else []
+        result = (whole.get(rest) or endings.get(rest) or []) if "." in rest else []
     actors = ROLE.sub("actor.", word)
-    found = found or _section(word)
-    return found if found or actors == word else named(actors)
+    result = result or _section(word)
+    return result if result or actors == word else named(actors)
 
 
 def mentioned(word: str) -> list[tuple[Row, str]]:

@@ -33,8 +33,8 @@ def command(
     (room in the cache) are in tokens. With another host than the loopback a token is required."""
     if not is_loopback(host) and not token:
         raise BirlError(f"SGLang would listen on {host} without access control: give it a token, or use 127.0.0.1.")
-    found = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
-    found += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
+    result = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
+    result += ["--dtype", dtype, "--skip-server-warmup", "--log-level-http", "warning"]
     options = {
         "--tp-size": tensor_parallel if tensor_parallel > 1 else None,
         "--pp-size": pipeline_parallel if pipeline_parallel > 1 else None,
@@ -45,23 +45,23 @@ def command(
         "--api-key": token or None,
         "--admin-api-key": token or None,
     }
-    found += flags(options)
+    result += flags(options)
     if cpu:  # what the build from PyPI can do there
-        found += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-        found += ["--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"]
-        found += ["--disable-radix-cache"]
-    return [*found, *extra]
+        result += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        result += ["--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"]
+        result += ["--disable-radix-cache"]
+    return [*result, *extra]
 
 
 def environment(*, cpu: bool = False, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """What SGLang's process needs in its environment, over `base` (this process's own)."""
-    found = dict(os.environ if base is None else base) | {"HF_HUB_OFFLINE": "1"}
-    if found.get("SGLANG_RETURN_ORIGINAL_LOGPROB"):
-        del found["SGLANG_RETURN_ORIGINAL_LOGPROB"]  # log-probs would not be under the temperature
+    result = dict(os.environ if base is None else base) | {"HF_HUB_OFFLINE": "1"}
+    if result.get("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        del result["SGLANG_RETURN_ORIGINAL_LOGPROB"]  # log-probs would not be under the temperature
     if cpu:
-        found |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        found.setdefault("OMP_NUM_THREADS", "1")
-    return found
+        result |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        result.setdefault("OMP_NUM_THREADS", "1")
+    return result
 
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:

@@ -193,9 +193,9 @@ class SGLang:
             answer = await self.peer.json("POST", "/update_weights_from_disk", json=body)
             if answer.get("success") is not True:
                 raise BirlError(str(answer.get("message", answer)))
-            found = (await self.peer.json("GET", "/model_info", timeout=QUICK))["weight_version"]
-            if found != label:
-                raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
+            result = (await self.peer.json("GET", "/model_info", timeout=QUICK))["weight_version"]
+            if result != label:
+                raise WeightsFailed("stale", f"{self.address} says that it has version {result}, not {label}.")
             self.version, self.broken, self.empty = update.version, "", False
             if not self.paused:
                 await self.go_on()

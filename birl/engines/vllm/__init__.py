@@ -52,9 +52,9 @@ def command(
             f"vLLM would listen on {host}, and no token guards the endpoints by which it takes weights: use 127.0.0.1."
         )
     # not `vllm serve`: the CPU build has no metadata of that name, and its command fails
-    found = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
-    found += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    found += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    result = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port)]
+    result += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    result += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
     options = {
         "--tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,
         "--pipeline-parallel-size": pipeline_parallel if pipeline_parallel > 1 else None,
@@ -63,7 +63,7 @@ def command(
         "--max-model-len": context,
         "--worker-extension-cls": "birl_vllm_plugin.Weights" if method == "birl" else None,
     }
-    return [*found, *flags(options), *extra]
+    return [*result, *flags(options), *extra]
 
 
 def environment(
@@ -76,16 +76,16 @@ def environment(
 ) -> dict[str, str]:
     """What vLLM's process needs in its environment, over `base` (this process's own). On a CPU: memory for keys and
     values [GiB] and the cores of the worker ("0", "0-3"; vLLM's own choice leaves one free for its front-end)."""
-    found = dict(os.environ if base is None else base)
-    found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    result = dict(os.environ if base is None else base)
+    result |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if method == "birl":
-        rest = found.get("PYTHONPATH")
-        found["PYTHONPATH"] = os.pathsep.join([str(write_plugin()), *([rest] if rest else [])])
+        rest = result.get("PYTHONPATH")
+        result["PYTHONPATH"] = os.pathsep.join([str(write_plugin()), *([rest] if rest else [])])
     if cpu:
-        found["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(kv_cache_gb), 1))  # whole GiB only
+        result["VLLM_CPU_KVCACHE_SPACE"] = str(max(math.ceil(kv_cache_gb), 1))  # whole GiB only
         if threads:
-            found["VLLM_CPU_OMP_THREADS_BIND"] = threads
-    return found
+            result["VLLM_CPU_OMP_THREADS_BIND"] = threads
+    return result
 
 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:

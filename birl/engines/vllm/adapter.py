@@ -95,15 +95,15 @@ class VLLM:
     async def look(self) -> None:
         """At what does not change while it runs. Raises `BirlError` where it was started so that its log-probs are not
         those of the distribution that it samples from."""
-        found = await self.peer.json("GET", "/server_info?config_format=json", timeout=QUICK)
-        model = found["vllm_config"]["model_config"]
+        result = await self.peer.json("GET", "/server_info?config_format=json", timeout=QUICK)
+        model = result["vllm_config"]["model_config"]
         if model["logprobs_mode"] != "processed_logprobs":
             raise BirlError(
                 f"{self.address} reports {model['logprobs_mode']}, not the log-probs that it samples from: start vLLM "
                 "with --logprobs-mode processed_logprobs."
             )
         self.dtype = model["dtype"].removeprefix("torch.")
-        self.on_cpu = found["vllm_config"].get("device_config", {}).get("device") == "cpu"
+        self.on_cpu = result["vllm_config"].get("device_config", {}).get("device") == "cpu"
 
     async def generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, session: str = "") -> Completion:
         """One answer. Raises `EngineDown`, and `BirlError` for what vLLM refuses."""
@@ -220,9 +220,9 @@ class VLLM:
         results = answer.get("results") if isinstance(answer, dict) else None
         if not results or not all(isinstance(found, dict | list) for found in results):
             self.peer.strange("/collective_rpc", answer)
-        for found in results:
-            if isinstance(found, dict) and "refused" in found:
-                raise WeightsFailed(str(found["refused"]), str(found.get("message")))
+        for result in results:
+            if isinstance(result, dict) and "refused" in result:
+                raise WeightsFailed(str(result["refused"]), str(result.get("message")))
         return results
 
     def rehash(self, update: Update) -> dict[str, str]:
@@ -245,9 +245,9 @@ class VLLM:
             await self.peer.call("POST", "/update_weight_version", json={"new_version": label})
             reset = f"/reset_prefix_cache?reset_running_requests={str(self.recompute_kv).lower()}"
             await self.peer.call("POST", reset, timeout=QUICK)
-            found = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
-            if found != label:
-                raise WeightsFailed("stale", f"{self.address} says that it has version {found}, not {label}.")
+            result = (await self.peer.json("GET", "/weight_info", timeout=QUICK))["weight_version"]
+            if result != label:
+                raise WeightsFailed("stale", f"{self.address} says that it has version {result}, not {label}.")
             self.version, self.broken, self.empty = update.version, "", False
             if not self.paused:
                 await self.peer.call("POST", "/resume", timeout=QUICK)
@@ -320,11 +320,11 @@ def refusal(update: Update, error: Exception) -> WeightsFailed:
 
 def gauges(text: str) -> dict[str, float]:
     """From vLLM's metrics: how many requests run and wait, and the counters, summed over their labels."""
-    found = {"running": 0.0, "waiting": 0.0}
+    result = {"running": 0.0, "waiting": 0.0}
     for family in text_string_to_metric_families(text):
         total = sum(s.value for s in family.samples if not s.name.endswith("_created"))
         if family.name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
-            found[family.name.rsplit("_", 1)[1]] = total
+            result[family.name.rsplit("_", 1)[1]] = total
         elif family.name in COUNTED:
-            found[family.name.removeprefix("vllm:")] = total
-    return found
+            result[family.name.removeprefix("vllm:")] = total
+    return result

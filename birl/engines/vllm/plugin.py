@@ -45,9 +45,9 @@ class Refused(Exception):
 
 def fingerprint(tensor: Tensor, hash: str) -> str:
     """With xxh3_128 the same as `birl.models.digests.digest`: of type, shape and bytes."""
-    found = HASHES[hash](f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
-    found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+    result = HASHES[hash](f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
+    result.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return result.hexdigest()
 
 
 def read(folder: Path, digests: Mapping[str, str], hash: str) -> dict[str, Tensor]:
@@ -55,23 +55,23 @@ def read(folder: Path, digests: Mapping[str, str], hash: str) -> dict[str, Tenso
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise Refused("missing", f"{folder} has no .safetensors file on the engine's machine")
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     try:
         with ExitStack() as stack:
             for file in files:
                 if not file.is_file():  # a pipe would be waited for
                     raise OSError(f"{file.name} is no regular file")
                 opened = stack.enter_context(safe_open(file, framework="pt"))
-                found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                result |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise Refused("truncated", f"{folder}: {str(error).splitlines()[0]}") from error
     if digests:
-        if odd := sorted(digests.keys() ^ found.keys()):
+        if odd := sorted(digests.keys() ^ result.keys()):
             raise Refused("missing", f"{folder}: {odd[0]} is {'missing' if odd[0] in digests else 'not in the model'}")
-        for name, tensor in found.items():
+        for name, tensor in result.items():
             if fingerprint(tensor, hash) != digests[name]:
                 raise Refused("mismatch", f"{folder}: {name} has other bytes than were sent")
-    return found
+    return result
 
 
 def refusal(error: Exception) -> dict[str, Any]:

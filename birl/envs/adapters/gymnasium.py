@@ -93,8 +93,8 @@ class Gymnasium:
         names = [name.lower() for name in self.config.actions]
         if names:
             return int(space.start) + names.index(said) if said in names else None
-        found = int(said) if re.fullmatch(r"-?\d{1,9}", said) else None
-        return found if found is not None and space.contains(found) else None
+        result = int(said) if re.fullmatch(r"-?\d{1,9}", said) else None
+        return result if result is not None and space.contains(result) else None
 
     def shown(self, seen: Any) -> str:
         if self.drawn:

@@ -64,8 +64,8 @@ class OpenEnv:
                 base_url=self.server.url, message_timeout_s=LONGEST
             )
             try:
-                found = await called(partial(self.client.reset, seed=self.seed))
-                return (self.told(found.observation),)
+                result = await called(partial(self.client.reset, seed=self.seed))
+                return (self.told(result.observation),)
             except Exception as error:
                 told = str(error) if isinstance(error, RuntimeError) else await last_words(self.client)
                 if "CAPACITY_REACHED" not in told:
@@ -78,12 +78,12 @@ class OpenEnv:
         if action is None:
             again = (Message(role="user", content="That is no action. An action is a JSON object and nothing else."),)
             return Feedback(messages=again, info={"invalid": 1.0}, done=False)
-        found = await called(self.client.step, action)
-        self.rewarded |= found.reward is not None
-        if found.done and not self.rewarded:
+        result = await called(self.client.step, action)
+        self.rewarded |= result.reward is not None
+        if result.done and not self.rewarded:
             raise ValueError("the episode is over, and the server gave no reward for any of its steps")
-        told, reward = (self.told(found.observation),), float(found.reward or 0)
-        return Feedback(messages=told, reward=reward, info={"invalid": 0.0}, done=found.done)
+        told, reward = (self.told(result.observation),), float(result.reward or 0)
+        return Feedback(messages=told, reward=reward, info={"invalid": 0.0}, done=result.done)
 
     async def close(self) -> None:
         if self.client is not None:

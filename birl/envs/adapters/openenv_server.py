@@ -51,9 +51,9 @@ class Server:
 
     def learn(self, action: str, see: str) -> None:
         """Which fields are text, of what the server says that it takes and gives. Raises `BirlError`."""
-        found = self.ask("schema", 30).raise_for_status().json()
-        self.action = text_field(found["action"], "env.action", action)
-        self.see = text_field(found["observation"], "env.see", see)
+        result = self.ask("schema", 30).raise_for_status().json()
+        self.action = text_field(result["action"], "env.action", action)
+        self.see = text_field(result["observation"], "env.see", see)
 
     def ask(self, path: str, seconds: float) -> httpx.Response:
         """Without a proxy where it is on this machine, as OpenEnv's own client does."""

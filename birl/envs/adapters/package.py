@@ -42,7 +42,7 @@ def unknown(key: str, name: str, known: Iterable[str]) -> BirlError:
 
 def arguments(words: Iterable[str]) -> dict[str, Any]:
     """`env.parameters` as keyword arguments: [max_terms=3,name=x] is {"max_terms": 3, "name": "x"}, read as YAML."""
-    found = {}
+    result = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.strip().isidentifier():
@@ -50,10 +50,10 @@ def arguments(words: Iterable[str]) -> dict[str, Any]:
                 f"env.parameters: {word!r} is not name=value. Write env.parameters=[name=value,other=value]."
             )
         try:
-            found[name.strip()] = yaml.safe_load(value)
+            result[name.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
-            found[name.strip()] = value
-    return found
+            result[name.strip()] = value
+    return result
 
 
 @dataclass(kw_only=True)

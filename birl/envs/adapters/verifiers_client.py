@@ -44,12 +44,12 @@ def client_of(model: Model) -> Any:
 def said(prompt: Any) -> tuple[Message, ...]:
     """verifiers' messages as birl's. A tool's answer gets the tool's name, which templates want."""
     names: dict[str, str] = {}
-    found = []
+    result = []
     for message in prompt:
         calls = getattr(message, "tool_calls", None) or ()
         names |= {call.id: call.name for call in calls}
         answers = getattr(message, "tool_call_id", "")
-        found.append(
+        result.append(
             Message(
                 role=message.role,
                 content=text(message.content),
@@ -59,7 +59,7 @@ def said(prompt: Any) -> tuple[Message, ...]:
                 name=names.get(answers, ""),
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def text(content: Any) -> str:
@@ -103,8 +103,8 @@ def watched(function: Any) -> Any:
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> float:
         try:
-            found = function(*args, **kwargs)
-            return float(await found if inspect.isawaitable(found) else found)
+            result = function(*args, **kwargs)
+            return float(await result if inspect.isawaitable(result) else result)
         except Exception as error:
             FAILURES.get().append(error)
             raise

@@ -34,10 +34,10 @@ def loaded(task: str, parameters: list[str]) -> Any:
         return made(task, parameters, load, task)
     if not Path(task).is_file():
         raise BirlError(f"env.task={task}: there is no such file in {Path.cwd()}.")
-    found = from_file(Path(task))
-    if not hasattr(found, "load_environment"):
+    result = from_file(Path(task))
+    if not hasattr(result, "load_environment"):
         raise BirlError(f"env.task={task}: it has no function load_environment.")
-    return made(task, parameters, found.load_environment)
+    return made(task, parameters, result.load_environment)
 
 
 def made(task: str, parameters: list[str], load: Any, *name: str) -> Any:

@@ -144,20 +144,20 @@ class Web:
 
     async def step(self, reply: Message) -> Feedback:
         assert self.page is not None
-        found = await self.page.step(action_of(reply.content))
-        error = found.get("error", "")
-        if "invalid" in found:
+        result = await self.page.step(action_of(reply.content))
+        error = result.get("error", "")
+        if "invalid" in result:
             self.invalid += 1
-            error = f"invalid action: {found['invalid']}"
+            error = f"invalid action: {result['invalid']}"
         else:
-            self.shown = found["page"]
-        done = found.get("done", False)
+            self.shown = result["page"]
+        done = result.get("done", False)
         new = Message(role="user", content=(f"Error: {error}\n\n" if error else "") + told(self.shown))
         self.said += [reply, new]
         return Feedback(
             messages=(new,),
             prompt=None if done or not self.config.history else self._recent(),
-            reward=found.get("reward", 0.0),
+            reward=result.get("reward", 0.0),
             done=done,
             info={"invalid_actions": float(self.invalid)},
         )
@@ -239,10 +239,10 @@ def check(config: Keys) -> None:
 
 def interpreter(named: str) -> str:
     if named:
-        found = shutil.which(str(Path(named).expanduser()))
-        if found is None:
+        result = shutil.which(str(Path(named).expanduser()))
+        if result is None:
             raise BirlError(f"env.python={named}: there is no such program.")
-        return found
+        return result
     for folder in (Path.cwd(), Path(__file__).parents[3]):
         if (own := folder / ".venv-browser" / "bin" / "python").exists():
             return str(own)
@@ -252,10 +252,10 @@ def interpreter(named: str) -> str:
 def program(named: str) -> str:
     if named and shutil.which(named) is None:
         raise BirlError(f"env.browser={named}: there is no such program.")
-    found = next(filter(None, map(shutil.which, [named] if named else BROWSERS)), None)
-    if found is None:
+    result = next(filter(None, map(shutil.which, [named] if named else BROWSERS)), None)
+    if result is None:
         raise BirlError(
             "Browser tasks need Chromium, and none is on PATH. On Debian: apt-get install -y --no-install-recommends "
             "chromium-headless-shell. Or name it: env.browser=PATH."
         )
-    return found
+    return result

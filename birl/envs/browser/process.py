@@ -100,18 +100,18 @@ class Worker:
         future = self.answers[number] = asyncio.get_running_loop().create_future()
         try:
             self._write({"id": number, "do": do, "episode": episode, **more})
-            found = await asyncio.wait_for(future, timeout)
+            result = await asyncio.wait_for(future, timeout)
         except TimeoutError:
             await self.kill()
             raise Lost(f"{do} took longer than env.call_timeout={timeout:g} s; the browser was killed") from None
         finally:
             self.answers.pop(number, None)
-        if found.get("lost"):
+        if result.get("lost"):
             await self.kill()
-            raise Lost(f"the browser crashed: {found['failed']}")
-        if "failed" in found:
-            raise RuntimeError(found["failed"])
-        return found
+            raise Lost(f"the browser crashed: {result['failed']}")
+        if "failed" in result:
+            raise RuntimeError(result["failed"])
+        return result
 
     def forget(self, episode: int) -> None:
         """Close an episode without waiting for it."""
@@ -149,9 +149,9 @@ class Worker:
         assert self.process.stdout is not None
         with suppress(ValueError, OSError):
             while line := await self.process.stdout.readline():
-                found = json.loads(line)
-                if (future := self.answers.get(found["id"])) is not None and not future.done():
-                    future.set_result(found)
+                result = json.loads(line)
+                if (future := self.answers.get(result["id"])) is not None and not future.done():
+                    future.set_result(result)
         self._end_waits()
 
     async def _listen(self) -> None:

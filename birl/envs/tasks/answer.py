@@ -13,21 +13,21 @@ LONGEST = 100_000  # characters that are looked at, from the end
 
 def final(text: str) -> str:
     text = text[-LONGEST:]
-    found = ANSWER.findall(text)
-    return (found[-1] if found else text).strip()
+    result = ANSWER.findall(text)
+    return (result[-1] if result else text).strip()
 
 
 def number(text: str, words: bool = False) -> Fraction | None:
     """The last number. With `words`, a number may be a word, as in "three times"."""
     text = final(text)
-    found = [(m.start(), m[0]) for m in NUMBER.finditer(text)]
+    result = [(m.start(), m[0]) for m in NUMBER.finditer(text)]
     if words:
-        found += [
+        result += [
             (m.start(), str(WORDS[m[0].lower()])) for m in re.finditer(r"[A-Za-z]+", text) if m[0].lower() in WORDS
         ]
-    if not found:
+    if not result:
         return None
-    digits = max(found)[1].replace(",", "").replace("\u2212", "-")
+    digits = max(result)[1].replace(",", "").replace("\u2212", "-")
     return Fraction(digits) if len(digits) <= 1000 else None
 
 

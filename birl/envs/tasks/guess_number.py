@@ -87,8 +87,8 @@ class GuessNumber:
 
     async def step(self, reply: Message) -> Feedback:
         self.turn += 1
-        found = INTEGER.findall(reply.content)
-        guess = int(found[-1]) if found else None
+        result = INTEGER.findall(reply.content)
+        guess = int(result[-1]) if result else None
         if guess == self.secret:
             return Feedback(reward=1.0, score=1.0, info={"guess_number/guesses": float(self.turn)})
         wasted = guess is None or not self.low <= guess <= self.high

@@ -68,7 +68,7 @@ class Museum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Artwork:
     name: str
     kind: str
     verb: str
@@ -82,7 +82,7 @@ class Country:
     towns: tuple[Town, ...]
     people: tuple[Person, ...]
     museums: tuple[Museum, ...]
-    works: tuple[Work, ...]
+    works: tuple[Artwork, ...]
 
 
 class Names:
@@ -125,40 +125,40 @@ def country() -> Country:
         maker = rng.choice(people)
         kind, verb = KINDS[maker.job]
         year = maker.year + rng.randint(20, 60)
-        works.append(Work(name=title, kind=kind, verb=verb, maker=maker, year=year, museum=rng.choice(museums)))
+        works.append(Artwork(name=title, kind=kind, verb=verb, maker=maker, year=year, museum=rng.choice(museums)))
     return Country(towns=towns, people=people, museums=museums, works=tuple(works))
 
 
 def passages() -> list[dict[str, str]]:
     """One for each town, person, museum and work."""
     land = country()
-    found = [
+    result = [
         (t.name, f"{t.name} is a town on the river {t.river} in the province of {t.province}. It was founded in "
                  f"{t.founded} and is known for its {t.goods}.")
         for t in land.towns
     ]  # fmt: skip
-    found += [
+    result += [
         (p.name, f"{p.name} was {article(p.job)} {p.job}, born in {p.year} in {p.born_in.name}, and learned the trade "
                  f"from {p.teacher}.")
         for p in land.people
     ]  # fmt: skip
-    found += [
+    result += [
         (m.name, f"The {m.name} stands in {m.town.name}. It opened its doors in {m.opened}.") for m in land.museums
     ]
-    found += [
+    result += [
         (w.name, f"{w.name} is {article(w.kind)} {w.kind} that {w.maker.name} {w.verb} in {w.year}. It is kept in the "
                  f"{w.museum.name}.")
         for w in land.works
     ]  # fmt: skip
-    return [{"title": title, "text": text} for title, text in found]
+    return [{"title": title, "text": text} for title, text in result]
 
 
 def questions() -> list[dict[str, Any]]:
     """All of them, in a fixed order. Each needs two to four passages."""
-    found: list[tuple[str, str, list[str]]] = []
+    result: list[tuple[str, str, list[str]]] = []
     for w in country().works:
         who, town, museum = w.maker, w.maker.born_in, w.museum
-        found += [
+        result += [
             (f"In which town was the maker of the {w.kind} {w.name} born?", town.name, [w.name, who.name]),
             (f"Who taught the maker of the {w.kind} {w.name}?", who.teacher, [w.name, who.name]),
             (f"In which town can the {w.kind} {w.name} be seen?", museum.town.name, [w.name, museum.name]),
@@ -168,11 +168,11 @@ def questions() -> list[dict[str, Any]]:
              str(town.founded), [w.name, who.name, town.name]),
         ]  # fmt: skip
     for p in country().people:
-        found += [
+        result += [
             (f"On which river was {p.name} born?", p.born_in.river, [p.name, p.born_in.name]),
             (f"In which province was {p.name} born?", p.born_in.province, [p.name, p.born_in.name]),
         ]
-    return [{"prompt": q, "answer": a, "searches": s, "data_source": "search"} for q, a, s in found]
+    return [{"prompt": q, "answer": a, "searches": s, "data_source": "search"} for q, a, s in result]
 
 
 def article(word: str) -> str:

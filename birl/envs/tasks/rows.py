@@ -41,15 +41,15 @@ def held_out(problem: str, share: float = 0.2) -> bool:
 def drawn(draw: Callable[[random.Random], tuple[str, Row]], config: Drawn, split: str, kind: str) -> list[Row]:
     """Different rows of one split. `draw` gives a problem, which decides about the split, and its row."""
     rng, rows = random.Random(f"{kind}/{split}/{config.seed}"), config.size(split)
-    found: dict[str, Row] = {}
+    result: dict[str, Row] = {}
     for _ in range(100 * rows + 10_000):
-        if len(found) == rows:
-            return list(found.values())
+        if len(result) == rows:
+            return list(result.values())
         problem, row = draw(rng)
         if held_out(problem) == (split == "validation"):
-            found.setdefault(row["prompt"], row)
+            result.setdefault(row["prompt"], row)
     raise BirlError(
-        f"env.kind={kind}: found only {len(found)} different {split} tasks of {rows}. Lower "
+        f"env.kind={kind}: found only {len(result)} different {split} tasks of {rows}. Lower "
         f"{rows_key(split)}, or make the problems larger (docs/tasks.md)."
     )
 

@@ -91,13 +91,13 @@ class Search:
 
     def step(self, reply: Message) -> Feedback:
         self.turn += 1
-        found = ACTION.search(reply.content)
-        if found and found[1] == "answer":
-            right = normal(found[2]) == normal(answered(self.task))
+        result = ACTION.search(reply.content)
+        if result and result[1] == "answer":
+            right = normal(result[2]) == normal(answered(self.task))
             return Feedback(reward=float(right), info={"search/searches": float(self.searches)})
-        if found:
+        if result:
             self.searches += 1
-            hits = self.index.search(found[2], self.config.passages)
+            hits = self.index.search(result[2], self.config.passages)
             told = "\n".join(f"{p['title']}: {p['text']}" for p in hits) or "Nothing was found."
             told = f"<information>\n{told}\n</information>"
         else:
@@ -113,12 +113,12 @@ class Search:
 def read(path: Path) -> list[dict[str, str]]:
     """Passages of a JSON Lines file. Raises `BirlError` with the line."""
     try:
-        found = list(parse_json(path))
+        result = list(parse_json(path))
     except OSError as error:
         raise BirlError(f"env.corpus={path}: cannot be read: {error}") from error
-    if not found:
+    if not result:
         raise BirlError(f"env.corpus={path}: has no passages")
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(result, 1):
         if not all(isinstance(row.get(key), str) for key in ("title", "text")):
             raise BirlError(f"env.corpus={path}: row {number} needs a `title` and a `text`, both text")
-    return found
+    return result

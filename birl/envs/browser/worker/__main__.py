@@ -48,10 +48,10 @@ def main() -> None:
     while (line := lines.get()) is not None:
         request = json.loads(line)
         try:
-            found = player.do(**{name: value for name, value in request.items() if name != "id"})
+            result = player.do(**{name: value for name, value in request.items() if name != "id"})
         except Exception as error:
-            found = {"failed": _first_line(error), "lost": not player.alive}
-        answer({"id": request["id"], **found})
+            result = {"failed": _first_line(error), "lost": not player.alive}
+        answer({"id": request["id"], **result})
     player.quit()
 
 

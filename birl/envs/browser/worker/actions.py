@@ -28,12 +28,12 @@ class Actions:
         if unknown := [s for s in subsets if s not in ACTION_SUBSETS]:
             raise LookupError(f"env.actions: there is no action set {unknown[0]!r}. Known: {', '.join(ACTION_SUBSETS)}")
         left_out = FILES if hosts else (*FILES, *NAVIGATION)
-        found = {f.__name__: f for s in subsets for f in ACTION_SUBSETS[s] if f.__name__ not in left_out}
-        if not found:
+        result = {f.__name__: f for s in subsets for f in ACTION_SUBSETS[s] if f.__name__ not in left_out}
+        if not result:
             raise LookupError(f"env.actions={subsets}: no action of these sets is allowed here.")
-        self.functions, self.hosts = {"noop": functions.noop, **found}, frozenset(hosts)
+        self.functions, self.hosts = {"noop": functions.noop, **result}, frozenset(hosts)
         self.set = HighLevelActionSet(
-            subsets=["custom"], custom_actions=list(found.values()), multiaction=False, demo_mode="off"
+            subsets=["custom"], custom_actions=list(result.values()), multiaction=False, demo_mode="off"
         )
 
     def describe(self, how: str) -> str:

@@ -66,8 +66,8 @@ def _speaks(node: Node, nodes: dict[Any, Node]) -> bool:
 def _properties(node: Node, ignored: Collection[str]) -> Iterator[str]:
     if _value(node, "value"):
         yield f"value={_value(node, 'value')!r}"
-    for found in node.get("properties", ()):
-        name, value = found["name"], found.get("value", {}).get("value")
+    for result in node.get("properties", ()):
+        name, value = result["name"], result.get("value", {}).get("value")
         if name in ignored or value is None:
             continue
         if name in ("required", "focused", "atomic"):

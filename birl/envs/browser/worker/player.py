@@ -45,8 +45,8 @@ class Player:
                 except Invalid as error:
                     return {"invalid": str(error)[:500]}
             case "close":
-                if found := self.playing.pop(episode, None):
-                    found.end()
+                if result := self.playing.pop(episode, None):
+                    result.end()
                 return {}
         raise ValueError(f"cannot {do}")
 

@@ -97,9 +97,9 @@ class Playing(gym_env.BrowserEnv):
                 Path(file).unlink(missing_ok=True)
 
     def _task_validate(self) -> tuple[Any, ...]:
-        found = super()._task_validate()
-        self.ended = bool(found[1]) or self.infeasible_message_received
-        return found
+        result = super()._task_validate()
+        self.ended = bool(result[1]) or self.infeasible_message_received
+        return result
 
     def _get_obs(self) -> str:
         if self.pictures is not None:
@@ -167,10 +167,10 @@ def name_clickable(tree: Any, extra: Any) -> None:
     leaves them out, so that they could not be clicked by id. What is clickable by its kind need not say so."""
     nodes = {node["nodeId"]: node for node in tree["nodes"]}
     for node in tree["nodes"]:
-        role, found = node["role"], extra.get(node.get("browsergym_id"))
+        role, result = node["role"], extra.get(node.get("browsergym_id"))
         if role["value"] == "StaticText" and not node["name"]["value"].strip():
             role["value"] = "LineBreak"
-        if found is None or not found["clickable"]:
+        if result is None or not result["clickable"]:
             continue
         if role["value"] == "generic" and "name" in node:
             inside = [nodes[i] for i in node.get("childIds", ()) if i in nodes]
@@ -178,7 +178,7 @@ def name_clickable(tree: Any, extra: Any) -> None:
             role["value"] = "clickable"
             node["name"]["value"] = node["name"]["value"] or " ".join(said)
         if role["value"] in CLICKABLE:
-            found["clickable"] = False
+            result["clickable"] = False
 
 
 def cut(text: str, most: int) -> str:

@@ -17,11 +17,11 @@ class Frame(NamedTuple):
 
 
 def stack() -> list[Frame]:
-    found, frame = [], sys._getframe(1)
+    result, frame = [], sys._getframe(1)
     while frame is not None:
-        found.append(Frame(frame, frame.f_code.co_filename, frame.f_lineno))
+        result.append(Frame(frame, frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return found
+    return result
 
 
 def install() -> None:

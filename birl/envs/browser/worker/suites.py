@@ -78,8 +78,8 @@ class WebArena:
 
         import webarena
 
-        found = json.loads(resources.files(webarena).joinpath("test.raw.json").read_text())
-        return {str(config["task_id"]): config for config in found}
+        result = json.loads(resources.files(webarena).joinpath("test.raw.json").read_text())
+        return {str(config["task_id"]): config for config in result}
 
     def _needs_judge(self, config: dict[str, Any]) -> bool:
         answers = config["eval"].get("reference_answers") or {}

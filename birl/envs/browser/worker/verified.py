@@ -51,10 +51,10 @@ class Task(AbstractBrowserTask):
         if last["role"] == "infeasible":
             said = json.dumps({"task_type": "RETRIEVE", "status": "UNKNOWN_ERROR", "error_details": said})
         self._drop_blocked()
-        found = self.judge.evaluate_task(task_id=self.task.task_id, agent_response=said, network_trace=self.record)
-        if found.status.value == "error":
-            raise RuntimeError(f"WebArena-Verified could not judge: {found.error_msg}")
-        return float(found.score)
+        result = self.judge.evaluate_task(task_id=self.task.task_id, agent_response=said, network_trace=self.record)
+        if result.status.value == "error":
+            raise RuntimeError(f"WebArena-Verified could not judge: {result.error_msg}")
+        return float(result.score)
 
     def _drop_blocked(self) -> None:
         """Requests that never left the browser are no evidence: they would count as the last thing that was asked."""
