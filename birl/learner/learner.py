@@ -146,9 +146,8 @@ class Learner:
             else:
                 self.masters = SplitAdapters(model, lora, origin, parameters, dtype, offload)
         else:
-            self.masters = (
-                MasterWeights(model, dtype, offload) if lora is None else Adapters(model, lora, dtype, offload)
-            )
+            how = (dtype, offload)
+            self.masters = MasterWeights(model, *how) if lora is None else Adapters(model, lora, *how)
             cast(model, dtype)  # what is frozen, too
         if lora is None and dtype != torch.float32:
             self.rounded = on_grid(self.masters.tensors.values(), dtype)

@@ -55,8 +55,7 @@ if TYPE_CHECKING:  # loaded by the runs that have them
 async def training(
     config: schema.RL, run: Path, given: Given, dry_run: bool, compute: Executor, crew: RankGroup
 ) -> Parts:
-    """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong.
-    Rewards start their workers while the model loads."""
+    """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
     if config.engine.kind != "embedded":
@@ -66,7 +65,7 @@ async def training(
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
-        starting = await started(rewards, opened)
+        starting = await started(rewards, opened)  # its workers, while the model loads
         policy = await loop.run_in_executor(compute, load_policy, config.model, compute, crew.ranks)
         world = await open_world(config.env, policy.chat.text, given.env, run)
         opened.push_async_callback(world.close)
@@ -75,16 +74,15 @@ async def training(
         gateway = await gateway_of(config, policy, world, opened)
         await starting
         worker = await loop.run_in_executor(compute, worker_of, config, policy, crew, run)
-        engine = servers
-        if engine is None:
+        if servers is None:
             engine = await loop.run_in_executor(compute, embedded, worker, data, run, dry_run)
             opened.push_async_callback(engine.close)
-        elif not dry_run:
+        else:
+            engine = servers
             claim(run, config, policy)
         total, progress = total_steps(config, data.train), Progress(epochs=config.epochs)
         tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
-        publish = partial(publisher_of, worker, servers, data.train, run, tracker.message)
-        publisher = await loop.run_in_executor(compute, publish)
+        publisher = await loop.run_in_executor(compute, publisher_of, worker, servers, data.train, run, tracker.message)
         opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
