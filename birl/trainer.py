@@ -62,6 +62,13 @@ class Started:
     def _begin(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _load(self, command: str, keys: dict[str, Any]) -> None:
+        """Check the configuration that the keys of a command make. Raises `BirlError`."""
+        from birl.config.load import load_with_choices
+
+        words = [f"{k}={_written(v)}" for k, v in keys.items()]
+        self.config, self.choices = load_with_choices(_schema(command), words)
+
     def __getattr__(self, name: str) -> Any:
         where = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
         raise AttributeError(f"birl's {type(self).__name__} has no {name}{where}.")
@@ -202,12 +209,10 @@ class Trainer(Started):
         self._configure(_fitting(keys) | (overrides or {}), env)
 
     def _configure(self, keys: dict[str, Any], env: Any) -> None:
-        from birl.config.load import load_with_choices
         from birl.launch.program import named
 
         self._keys, self._here = keys, dict[str, Any]()
-        words = [f"{k}={_written(v)}" for k, v in keys.items()]
-        self.config, self.choices = load_with_choices(_schema("rl"), words)
+        self._load("rl", keys)
         if self._launcher:
             self._keys, self._here = named(self._launcher, keys, list(self._given.rewards), env)
 
@@ -276,11 +281,9 @@ def _model(model: Any) -> str:
 
 def _fitting(keys: dict[str, Any]) -> dict[str, Any]:
     """The keys, with micro-batches that hold the longest sequence."""
-    from birl.config.keys import documentation
-
     key = "learner.tokens_per_microbatch"
     longest = keys.get("model.max_length") or 0
-    return {**({key: longest} if longest > documentation(_schema("rl"))[key].default else {}), **keys}
+    return {**({key: longest} if longest > _docs()[key].default else {}), **keys}
 
 
 def _judges(reward_funcs: Any, env: Any, rows: bool) -> list[Reward]:
@@ -336,10 +339,9 @@ def _scale(scale_rewards: str | bool | None) -> dict[str, Any]:
 
 def _engines(workers: int, method: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """An engine in the learner's process has the learner's own weights: there is nothing to synchronise."""
-    from birl.config.keys import documentation
     from birl.launch.program import engine_keys
 
-    if method and method not in (methods := documentation(_schema("rl"))["weights.method"].choices):
+    if method and method not in (methods := _docs()["weights.method"].choices):
         raise BirlError(f"weight_sync_method={method!r}: choose one of {', '.join(methods)}.")
     elsewhere = workers != 0 or {"engine.kind", "engine.count", "engine.attach"} & overrides.keys()
     return engine_keys(workers, method if elsewhere else "")
@@ -356,10 +358,15 @@ def _launch_words(launcher: str, actor_gpu: str, rollout_gpu: str, launch: dict[
 
 def _not_default(keys: dict[str, Any]) -> dict[str, Any]:
     """Without what is at its default, so that a preset (overrides={"algorithm": "grpo"}) can decide about it."""
+    docs = _docs()
+    return {k: v for k, v in keys.items() if v != docs[k].default}
+
+
+def _docs() -> dict[str, Any]:
+    """What the schema of `birl rl` says of each key."""
     from birl.config.keys import documentation
 
-    docs = documentation(_schema("rl"))
-    return {k: v for k, v in keys.items() if v != docs[k].default}
+    return documentation(_schema("rl"))
 
 
 def _schema(command: str) -> Any:
@@ -478,11 +485,9 @@ class _Offline(Started):
         overrides: dict[str, Any] | None = None,
         **names: Any,
     ) -> None:
-        from birl.config.load import load_with_choices
         from birl.config.nearest import suggest
-        from birl.config.schema import COMMANDS
 
-        schema: Any = COMMANDS[self.command]
+        schema = _schema(self.command)
         for name in names:
             if not trl.knows(name):
                 hint = suggest(name, schema)
@@ -496,7 +501,7 @@ class _Offline(Started):
         sources = {"data.train": _source(train_dataset), "data.validation": _source(eval_dataset)}
         theirs = trl.keys_of(trl.Names.of(args, trl.without_tokenizer(names, model)), schema, self.prefix)
         keys = {"model.path": model, **{k: v for k, v in sources.items() if v}, **_fitting(theirs), **(overrides or {})}
-        self.config, self.choices = load_with_choices(schema, [f"{k}={_written(v)}" for k, v in keys.items()])
+        self._load(self.command, keys)
         self._given = Given(train=_rows(train_dataset), validation=_rows(eval_dataset))
 
     def _begin(self) -> dict[str, Any]:

@@ -72,6 +72,15 @@ def common(engine: schema.Engine, wanted: Wanted, one: Start) -> dict[str, Any]:
     }
 
 
+def spoken(engine: schema.Engine, wanted: Wanted) -> dict[str, Any]:
+    """What the adapters of vLLM and SGLang have in common (`peer.Adapter`)."""
+    return {
+        "recompute_kv": engine.recompute_kv,
+        "end_ids": wanted.end_ids,
+        "timeout": engine.request_timeout,
+    }
+
+
 def server_threads(engine: schema.Engine) -> int:
     return engine.threads or max((cores() - max(cores() // 2, 1)) // engine.count, 1)
 

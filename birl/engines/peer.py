@@ -15,6 +15,7 @@ from torch import Tensor
 
 from birl.engine.weights import check_age, read
 from birl.engines.bounded import fetch
+from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, Malformed, WeightsFailed
 from birl.models.digests import digests
 from birl.types import Completion, SamplingParams, Stop, Update
@@ -90,6 +91,49 @@ class Peer:
 
     async def close(self) -> None:
         await self.client.aclose()
+
+
+class Adapter:
+    """`end_ids` are those of the model, for given answers (`SamplingParams.forced`); the server knows its own.
+    `timeout` is that of one answer, pauses included [s]."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        recompute_kv: bool = True,
+        end_ids: frozenset[int] = frozenset(),
+        timeout: float = 1800.0,
+    ) -> None:
+        self.peer = Peer(address, token=token, timeout=timeout)
+        self.address, self.version = self.peer.address, 0
+        self.recompute_kv, self.end_ids, self.timeout = recompute_kv, end_ids, timeout
+        self.paused = self.asleep = False
+        self.empty = False  # slept, and still without weights
+        self.cacheless = False  # slept, and still without a cache
+        self.broken = ""  # why its weights are not to be trusted
+        self.context = 0  # [tokens], once that is known
+        self.takes = 0  # how often its weights were changed
+        self._control, self._asking = asyncio.Lock(), asyncio.Lock()
+
+    async def info(self) -> Info:
+        """Raises `EngineDown`."""
+        raise NotImplementedError
+
+    async def longest(self) -> int:
+        """The context [tokens], asked for once."""
+        async with self._asking:
+            return self.context or (await self.info()).context
+
+    def check_awake(self) -> None:
+        """Raises `BirlError` where there are no weights to go on with."""
+        if self.asleep or self.empty:
+            raise BirlError("The engine sleeps: wake it and load weights first.")
+
+    async def close(self) -> None:
+        """Of this client: the server goes on."""
+        await self.peer.close()
 
 
 def message(response: httpx.Response) -> str:

@@ -54,9 +54,9 @@ class Checkpoints:
     def copy(self, path: Path, step: int, kept: set[int], group: Any) -> None:
         """A complete checkpoint to the object store. That it could not be is a warning: the run folder has
         it, and the next one may get through."""
-        ranks, keys = self.ranks, self.keys
         from birl.learner.store import Store, location
 
+        ranks, keys = self.ranks, self.keys
         try:
             store = self.store or Store(location(keys.store, self.run))
             if self.store is None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from birl.config import schema
-from birl.engines.kinds import Start, Wanted, common
+from birl.engines.kinds import Start, Wanted, common, spoken
 from birl.engines.remote import Remote
 from birl.errors import BirlError
 from birl.hosts import is_loopback
@@ -67,8 +67,7 @@ def environment(*, cpu: bool = False, base: Mapping[str, str] | None = None) -> 
 def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Remote:
     from birl.engines.sglang.adapter import SGLang
 
-    limits = {"recompute_kv": engine.recompute_kv, "end_ids": wanted.end_ids, "timeout": engine.request_timeout}
-    return SGLang(address, token=token, **limits)  # pyright: ignore
+    return SGLang(address, token=token, **spoken(engine, wanted))
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from birl.engines.peer import QUICK, Peer, answer_given, check_folder, number, size, versions, vocabulary
+from birl.engines.peer import QUICK, Adapter, answer_given, check_folder, number, size, versions, vocabulary
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
 from birl.types import Completion, Held, SamplingParams, Stop, Update
@@ -22,29 +22,12 @@ from birl.types import Completion, Held, SamplingParams, Stop, Update
 STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 
 
-class SGLang:
-    """Implements `birl.types.Engine`. `end_ids` are those of the model, for given answers (`SamplingParams.forced`);
-    SGLang knows its own. `timeout` is that of one answer, pauses included [s]."""
+class SGLang(Adapter):
+    """Implements `birl.types.Engine`."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        token: str = "",
-        recompute_kv: bool = True,
-        end_ids: frozenset[int] = frozenset(),
-        timeout: float = 1800.0,
-    ) -> None:
-        self.peer = Peer(address, token=token, timeout=timeout)
-        self.address, self.version = self.peer.address, 0
-        self.recompute_kv, self.end_ids, self.timeout = recompute_kv, end_ids, timeout
-        self.paused = self.asleep = False
-        self.empty = False  # slept, and still without weights
-        self.cacheless = False  # slept, and still without a cache
-        self.broken = ""  # why its weights are not to be trusted
-        self.context = 0  # [tokens], once that is known
-        self.takes = 0  # how often its weights were changed
-        self._control, self._asking = asyncio.Lock(), asyncio.Lock()
+    def __init__(self, address: str, **options: Any) -> None:
+        """`options`: those of `Adapter`."""
+        super().__init__(address, **options)
         self._going = asyncio.Event()  # SGLang can not abort what came while it was paused: it is held back here
         self._going.set()
         self._held: dict[asyncio.Future[None], str] = {}  # -> session
@@ -100,11 +83,6 @@ class SGLang:
         if not params.forced:
             return self.parse(await self.ask(prompt_ids, params, room, session), room)
         return await answer_given(self, "SGLang", prompt_ids, params, room, session)
-
-    async def longest(self) -> int:
-        """The context [tokens], asked for once."""
-        async with self._asking:
-            return self.context or (await self.info()).context
 
     async def let_in(self, session: str) -> bool:
         """Wait for the end of a pause. False: it was aborted."""
@@ -231,8 +209,7 @@ class SGLang:
 
     async def resume(self) -> None:
         async with self._control:
-            if self.asleep or self.empty:
-                raise BirlError("The engine sleeps: wake it and load weights first.")
+            self.check_awake()
             if self.cacheless:
                 await self.peer.call("POST", "/resume_memory_occupation", json={"tags": ["kv_cache"]}, timeout=QUICK)
                 self.cacheless = False
@@ -269,7 +246,3 @@ class SGLang:
             if self.asleep:
                 await self.peer.call("POST", "/resume_memory_occupation", json={"tags": ["weights"]}, timeout=QUICK)
                 self.asleep = False
-
-    async def close(self) -> None:
-        """Of this client: the server goes on."""
-        await self.peer.close()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from birl.config import schema
-from birl.engines.kinds import Start, Wanted, common, cores_of
+from birl.engines.kinds import Start, Wanted, common, cores_of, spoken
 from birl.engines.remote import Remote
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.errors import BirlError
@@ -92,8 +92,7 @@ def speak(engine: schema.Engine, wanted: Wanted, address: str, token: str) -> Re
     from birl.engines.vllm.adapter import VLLM
 
     token = token if engine.attach else ""  # its own token does not guard its controls
-    limits = {"recompute_kv": engine.recompute_kv, "end_ids": wanted.end_ids, "timeout": engine.request_timeout}
-    return VLLM(address, token=token, **limits)  # pyright: ignore
+    return VLLM(address, token=token, **spoken(engine, wanted))
 
 
 def start(engine: schema.Engine, wanted: Wanted, one: Start) -> tuple[list[str], Mapping[str, str]]:

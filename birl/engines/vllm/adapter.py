@@ -16,7 +16,18 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from birl.engines.peer import QUICK, Peer, answer_given, check_folder, fresh, number, size, tied, versions, vocabulary
+from birl.engines.peer import (
+    QUICK,
+    Adapter,
+    answer_given,
+    check_folder,
+    fresh,
+    number,
+    size,
+    tied,
+    versions,
+    vocabulary,
+)
 from birl.engines.vllm import plugin as vllm_plugin
 from birl.engines.wire import Info
 from birl.errors import BirlError, EngineDown, WeightsFailed
@@ -28,34 +39,18 @@ STOPS = {"stop": Stop.STOP, "length": Stop.LENGTH, "abort": Stop.ABORT}
 COUNTED = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:num_preemptions", "vllm:request_success")
 
 
-class VLLM:
-    """Implements `birl.types.Engine`. `end_ids` are those of the model, for given answers (`SamplingParams.forced`);
-    vLLM knows its own. `timeout` is that of one answer, pauses included [s]."""
+class VLLM(Adapter):
+    """Implements `birl.types.Engine`."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        token: str = "",
-        method: str = "birl",
-        recompute_kv: bool = True,
-        end_ids: frozenset[int] = frozenset(),
-        timeout: float = 1800.0,
-    ) -> None:
+    def __init__(self, address: str, *, method: str = "birl", **options: Any) -> None:
+        """`options`: those of `Adapter`."""
         if method not in METHODS:
             raise BirlError(f"vLLM takes weights by {' or '.join(METHODS)}, not by {method!r}.")
-        self.peer = Peer(address, token=token, timeout=timeout)
-        self.address, self.version = self.peer.address, 0
-        self.method, self.recompute_kv, self.end_ids = method, recompute_kv, end_ids
-        self.paused = self.asleep = False
-        self.empty = False  # slept, and still without weights
-        self.cacheless = False  # slept, and still without a cache
-        self.broken = ""  # why its weights are not to be trusted
+        super().__init__(address, **options)
+        self.method = method
         self.hash = ""  # what the plug-in hashes with, once that is known
-        self.context, self.dtype = 0, ""  # [tokens], once that is known
+        self.dtype = ""  # once that is known
         self.on_cpu = False
-        self.takes = 0  # how often its weights were changed
-        self._control, self._asking = asyncio.Lock(), asyncio.Lock()
 
     async def info(self) -> Info:
         """Raises `EngineDown`."""
@@ -117,11 +112,6 @@ class VLLM:
         if not params.forced:
             return self.parse(await self.ask(prompt_ids, params, room, session), room)
         return await answer_given(self, "vLLM", prompt_ids, params, room, session, exact=self.recompute_kv)
-
-    async def longest(self) -> int:
-        """The context [tokens], asked for once."""
-        async with self._asking:
-            return self.context or (await self.info()).context
 
     async def ask(
         self, token_ids: tuple[int, ...], params: SamplingParams, count: int, session: str, scored: int = 0
@@ -276,8 +266,7 @@ class VLLM:
 
     async def resume(self) -> None:
         async with self._control:
-            if self.asleep or self.empty:
-                raise BirlError("The engine sleeps: wake it and load weights first.")
+            self.check_awake()
             if self.cacheless:
                 await self.peer.call("POST", "/wake_up?tags=kv_cache", timeout=QUICK)
                 self.cacheless = False
@@ -306,10 +295,6 @@ class VLLM:
             if self.asleep:
                 await self.peer.call("POST", "/wake_up?tags=weights", timeout=QUICK)
                 self.asleep = False
-
-    async def close(self) -> None:
-        """Of this client: the server goes on."""
-        await self.peer.close()
 
 
 def refusal(update: Update, error: Exception) -> WeightsFailed:
