@@ -90,6 +90,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
             await gateway.start()
             opened.push_async_callback(gateway.close)
         await starting
+        first = frozenset(question.id for question in questions[:ALIKE])
         rollout = Rollout(
             engine=engine,
             chat=model.chat,
@@ -98,7 +99,7 @@ async def evaluation(config: schema.Eval, compute: Executor) -> Evaluation:
             limits=limits_of(config.env, tokens=context),
             seed=config.seed,
             gateway=gateway,
-            saw=Start(rows=frozenset(question.id for question in questions[:ALIKE])).saw,
+            saw=Start(rows=first, tasks=len(first)).saw,
         )
         return Evaluation(
             plan=plan(questions, config.validation, EVAL_TOKENS),

@@ -45,11 +45,13 @@ VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in wh
 @dataclass(slots=True)
 class Start:
     """Stops a run whose episodes all fail alike from the start (a command that is missing, say): after the first
-    `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance. Those of `rows`,
-    ids of tasks, are among them: what fails at once may be one kind of row, and the others still be at work."""
+    `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance. They are of
+    `tasks` tasks at least, those of `rows`, ids of tasks, among them: what fails at once may be one bad task, or one
+    kind of row, and the others still be at work."""
 
     most: float = 0.0  # rollout.max_failure_rate
     rows: frozenset[str] = frozenset()
+    tasks: int = 2
     failed: list[tuple[Task, Trajectory]] = field(default_factory=list)
     over: bool = False  # an episode ended otherwise
 
@@ -58,8 +60,8 @@ class Start:
         self.failed += [] if self.over else [(task, trajectory)]
         kinds = {(t.outcome, VARIES.sub("", t.detail)) for _, t in self.failed}
         self.over |= len(kinds) > 1 or any(o.scored or o is Outcome.ABORTED or why == UNSCORED for o, why in kinds)
-        rate, n = self.most, len(self.failed)
-        if not self.over and n >= ALIKE and rate**n < CHANCE and self.rows <= {task.id for task, _ in self.failed}:
+        rate, n, tasks = self.most, len(self.failed), {task.id for task, _ in self.failed}
+        if not self.over and n >= ALIKE and rate**n < CHANCE and len(tasks) >= self.tasks and self.rows <= tasks:
             chance = f" (rollout.max_failure_rate={rate:g} would let so many fail by chance only)" if rate else ""
             raise BirlError(
                 f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops"

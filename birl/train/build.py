@@ -94,7 +94,7 @@ async def training(
             engine=engine,
             limits=limits_of(config.env, tokens=data.context),
             seed=config.seed,
-            saw=Start(config.rollout.max_failure_rate).saw,
+            saw=Start(config.rollout.max_failure_rate, tasks=min(2, sum(map(len, data.train)))).saw,
         )
         return Parts(
             run=run,

@@ -6,6 +6,7 @@ import socket
 import sys
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -343,10 +344,10 @@ class Broken:
 )
 def test_when_failures_from_the_start_are_no_chance(rate: float, details: list[str], stops: bool) -> None:
     start = Start(rate)
-    task = Task(id="t", prompt="Go")
     with pytest.raises(BirlError, match="failed alike") if stops else nullcontext():
-        for why in details:
+        for i, why in enumerate(details):
             outcome = Outcome.ENV_ERROR if why else Outcome.OK
+            task = Task(id=f"rows.jsonl:{i // 4}", prompt="Go")
             start.saw(task, Trajectory(turns=(), reward=0.0, score=0.0, parts={}, outcome=outcome, detail=why))
 
 
@@ -358,6 +359,18 @@ def test_failures_at_once_of_some_rows_are_no_start() -> None:
         start.saw(Task(id=row, prompt="Go"), bad)
     with pytest.raises(BirlError, match="All of the first 14 episodes failed alike"):
         start.saw(Task(id="c", prompt="Go"), bad)
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_failures_of_one_task_stop_a_run_only_where_there_is_no_other(tasks: int) -> None:
+    start = Start(0.5, tasks=tasks)
+    bad = Trajectory(turns=(), reward=0.0, score=0.0, parts={}, outcome=Outcome.ENV_ERROR, detail="no file")
+    with pytest.raises(BirlError, match="All of the first 8 episodes") if tasks == 1 else nullcontext():
+        for _ in range(20):
+            start.saw(Task(id="one", prompt="Go"), bad)
+    if tasks == 2:
+        start.saw(Task(id="other", prompt="Go"), replace(bad, outcome=Outcome.OK, detail=""))
+        start.saw(Task(id="other", prompt="Go"), bad)
 
 
 def test_episodes_that_all_fail_alike_stop_the_run_early(
