@@ -144,6 +144,8 @@ def test_no_pickle_of_a_folder_runs(
 
 
 GOOD_LAUNCH = {"where": "local", "id": "1", "run": "/elsewhere", "name": "x", "more": {}}
+OTHERS = ("slurm", "ray", "modal", "aws", "kubernetes")  # they have something in `more`
+SLURM = {"array": False, "folders": ["x"], "roles": {"learner": 1}, "ranks": 1}
 DAMAGE = {
     "deep": "[" * 100_000,
     "empty": "",
@@ -152,6 +154,10 @@ DAMAGE = {
     "more": json.dumps(GOOD_LAUNCH | {"more": [1]}),
     "place": json.dumps(GOOD_LAUNCH | {"where": "../local"}),
     "key": json.dumps(GOOD_LAUNCH | {"further": 1}),
+    "option": json.dumps(GOOD_LAUNCH | {"where": "skypilot", "id": "--config=evil"}),
+    **{f"lacks-{where}": json.dumps(GOOD_LAUNCH | {"where": where}) for where in OTHERS},
+    "wrong": json.dumps(GOOD_LAUNCH | {"where": "slurm", "more": SLURM | {"folders": 7}}),
+    "counts": json.dumps(GOOD_LAUNCH | {"where": "slurm", "more": SLURM | {"roles": {"learner": "4"}}}),
     "pipe": os.mkfifo,
     "circle": lambda path: path.symlink_to(path.name),
     "endless": lambda path: path.symlink_to("/dev/zero"),

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from birl.errors import BirlError
 from birl.launch import aws_access, aws_cluster, elsewhere, external
@@ -134,6 +135,14 @@ def begin(job: Job, keys: Keys, own: Access) -> list[tuple[str, ...]]:
     ]
 
 
+class More(TypedDict):
+    cluster: str
+    place: str
+    bucket: str
+    keep: bool
+    region: str
+
+
 def there(handle: Handle, command: str) -> tuple[str, ...]:
     """A command in the folder of the job on the head."""
     return ("ray", "exec", handle.more["cluster"], f"{aws_cluster.enter(handle.more['place'])} && {command}")
@@ -148,13 +157,13 @@ def end(handle: Handle) -> list[tuple[str, ...]]:
 
 
 def handle(job: Job, keys: Keys, own: Access) -> Handle:
-    more = {
-        "cluster": str(job.run / "launch" / "cluster.yaml"),
-        "place": aws_cluster.folder(keys.user, own),
-        "bucket": f"s3://{own.bucket}/{own.prefix}/{own.name}",
-        "keep": keys.keep,
-        "region": own.region,
-    }
+    more = More(
+        cluster=str(job.run / "launch" / "cluster.yaml"),
+        place=aws_cluster.folder(keys.user, own),
+        bucket=f"s3://{own.bucket}/{own.prefix}/{own.name}",
+        keep=keys.keep,
+        region=own.region,
+    )
     return Handle(where="aws", id=own.name, run=str(job.run), name=job.name, more=more)
 
 

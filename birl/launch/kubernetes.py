@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from birl.errors import BirlError
 from birl.launch import elsewhere, external, package
@@ -233,6 +233,10 @@ def secret(job: Job, keys: Keys, name: str) -> str:
     return SECRET.format(lines="\n".join(lines), name=keys.secret or f"{name}-env", namespace=keys.namespace)
 
 
+class More(TypedDict):
+    namespace: str
+
+
 def submit(job: Job, keys: Keys) -> Handle:
     rendered, launch = render(job, keys), job.run / "launch"
     external.write(launch, rendered)
@@ -242,7 +246,7 @@ def submit(job: Job, keys: Keys) -> Handle:
     if job.env:
         external.run(("sh", str(launch / "secret.sh")))
     external.run(("kubectl", "apply", "-n", keys.namespace, "-f", str(launch / "rayjob.yaml")))
-    more = {"namespace": keys.namespace}
+    more = More(namespace=keys.namespace)
     return Handle(where="kubernetes", id=name, run=str(job.run), name=job.name, more=more)
 
 

@@ -64,7 +64,7 @@ class Status:
 
 class Launcher(Protocol):
     """What `birl.launch.WHERE` has; one that can change the number of engines has `scale(handle, change)` besides,
-    which gives the new one."""
+    which gives the new one; one whose handles have `more` has `More`, a TypedDict of it."""
 
     Keys: type[Any]
 
@@ -101,7 +101,10 @@ def find(run: str) -> Handle:
     file = Path(run) / FILE
     try:
         handle: Handle = typed(Handle, read_json(file))
-        launcher(handle.where)
+        if handle.id.startswith("-"):
+            raise ValueError(f"the id {handle.id!r} would be an option of the programs that ask for the job")
+        if kind := getattr(launcher(handle.where), "More", None):
+            handle = replace(handle, more=typed(kind, handle.more))
         return replace(handle, run=os.path.abspath(run)) if handle.where in HERE else handle
     except FileNotFoundError:
         if not Path(run).exists():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, TypedDict
 
 from birl.errors import BirlError
 from birl.exits import STOPPED
@@ -80,6 +80,15 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
     return {f"{VARIABLE.lower()}.json": settings, "commands": "\n".join(commands)}
 
 
+class More(TypedDict):
+    learner: str
+    app: str
+    environment: str
+    count: int
+    stop_timeout: float
+    volume: str
+
+
 def submit(job: Job, keys: Keys) -> Handle:
     """Deploys the app and starts what belongs to the job. Raises `BirlError`."""
     plan = prepare(job, keys)
@@ -92,20 +101,20 @@ def submit(job: Job, keys: Keys) -> Handle:
             module.app.deploy(environment_name=keys.environment or None)
             notes = module.notes()
             notes.clear()
-            calls: dict[str, Any] = {"learner": "", "engines": []}
+            learner = ""
             if plan.here:
-                spawned = [module.Engine().run.spawn(plan.engine, plan.work, n) for n in range(plan.settings.engines)]
-                calls["engines"] = [call.object_id for call in spawned]
+                for number in range(plan.settings.engines):
+                    module.Engine().run.spawn(plan.engine, plan.work, number)
             else:
-                calls["learner"] = module.Learner().run.spawn(plan.learner, plan.work, plan.engine).object_id
-    more = {
-        **calls,
-        "app": plan.settings.app,
-        "environment": keys.environment,
-        "count": plan.settings.engines if plan.engine else 0,
-        "stop_timeout": keys.stop_timeout,
-        "volume": keys.volume,
-    }
+                learner = module.Learner().run.spawn(plan.learner, plan.work, plan.engine).object_id
+    more = More(
+        learner=learner,
+        app=plan.settings.app,
+        environment=keys.environment,
+        count=plan.settings.engines if plan.engine else 0,
+        stop_timeout=keys.stop_timeout,
+        volume=keys.volume,
+    )
     handle = Handle(where="modal", id=module.app.app_id, run=str(job.run), name=job.name, more=more)
     if plan.here:
         handle.save()  # engines cost money from now on: `birl stop` must know them

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from birl.errors import BirlError
 from birl.regular import open_regular, read_json, read_text
@@ -131,7 +131,8 @@ def read_state(folder: Path) -> State | None:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """What JSON held, as a `kind`: a dataclass, a tuple, or a plain type. Raises `ValueError` where it is another."""
+    """What JSON held, as a `kind`: a dataclass, a TypedDict, a tuple, a dict or a plain type. Raises `ValueError` where
+    it is another."""
     base: Any = get_origin(kind) or kind
     if value.__class__ is dict and is_dataclass(base):
         kinds = get_type_hints(base)
@@ -139,11 +140,19 @@ def typed(kind: Any, value: Any) -> Any:
             return kind(**{key: typed(kinds.get(key, Any), v) for key, v in value.items()})
         except TypeError as error:  # a field too many, or too few
             raise ValueError(str(error)) from error
+    if isinstance(value, dict) and is_typeddict(base):
+        kinds = get_type_hints(base)
+        if absent := kinds.keys() - value.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(absent))}")
+        return {key: typed(kind, value[key]) for key, kind in kinds.items()}
     if base is tuple and isinstance(value, list):
         return tuple(typed(get_args(kind)[0], v) for v in value)
+    if base is dict and isinstance(value, dict):
+        return {key: typed(get_args(kind)[1], v) for key, v in value.items()}
     if base is Any:
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float) if base is float else base):
+    wrong = is_typeddict(base) or (isinstance(value, bool) and base is not bool)
+    if wrong or not isinstance(value, (int, float) if base is float else base):
         raise ValueError(f"{json.dumps(value)[:80]} is not of the type {base.__name__}")
     return value
 

@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from birl.errors import BirlError
 from birl.launch import job as jobs
@@ -58,6 +58,11 @@ def render(job: Job, keys: Keys) -> dict[str, str]:
     }
 
 
+class More(TypedDict):
+    address: str
+    without_token: bool
+
+
 def submit(job: Job, keys: Keys) -> Handle:
     """Raises `BirlError` where there is no cluster, or it has a job of this name that goes on."""
     env = values(job.env)
@@ -69,7 +74,7 @@ def submit(job: Job, keys: Keys) -> Handle:
         end()
         raise
     keep()
-    more = {"address": address, "without_token": keys.without_token}
+    more = More(address=address, without_token=keys.without_token)
     return Handle(where="ray", id=actor_name(job.name), run=str(job.run), name=job.name, more=more)
 
 
@@ -127,7 +132,7 @@ class Asked:
     def __init__(self, handle: Handle) -> None:
         """Raises `BirlError` where the cluster does not answer, or has no such job any more."""
         self.handle = handle
-        self.ray = connect(handle.more["address"], without_token=handle.more.get("without_token", False))
+        self.ray = connect(handle.more["address"], without_token=handle.more["without_token"])
         self.actor = supervisor(self.ray, handle.name)
         if self.actor is None:
             raise BirlError(

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypedDict
 
 from birl.config.sweep import job_names, sweep, swept_keys
 from birl.errors import BirlError
@@ -130,6 +131,13 @@ def directives(job: Job, keys: Keys, found: Places, elements: int) -> list[str]:
     ]
 
 
+class More(TypedDict):
+    array: bool
+    folders: tuple[str, ...]
+    roles: dict[str, int]
+    ranks: int
+
+
 def submit(job: Job, keys: Keys) -> Handle:
     """Raises `BirlError` where the run is under way already, or with what Slurm says."""
     if (job.run / FILE).exists() and (before := find(str(job.run))).where == "slurm" and queue.active(before):
@@ -148,12 +156,12 @@ def submit(job: Job, keys: Keys) -> Handle:
         id=done.stdout.strip().partition(";")[0],  # ID;CLUSTER where there are several
         run=str(job.run.absolute()),
         name=job.name,
-        more={
-            "array": bool(keys.array),
-            "folders": [str(one.run.absolute()) for one in elements],
-            "roles": {role.name: role.count for role in job.roles},
-            "ranks": places(job, keys.nodes).ranks,
-        },
+        more=More(
+            array=bool(keys.array),
+            folders=tuple(str(one.run.absolute()) for one in elements),
+            roles={role.name: role.count for role in job.roles},
+            ranks=places(job, keys.nodes).ranks,
+        ),
     )
 
 

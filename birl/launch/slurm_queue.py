@@ -99,7 +99,7 @@ def status(handle: Handle) -> list[Status]:
                 if job is not None and job.state == "RUNNING":
                     nodes = steps.get((job.job, role if role == "learner" else f"{role}-{index}"))
                     now = "waiting" if nodes is None else state
-                    at = index // handle.more["ranks"] if role == "learner" else 0
+                    at = index // max(handle.more["ranks"], 1) if role == "learner" else 0
                     place = nodes[min(at, len(nodes) - 1)] if nodes else ""
                 result.append(Status(role=name + role, index=index, state=now, where=place, detail=detail))
     return result

@@ -23,7 +23,7 @@ def of_ray(monkeypatch: pytest.MonkeyPatch, here: Path, state: str) -> dict[str,
         return lambda method: (next(states), "", []) if method == "status" else None
 
     monkeypatch.setattr(ray, "Asked", asked)
-    return {}
+    return {"address": "auto", "without_token": False}
 
 
 def of_modal(monkeypatch: pytest.MonkeyPatch, here: Path, state: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def of_modal(monkeypatch: pytest.MonkeyPatch, here: Path, state: str) -> dict[st
     monkeypatch.setattr(modal, "outcome", lambda client, call: next(given, code))
     monkeypatch.setattr(modal, "POLL", 0.01)
     monkeypatch.setattr(modal, "cli", lambda *words: ["modal", *words])
-    return {"learner": "fc", "app": "birl-x", "environment": "", "stop_timeout": 5}
+    return {"learner": "fc", "app": "birl-x", "environment": "", "count": 1, "stop_timeout": 5, "volume": "v"}
 
 
 def of_slurm(monkeypatch: pytest.MonkeyPatch, here: Path, state: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def of_slurm(monkeypatch: pytest.MonkeyPatch, here: Path, state: str) -> dict[st
     monkeypatch.setattr(slurm_queue, "seen", lambda handle: jobs.pop() if jobs else [])
     monkeypatch.setattr(slurm_queue, "ask", lambda words: "")
     monkeypatch.setattr(slurm_queue.time, "sleep", lambda seconds: None)
-    return {"folders": [str(here)]}
+    return {"array": False, "folders": [str(here)], "roles": {"learner": 1}, "ranks": 1}
 
 
 def of_cluster(monkeypatch: pytest.MonkeyPatch, here: Path, state: str) -> dict[str, Any]:
