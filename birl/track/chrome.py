@@ -20,18 +20,19 @@ ABOUT = ("step", "version", "tokens", "group", "busy", "paused")
 COUNTED = {"staleness": ("staleness/mean", "staleness/max"), "queue": ("queue/ready", "queue/running")}
 
 
-def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def events(timeline: Timeline) -> list[dict[str, Any]]:
     """Names first, then everything else in the order of its start. On one thread events lie beside or inside of each
-    other, as the format wants it."""
+    other, as the format wants it. Raises `BirlError` for a damaged metrics.jsonl."""
     if not len(timeline):
-        return
+        return []
+    result: list[dict[str, Any]] = []
     zero = float(timeline.start.min())
     start = (timeline.start - zero).round(6)
     end = (start + timeline.seconds).round(6)
     pids = {process: number for number, process in enumerate(timeline.processes(), start=1)}
     tids = np.zeros(len(timeline), np.int64)
     for process, pid in pids.items():
-        yield from _about(process, pid, pid, "process")
+        result += _about(process, pid, pid, "process")
         used = 0
         for lane in lane_order([lane for p, lane in timeline.places if p == process]):
             chosen = np.flatnonzero(timeline.of(process, lane))
@@ -42,12 +43,12 @@ def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 rows = rows_of(start[chosen], end[chosen])
             count = int(rows.max()) + 1
             for row in range(count):
-                yield from _about(f"{lane} {row + 1}" if count > 1 else lane, pid, used + row + 1, "thread")
+                result += _about(f"{lane} {row + 1}" if count > 1 else lane, pid, used + row + 1, "thread")
             tids[chosen] = used + rows + 1
             used += count
     ours = _spans(timeline, start, end, pids, tids)
     counted = _counters(timeline, zero, pids)
-    yield from sorted([*ours, *counted], key=lambda event: (event["ts"], -event.get("dur", 0)))
+    return result + sorted([*ours, *counted], key=lambda event: (event["ts"], -event.get("dur", 0)))
 
 
 def _about(name: str, pid: int, number: int, kind: str) -> Iterator[dict[str, Any]]:

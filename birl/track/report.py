@@ -198,7 +198,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _next(commands: Any, finished: bool) -> str:
-    lines = "\n".join(map(str, commands or []))
+    lines = "\n".join(map(str, commands if isinstance(commands, list) else []))
     note = "" if finished else "<p>Start the same command again: the run goes on from its newest checkpoint.</p>"
     return f'<h2>How to go on</h2>{note}<div class="box"><pre>{escape(lines)}</pre></div>' if lines else note
 

@@ -94,7 +94,7 @@ def test_clocks_that_are_read_one_after_the_other_do_not_break_it(tmp_path: Path
     ]
     timeline = Timeline(traces.write(tmp_path, spans))
     timeline.read()
-    found = list(events(timeline))
+    found = events(timeline)
     check(found)
     assert [e["name"] for e in found if e["ph"] == "X" and e["pid"] == 1 and e["dur"] > 10] == [
         *("wait:rollout", "train", "wait:engines", "sync")

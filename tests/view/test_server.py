@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from birl.view.server import STATIC
+from tests.track.traces import ahead, write
 from tests.view.browser import serving
 from tests.view.runs import make
 
@@ -57,13 +58,20 @@ def test_the_report_of_a_run_is_served_and_runs_nothing(url: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    make(tmp_path / "demo")
+    write(make(tmp_path / "demo"), ahead())
+    (tmp_path / "demo/summary.json").write_text('{"next": true}')
+    (tmp_path / "demo/metrics.jsonl").write_text('{"step": 1}\nx\n{"step": 2}\n')
     (tmp_path / "demo/validation.jsonl").unlink(missing_ok=True)
-    os.mkfifo(tmp_path / "demo/validation.jsonl")
     with serving(tmp_path) as address:
-        run = json.loads(ask(address, "/api/runs")[2])["runs"][0]
-        status, _, body = ask(address, f"/report?run={run['id']}")
-    assert status == 400 and b"validation.jsonl: it is a named pipe" in body
+        run = json.loads(ask(address, "/api/runs")[2])["runs"][0]["id"]
+        for path in (f"/report?run={run}", f"/api/waiting/trace?run={run}"):
+            status, _, body = ask(address, path)
+            assert status == 400 and b"metrics.jsonl, line 2: not JSON" in body
+        (tmp_path / "demo/metrics.jsonl").write_text("")
+        assert ask(address, f"/report?run={run}")[0] == 200
+        os.mkfifo(tmp_path / "demo/validation.jsonl")
+        status, _, body = ask(address, f"/report?run={run}")
+        assert status == 400 and b"validation.jsonl: it is a named pipe" in body
 
 
 def test_the_figures_of_a_run_are_told_in_order_and_those_that_never_change(url: str) -> None:
