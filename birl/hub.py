@@ -78,16 +78,18 @@ def check_folder(folder: Path, whole: bool = True) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises `BirlError` where a folder has none."""
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    """Raises `BirlError` where a folder has none, or a damaged config.json, which is read with it."""
+    there = any((folder / name).is_file() for name in TOKENIZERS)
+    if not there or (folder / "config.json").is_file():
         check_weights(folder, whole=False)
+    if not there:
         raise BirlError(
             f"{folder} has no tokenizer: expected tokenizer.json (and tokenizer_config.json) beside the weights."
         )
 
 
 def check_weights(folder: Path, whole: bool = True) -> None:
-    """Raises `BirlError` where a folder lacks its config.json, or, `whole`, its weights."""
+    """Raises `BirlError` where a folder lacks its config.json, or has a damaged one, or, `whole`, lacks its weights."""
     if not (folder / "config.json").is_file():
         hint = ""
         if (folder / "adapter_config.json").is_file():
@@ -97,6 +99,14 @@ def check_weights(folder: Path, whole: bool = True) -> None:
         elif (folder / "checkpoints").is_dir():
             hint = " It is the folder of a run that has not begun, or is not complete."
         raise BirlError(f"{folder} is not a model folder: config.json is missing.{hint}")
+    try:
+        if not isinstance(read_json(folder / "config.json"), dict):
+            raise ValueError("another type")
+    except (OSError, ValueError) as error:
+        why = first_line(error)
+        raise BirlError(
+            f"{folder / 'config.json'} is not a valid JSON object: {why}. Download the model again."
+        ) from error
     if whole and not any((folder / name).is_file() for name in WEIGHTS):
         pickles = [f.name for f in folder.glob("*.bin")]
         hint = f" {pickles[0]} is a pickle, which can run code; convert it to safetensors first." if pickles else ""

@@ -119,6 +119,9 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
     try:
         slots_of(model)
         expected = alone()
+        broken = [name for name, p in model.named_parameters() if expected.isnan().any() and not p.isfinite().all()]
+        if broken:
+            raise BirlError(f"The weights hold NaN or infinity: {broken[0]} ({len(broken)} tensors).")
         for name, way in (("packed", packed_rows), ("over the cache", paged)):
             result = way()
             gap = (result - expected[: len(result)]).abs().max().item()

@@ -172,10 +172,13 @@ def weight_files(folder: Path) -> list[Path]:
     if alone.is_file():
         return [alone]
     try:
-        names = read_json(index)["weight_map"].values()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        read = read_json(index)
+        names = read.get("weight_map") if isinstance(read, dict) else None
+        if not isinstance(names, dict) or not names:
+            raise ValueError("its weight_map names no file")
+    except (OSError, ValueError) as error:
         raise BirlError(f"{index} cannot be read: {first_line(error)}. Download or convert the model again.") from error
-    files = sorted({inside(folder, name) for name in names})
+    files = sorted({inside(folder, name) for name in names.values()})
     for file in files:
         if not file.is_file():
             raise BirlError(f"{folder} is not complete: {index.name} names {file.name}, which is not there.")

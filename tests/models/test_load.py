@@ -141,8 +141,16 @@ def own_code(folder: Path) -> None:
     (folder / "code.py").write_text("raise SystemExit('this code must never run')")
 
 
-def broken_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": ')
+def text(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def index(content: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -150,7 +158,11 @@ def broken_config(folder: Path) -> None:
     [
         (without("config.json"), ["config.json is missing"]),
         (without("model.safetensors"), ["no weights", "model.safetensors"]),
-        (broken_config, ["config.json", "not a valid JSON"]),
+        (text("config.json", '{"model_type": '), ["config.json", "not a valid JSON"]),
+        (text("config.json", "null"), ["config.json", "not a valid JSON object"]),
+        (text("config.json", "[" * 100_000), ["config.json", "not a valid JSON object", "nested too deep"]),
+        (index('{"weight_map": []}'), ["model.safetensors.index.json cannot be read", "names no file"]),
+        (index('{"weight_map": {"a": "../b"}}'), ["'../b' leads out of the folder"]),
         (truncated, ["model.safetensors is damaged", "again"]),
         (emptied, ["model.safetensors is damaged", "again"]),
         (pickled, ["no weights", "pytorch_model.bin", "convert it to safetensors"]),
@@ -179,8 +191,9 @@ def test_a_damaged_folder_is_refused_by_name(
     ("damage", "words"),
     [
         (without("tokenizer.json"), ["has no tokenizer", "tokenizer.json"]),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), ["tokenizer cannot be loaded"]),
-        (lambda folder: (folder / "tokenizer_config.json").write_text("{"), ["tokenizer cannot be loaded"]),
+        (text("tokenizer.json", "{"), ["tokenizer cannot be loaded"]),
+        (text("tokenizer_config.json", "{"), ["tokenizer cannot be loaded"]),
+        (text("config.json", "[]"), ["config.json", "not a valid JSON object"]),
     ],
 )
 def test_a_damaged_tokenizer_is_refused_by_name(

@@ -204,6 +204,15 @@ def test_a_window_that_attention_is_not_told_is_refused(monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_that_are_no_numbers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
+    model = build("mistral", num_key_value_heads=2)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(BirlError, match=r"hold NaN or infinity: model\.norm\.weight \(1 tensor"):
+        verify(model)
+
+
 def test_a_cache_that_calls_overwrite_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(twin, "cache_folder", lambda name: tmp_path)
     model = build("diffllama", num_key_value_heads=2)
