@@ -144,7 +144,7 @@ def test_no_pickle_of_a_folder_runs(
 
 
 GOOD_LAUNCH = {"where": "local", "id": "1", "run": "/elsewhere", "name": "x", "more": {}}
-OTHERS = ("slurm", "ray", "modal", "aws", "kubernetes")  # they have something in `more`
+OTHERS = ("slurm", "ray", "modal", "aws")  # they have something in `more`
 SLURM = {"array": False, "folders": ["x"], "roles": {"learner": 1}, "ranks": 1}
 DAMAGE = {
     "deep": "[" * 100_000,

@@ -24,7 +24,7 @@ WHERE = {
     "ray": "actors of a Ray cluster, supervised; nodes may come and go",
     "modal": "containers of Modal's cloud, paid by the second",
     "aws": "machines of its own in AWS, as a Ray cluster",
-    "kubernetes": "a RayJob of KubeRay",
+    "kubernetes": "pods of a Kubernetes cluster, by SkyPilot",
     "skypilot": "machines of whichever cloud has them, by SkyPilot",
 }
 HERE = ("local", "torchrun", "slurm", "ray")  # the run folder is where `birl status` is asked for it

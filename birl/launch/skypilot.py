@@ -17,9 +17,10 @@ from birl.launch import elsewhere, external, package
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
 
-PROGRAMS = {"sky": "pip install 'skypilot[aws]'"}
+PROGRAMS = {"sky": "pip install 'skypilot[aws,kubernetes]'"}
 VENV = "~/birl-venv"
 WORK = "~/birl"
+VOLUME = "/mnt/birl"  # where launch.volume is; its path may not begin with ~
 PORT = 6399  # SkyPilot's own Ray has 6380
 TOKEN = "RAY_AUTH_TOKEN"  # what the machines of the Ray cluster show one another; new for each job
 JOB_STATES = {
@@ -48,6 +49,10 @@ class Keys(elsewhere.Keys):
     """Disk of each machine [GB]."""
     bucket: str = ""
     """S3 bucket that is mounted where the run folder is; made where it is not there. Empty: the disk of the machine."""
+    volume: str = ""
+    """Volume of SkyPilot (`sky volumes apply`) for the run folder in place of a bucket, such as a claim."""
+    image: str = ""
+    """Container image of the machines, with Python 3 and pip. Empty: SkyPilot's own."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:
@@ -61,9 +66,16 @@ def check(job: Job, keys: Keys) -> None:
     elsewhere.check(job, keys)
     if keys.bucket and not re.fullmatch(elsewhere.BUCKET, keys.bucket):
         raise BirlError(f"launch.bucket={keys.bucket}: must be a name of an S3 bucket, as in launch.bucket=my-runs.")
-    if keys.bucket and len(job.run.parts) < 2:
-        raise BirlError(f"run={job.run}: the bucket takes the place of its parent folder, as in run=runs/{job.run}.")
-    elsewhere.one_folder(job, keys, keys.bucket, "launch.bucket=NAME")
+    if keys.bucket and keys.volume:
+        raise BirlError(f"launch.volume={keys.volume}: launch.bucket has the run folder already; leave one out.")
+    if keys.volume and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", keys.volume):
+        raise BirlError(f"launch.volume={keys.volume}: must be a name: small letters, digits, - and dots.")
+    if not keys.image.isprintable() or " " in keys.image:
+        raise BirlError(f"launch.image={keys.image!r}: must be an image, as in launch.image=registry.example/birl:0.1.")
+    shared = keys.bucket or keys.volume
+    if shared and len(job.run.parts) < 2:
+        raise BirlError(f"run={job.run}: {shared} takes the place of its parent folder, as in run=runs/{job.run}.")
+    elsewhere.one_folder(job, keys, shared, "launch.bucket=NAME or launch.volume=NAME")
 
 
 def task(job: Job, keys: Keys) -> dict[str, Any]:
@@ -74,6 +86,7 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
         "memory": f"{keys.node_memory_gb}+",
         "disk_size": keys.disk_gb,
         "use_spot": keys.spot,
+        "image_id": f"docker:{keys.image}" if keys.image else "",
     }
     mounts: dict[str, Any] = {f"{WORK}/{name}": f"./{name}" for name in elsewhere.sent(job, keys)}
     if wheel := elsewhere.wheel(job, keys):
@@ -87,6 +100,7 @@ def task(job: Job, keys: Keys) -> dict[str, Any]:
         "resources": {name: value for name, value in resources.items() if value != ""},
         "secrets": dict.fromkeys([TOKEN, *job.env]),  # values come with `sky launch --secret NAME`
         **({"file_mounts": mounts} if mounts else {}),
+        **({"volumes": {VOLUME: keys.volume}} if keys.volume else {}),
         "setup": elsewhere.block(setup(job, keys)),
         "run": elsewhere.block(body(job, keys)),
     }
@@ -96,8 +110,10 @@ def setup(job: Job, keys: Keys) -> list[str]:
     uv = "python3 -m uv"
     pip = f"{uv} pip install --python {VENV}/bin/python --reinstall-package birl"  # birl changes under one version
     engine = package.engine(job, keys.vllm)
+    runs = f"{WORK}/{shlex.quote(str(job.run.parent))}"
     return [
         "set -e",
+        *([f"mkdir -p $(dirname {runs}) && ln -sfn {VOLUME} {runs}"] if keys.volume else []),
         "python3 -m uv --version || python3 -m pip install uv",
         f"test -x {VENV}/bin/python || {uv} venv --python 3.12 {VENV}",
         *elsewhere.install(job, keys, WORK.replace("~", "$HOME"), pip, f"ray[default]=={keys.ray}"),
@@ -141,13 +157,13 @@ def end(name: str, run: str) -> list[tuple[str, ...]]:
     ]
 
 
-def submit(job: Job, keys: Keys) -> Handle:
+def submit(job: Job, keys: Keys, where: str = "skypilot") -> Handle:
     """Costs money from here on, until `birl stop`. Raises `BirlError`."""
     rendered, launch = render(job, keys), job.run / "launch"
     external.write(launch, rendered)
     elsewhere.build(job, keys)
     external.need(PROGRAMS, launch, rendered["commands"])
-    handle = Handle(where="skypilot", id=elsewhere.named(job.name), run=str(job.run), name=job.name)
+    handle = Handle(where=where, id=elsewhere.named(job.name), run=str(job.run), name=job.name)
     return elsewhere.begin(handle, [begin(job)], {TOKEN: secrets.token_hex(32)})
 
 

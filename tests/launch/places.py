@@ -16,7 +16,6 @@ ROW = '{"prompt": "What is 3 + 4?", "answer": "7"}\n'
 #: the keys that a place does not start without
 NEEDED = {
     "aws": ("launch.bucket=my-runs", "launch.ssh_from=203.0.113.7/32"),
-    "kubernetes": ("launch.image=registry.example/birl:0.1",),
 }
 
 

@@ -59,7 +59,7 @@ def test_what_status_prints_can_be_read_again(
     ]
     place = type("Place", (), {"status": staticmethod(lambda handle: rows)})
     monkeypatch.setattr(command, "launcher", lambda where: place)
-    Handle(where="ray", id="x", run="runs/demo", name="demo").save()
+    Handle(where="skypilot", id="x", run="runs/demo", name="demo").save()
     command.status(["runs/demo"])
     found = elsewhere.statuses(capsys.readouterr().out)
     assert [(s.role, s.index, s.state) for s in found] == [(r.role, r.index, r.state) for r in rows]

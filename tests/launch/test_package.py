@@ -13,11 +13,11 @@ import pytest
 import birl
 from birl.cli import main
 from birl.errors import BirlError
-from birl.launch import aws, command, elsewhere, job, kubernetes, modal_plan, package, skypilot
+from birl.launch import aws, command, elsewhere, job, modal_plan, package, skypilot
 from birl.launch.modal import Keys as ModalKeys
 from tests.launch import places
 
-PLACES: dict[str, Any] = {"aws": aws, "skypilot": skypilot, "kubernetes": kubernetes}
+PLACES: dict[str, Any] = {"aws": aws, "skypilot": skypilot}
 WHEEL = f"birl-{birl.__version__}-py3-none-any.whl"
 
 

@@ -70,7 +70,7 @@ def test_submitted_files_and_words_of_programs_have_none(
     where: str, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What the programs of a place are asked is for everybody on this machine to see."""
-    log = places.stand_ins(here, ("aws", "ray", "kubectl", "sky"), {"describe-": "x-1"})
+    log = places.stand_ins(here, ("aws", "ray", "sky"), {"describe-": "x-1"})
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
     assert main(["launch", *places.words(where, NAMED)]) == 0
     said = capfd.readouterr()

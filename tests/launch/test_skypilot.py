@@ -8,12 +8,13 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from birl.cli import main
 from birl.errors import BirlError
-from birl.launch import command, job, skypilot
+from birl.launch import command, job, kubernetes, skypilot
 from tests.launch import places
 
 RAY = places.ROOT / ".venv-cloud" / "bin" / "ray"
@@ -30,13 +31,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rendered(*more: str) -> dict[str, str]:
-    keys, words = command.keys_of(skypilot.Keys, places.words("skypilot", *more)[2:])
+def rendered(*more: str, place: Any = skypilot) -> dict[str, str]:
+    keys, words = command.keys_of(place.Keys, places.words("skypilot", *more)[2:])
     return skypilot.render(job.derive("rl", words, keys), keys)
 
 
-def task(*more: str) -> dict:
-    (found,) = places.documents(rendered(*more)["task.yaml"])
+def task(*more: str, place: Any = skypilot) -> dict:
+    (found,) = places.documents(rendered(*more, place=place)["task.yaml"])
     return found
 
 
@@ -50,6 +51,27 @@ def test_the_task() -> None:
     assert "infra" not in task()["resources"]
     for name in ("setup", "run"):
         places.is_shell(found[name])
+
+
+PODS = (
+    "launch.nodes=2",
+    "launch.accelerators=H100:8",
+    "launch.volume=runs-1",
+    "launch.image=registry.example/birl:0.1",
+)
+
+
+def test_pods_are_machines_of_the_same_task(here: Path) -> None:
+    """Of the current context; the run folder is on a volume, whose mount path is absolute."""
+    found, other = task(*PODS, place=kubernetes), task(*PODS)
+    assert found["resources"].pop("infra") == "k8s" and found == other
+    assert found["volumes"] == {"/mnt/birl": "runs-1"} and found["resources"]["image_id"].startswith("docker:registry.")
+    assert task("launch.infra=k8s/prod", place=kubernetes)["resources"]["infra"] == "k8s/prod"
+    (line,) = [line for line in found["setup"].splitlines() if "/mnt/birl" in line]
+    env = {"HOME": str(here), "PATH": os.environ["PATH"]}
+    for _ in range(2):  # it can be run again
+        subprocess.run(["bash", "-euc", line], env=env, check=True, timeout=10)
+    assert (here / "birl" / "runs").readlink() == Path("/mnt/birl")
 
 
 CHECK = """
@@ -70,13 +92,18 @@ print(json.dumps([task.name, task.num_nodes, str(resources.accelerators), resour
 
 @pytest.mark.skipif(not SKY.exists(), reason="make setup-skypilot installs SkyPilot")
 @pytest.mark.timeout(120)
-def test_skypilot_reads_it(here: Path) -> None:
-    (here / "task.yaml").write_text(rendered(*EVERYTHING)["task.yaml"])
+@pytest.mark.parametrize(
+    ("place", "words", "read"),
+    [(skypilot, EVERYTHING, [2, "{'A10G': 1}", True]), (kubernetes, PODS, [2, "{'H100': 8}", False])],
+)
+def test_skypilot_reads_it(place: Any, words: tuple[str, ...], read: list[Any], here: Path) -> None:
+    (here / "task.yaml").write_text(rendered(*words, place=place)["task.yaml"])
     env = {"PATH": os.environ["PATH"], "HOME": str(here), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-    words = [str(SKY), "-c", CHECK, "task.yaml"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, env=env, cwd=here)
+    done = subprocess.run(
+        [str(SKY), "-c", CHECK, "task.yaml"], capture_output=True, text=True, timeout=110, env=env, cwd=here
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == ["demo", 2, "{'A10G': 1}", True, ["colour", "num_nodes"]]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["demo", *read, ["colour", "num_nodes"]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -137,11 +164,14 @@ def machine(here: Path, rank: int, text: str, temporary: str) -> subprocess.Pope
         return subprocess.Popen(["bash", "-c", text], env=env, stdout=log, stderr=log, start_new_session=True)
 
 
-def test_its_life_in_order(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("where", ["skypilot", "kubernetes"])
+def test_its_life_in_order(
+    where: str, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = places.stand_ins(here, ("sky", "ssh"), {"queue": "ID NAME STATUS\n1 demo RUNNING", "logs": "step 1"})
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("HF_TOKEN", "canary-5")
-    assert main(["launch", *places.words("skypilot", "launch.env=HF_TOKEN")]) == 0
+    assert main(["launch", *places.words(where, "launch.env=HF_TOKEN")]) == 0
     (asked,) = [json.loads(line) for line in log.read_bytes().splitlines()]
     secrets = ["--secret", "RAY_AUTH_TOKEN", "--secret", "HF_TOKEN"]
     assert asked == ["sky", "launch", "-y", "-d", "-c", "demo", *secrets, "runs/demo/launch/task.yaml"]
@@ -160,7 +190,10 @@ def test_machines_of_a_start_that_failed_can_be_given_back(here: Path, monkeypat
     assert json.loads(log.read_bytes().splitlines()[-1])[:2] == ["sky", "down"]
 
 
-@pytest.mark.parametrize("word", ["launch.bucket=My_Runs", "launch.env=A=b", "run=../x", "launch.nodes=0"])
+@pytest.mark.parametrize(
+    "word",
+    ["launch.bucket=My_Runs", "launch.env=A=b", "run=../x", "launch.nodes=0", "launch.volume=R_1", "launch.image=a b"],
+)
 def test_what_is_refused(word: str) -> None:
     with pytest.raises(BirlError, match=word.partition("=")[0]):
         rendered(word)
