@@ -1,4 +1,4 @@
-"""Our side: GRPO with birl on a local model folder, through `birl.train.rl.train` as `birl rl` calls it; prints JSON.
+"""Our side: GRPO with birl on a local model folder, through `birl.train.command.train` as in `birl rl`; prints JSON.
 
     .venv/bin/python -m benchmarks.our_grpo --model DIR --data prompts.jsonl --prompts 4 --group 4 --tokens 64
 
@@ -44,7 +44,9 @@ def main() -> None:
     args = arguments()
     from birl.config import schema
     from birl.config.load import load
-    from birl.train import build, rl
+    from birl.given import Given
+    from birl.train import build
+    from birl.train.command import train
 
     plain = build.sampling
     build.sampling = lambda rollout: dataclasses.replace(plain(rollout), ignore_eos=True)
@@ -70,7 +72,7 @@ def main() -> None:
                 *args.more.split(),
             ],
         )
-        rl.train(config, given=build.Given(rewards=[distinct]))
+        train(config, given=Given(rewards=[distinct]))
         steps = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     timed = steps[1:] or steps  # the first step warms up
     assert all(s["tokens/generated"] == args.prompts * args.group * args.tokens for s in steps)

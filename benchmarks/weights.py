@@ -118,16 +118,28 @@ async def busy(engine: Any, prompt: tuple[int, ...], tokens: int, number: int) -
 async def measure(args: argparse.Namespace, method: str, dtype: str, folder: Path, compute: Any) -> dict[str, Any]:
     from birl.config import schema
     from birl.config.load import load
+    from birl.given import Given
     from birl.parallel.crew import RankGroup
     from birl.parallel.ranks import Ranks
+    from birl.signals import Stop
     from birl.train import build
+    from birl.train.setup import Setup
     from birl.weights.publish import Sender
 
     words = [f"model.path={args.model}", f"model.dtype={dtype}", f"data.train={args.data}", f"run={folder}"]
     words += ["engine.kind=birl", "engine.threads=1", f"weights.method={method}", "steps=1", "track.console=off"]
     words += ["track.tensorboard=false", "threads=1", f"rollout.max_tokens={args.tokens}", "rollout.max_staleness=1"]
     alone = RankGroup(Ranks())
-    parts = await build.training(load(schema.RL, words), folder, build.Given(), False, compute, alone)
+    setup = Setup(
+        config=load(schema.RL, words),
+        folder=folder,
+        given=Given(),
+        dry_run=False,
+        compute=compute,
+        crew=alone,
+        stop=Stop(),
+    )
+    parts = await build.training(setup)
     loop, rows = asyncio.get_running_loop(), []
     answers: list[asyncio.Task[None]] = []
     try:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -224,7 +223,7 @@ class Trainer(Started):
     def _begin(self) -> dict[str, Any]:
         if self._launcher:
             return self._elsewhere()
-        from birl.train.rl import train
+        from birl.train.command import train
 
         return _started(partial(train, self.config, self.choices, given=self._given))
 
@@ -505,8 +504,9 @@ class _Offline(Started):
         self._given = Given(train=_rows(train_dataset), validation=_rows(eval_dataset))
 
     def _begin(self) -> dict[str, Any]:
-        loop = import_module(f"birl.train.{self.command}")
-        return _started(partial(loop.train, self.config, self.choices, given=self._given))
+        from birl.train.command import train
+
+        return _started(partial(train, self.config, self.choices, given=self._given))
 
 
 class SFTTrainer(_Offline):

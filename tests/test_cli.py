@@ -114,7 +114,7 @@ def test_another_closed_pipe_is_an_error():
     code = (
         "import sys, types; from birl.cli import main; import birl.train\n"
         "def train(*args, **options): raise BrokenPipeError('of a worker')\n"
-        "sys.modules['birl.train.rl'] = types.SimpleNamespace(train=train)\n"
+        "sys.modules['birl.train.command'] = types.SimpleNamespace(train=train)\n"
         "sys.exit(main(['rl', 'data.train=a.jsonl']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -123,7 +123,7 @@ def test_another_closed_pipe_is_an_error():
 
 def test_rl_and_eval_get_their_configuration(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[object, ...]] = []
-    fake(monkeypatch, "birl.train.rl", train=lambda *args, **options: calls.append((*args, options)))
+    fake(monkeypatch, "birl.train.command", train=lambda *args, **options: calls.append((*args, options)))
     fake(monkeypatch, "birl.cli.evaluation", run=lambda config: calls.append((config,)))
     assert main(["rl", TRAIN, "--dry-run", "algorithm=grpo"]) == 0
     assert main(["eval", "data.validation=b.jsonl"]) == 0
@@ -152,10 +152,10 @@ def test_errors_and_ctrl_c_have_their_exit_codes(monkeypatch: pytest.MonkeyPatch
 
         return train
 
-    fake(monkeypatch, "birl.train.rl", train=fail(BirlError("row 3: no prompt")))
+    fake(monkeypatch, "birl.train.command", train=fail(BirlError("row 3: no prompt")))
     assert main(["rl", TRAIN]) == 2
     assert capsys.readouterr().err == "birl: row 3: no prompt\n"
-    fake(monkeypatch, "birl.train.rl", train=fail(KeyboardInterrupt()))
+    fake(monkeypatch, "birl.train.command", train=fail(KeyboardInterrupt()))
     assert main(["rl", TRAIN]) == 130
 
 

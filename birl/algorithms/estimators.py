@@ -10,6 +10,8 @@ from torch import Tensor
 
 from birl.algorithms import advantages as estimate
 
+BY_TOKEN = ("returns", "gae", "turn_gae")  # one advantage a token: `Credit` makes them
+
 
 def relative(rewards: Tensor, group: Tensor, *, lengths: Tensor, greedy: Tensor, baseline: str, scale_rewards: str):
     """(r - baseline) / scale: algorithm.baseline and algorithm.scale_rewards."""

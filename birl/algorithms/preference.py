@@ -100,6 +100,11 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 
     return -logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected).square()
 
 
+def preferred(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """1 where the chosen answer is ahead, 0 where the other is, 0.5 where they are equal, as before the first step."""
+    return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
+
+
 def _check_smoothing(label_smoothing: float) -> None:
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must be in [0, 0.5), not {label_smoothing}")

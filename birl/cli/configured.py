@@ -21,7 +21,7 @@ ONLY = {  # flag -> the commands that take it, and why others do not
 
 
 #: what carries a command out
-RUNS = {name: f"birl.train.{name}" for name in ("rl", "sft", "rm", "dpo")} | {
+RUNS = dict.fromkeys(TRAINING, "birl.train.command") | {
     "eval": "birl.cli.evaluation",
     "serve": "birl.server.serve",
 }

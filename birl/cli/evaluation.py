@@ -17,7 +17,7 @@ from birl.config import schema
 from birl.config.load import flatten
 from birl.data.tasks import load_tasks
 from birl.engine.engine import EmbeddedEngine
-from birl.engine.open import check_cache, longest_prompt, open_engine
+from birl.engine.open import check_cache, open_engine
 from birl.engines.kinds import check_engine
 from birl.engines.servers import Servers, Wanted, open_servers
 from birl.envs.open import check_world, open_world
@@ -32,11 +32,11 @@ from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
 from birl.rollout.records import answers
 from birl.rollout.scorer import scorer
+from birl.rollout.tasks import limits_of, longest_prompt, own_rows, tell_plain
 from birl.server.gateway import Gateway
 from birl.track.console import Terminal
 from birl.track.log import encode
 from birl.track.progress import source
-from birl.train.tasks import limits_of, own_rows, tell_plain
 from birl.types import Group
 from birl.visible import visible
 

@@ -25,7 +25,7 @@ from birl.rollout.episode import describe
 from birl.rollout.group import Rollout, Scorer
 from birl.rollout.scorer import scorer
 from birl.rollout.session import Tools
-from birl.train.tasks import limits_of
+from birl.rollout.tasks import limits_of
 from birl.types import Agent, Completion, Conversation, Env, Message, Outcome, SamplingParams, Stop, Task, Trajectory
 
 AT_ONCE = 64  # rows that are played at once

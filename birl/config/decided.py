@@ -8,7 +8,6 @@ from birl.allocator import cores
 from birl.config.schema import RL, Engine, Eval, reward_functions
 
 CRITIC = ("gae", "turn_gae")  # advantages that need one
-BY_TOKEN = ("returns", *CRITIC)  # one advantage a token
 UNCLIPPED = ("reinforce", "importance")  # surrogates without a bound
 #: surrogates whose papers' ratio, mask or bound is against the policy that sampled, however old it is: GSPO
 #: arXiv:2507.18071 eq. 7, GMPO arXiv:2507.20673 eq. 5, CISPO arXiv:2506.13585 eq. 4, SAPO arXiv:2511.20347 eq. 5, DPPO

@@ -1,7 +1,7 @@
 """An embedded engine for a policy, with a cache that fits."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from birl.models.forward import head
 from birl.models.load import end_ids
 from birl.models.slots import page_bytes
 from birl.parallel.machine import free_memory
-from birl.text.bounds import cannot_fit
-from birl.text.chat import Chat
-from birl.types import Task
 
 SHARE = 0.5  # of the free memory, for keys and values
 
@@ -60,13 +57,6 @@ def cache_bytes(
     need = sequences * pages_for(longest) * page_bytes(model)
     free = free_memory(device or head(model).weight.device)
     return min(need, int(SHARE * free / among)) if free else need
-
-
-def longest_prompt(tasks: Sequence[Task], chat: Chat, context: int) -> int:
-    lengths = [context if cannot_fit(t.prompt, context) else len(chat.render(t.prompt)) for t in tasks]
-    if full := sum(n >= context for n in lengths):
-        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no answers.")
-    return max(lengths)
 
 
 def check_cache(config: schema.Generation, engine: EmbeddedEngine, prompt: int, answer: int) -> None:

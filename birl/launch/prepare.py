@@ -12,7 +12,7 @@ from birl.envs.single_turn import SingleTurn
 from birl.learner.export import resolved
 from birl.learner.policy import Policy, load_reader
 from birl.models.load import skeleton
-from birl.train.tasks import lengths, load_data
+from birl.rollout.tasks import lengths, load_data
 
 
 def prepared(config: schema.RL) -> Wanted:

@@ -36,9 +36,9 @@ def run(words: list[str], *, as_json: bool = False, available: float | None = No
     return result
 
 
-def dry_run(parts: Parts) -> dict[str, Any]:
+def dry_run(config: schema.RL, parts: Parts) -> dict[str, Any]:
     """`birl rl --dry-run`: the first prompt as the model sees it, and the plan for the prompts that there are."""
-    config, chat = parts.config, parts.chat
+    chat = parts.chat
     task = next(parts.stream(0))
     prompt = chat.render(task.prompt)
     longest = max(len(chat.render(t[i].prompt)) for t in parts.train for i in range(len(t)))

@@ -8,24 +8,23 @@ from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from birl.algorithms.custom import NamedFunction
 from birl.algorithms.kl import AdaptiveKL, FixedKL
+from birl.blocked import interrupting
 from birl.config import schema
-from birl.config.decided import CRITIC, corrects, proximal, remembers
-from birl.config.load import flatten
+from birl.config.decided import CRITIC, algorithm_notes, corrects, proximal, remembers
 from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.open import check_cache
 from birl.engine.sampled import Sampled
 from birl.envs.open import World, check_world, open_world
-from birl.given import Given
-from birl.learner.checkpoints import Checkpoints
-from birl.learner.comparison import KEPT
+from birl.learner.comparison import GAPS, KEPT
 from birl.learner.learner import Learner
-from birl.learner.open import make_learner, other_model
+from birl.learner.open import make_learner, other_model, replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy, load_policy
 from birl.learner.rewards import make_rewards, started
@@ -36,14 +35,16 @@ from birl.rollout.evaluate import EvaluationPlan, plan
 from birl.rollout.failures import Start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
-from birl.track.tracker import Tracker
+from birl.rollout.tasks import Loaded, limits_of, load_rows, total_steps
 from birl.train.credit import Credit, taught_by
 from birl.train.objective import Objective, keeps_reference, surrogate_of
 from birl.train.parts import Parts
-from birl.train.run_folder import claim, find_checkpoint
-from birl.train.step import RLWorker
-from birl.train.tasks import Loaded, limits_of, load_rows, total_steps
+from birl.train.rl import Loop, Schedule
+from birl.train.run_folder import find_checkpoint
+from birl.train.setup import Setup, kept
+from birl.train.step import RLWorker, Updates
 from birl.types import SamplingParams, Task
+from birl.waits import Watchdog, exit_at_once
 from birl.weights.publisher import Memory, Publisher, Refresh
 
 if TYPE_CHECKING:  # loaded by the runs that have them
@@ -52,10 +53,32 @@ if TYPE_CHECKING:  # loaded by the runs that have them
     from birl.server.gateway import Gateway
 
 
-async def training(
-    config: schema.RL, run: Path, given: Given, dry_run: bool, compute: Executor, crew: RankGroup
-) -> Parts:
+async def run(setup: Setup[schema.RL]) -> dict[str, Any]:
+    """The whole run, on rank 0; the summary."""
+    config, parts = setup.config, await training(setup)
+    try:
+        if setup.dry_run:
+            from birl.plan import run as planning
+
+            return planning.dry_run(config, parts)
+        validates = parts.plan_validation is not None
+        state = setup.run(parts.worker, parts.tracker, validates, parts.resume_from)
+        loop = Loop(parts=parts, run=state, schedule=schedule_of(config))
+        stalled = Watchdog(config.watchdog or inf, exit_at_once, setup.folder / "stall.txt")
+        with stalled, interrupting(config.env.timeout):
+            return await loop.to_the_end()
+    finally:
+        await parts.close()
+
+
+def worker(config: schema.RL, crew: RankGroup, compute: Executor) -> RLWorker:
+    """A rank other than 0, which has none of the data."""
+    return worker_of(config, load_policy(config.model, compute, crew.ranks), crew, Path(config.run))
+
+
+async def training(setup: Setup[schema.RL]) -> Parts:
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
+    config, run, given, compute, crew = setup.config, setup.folder, setup.given, setup.compute, setup.crew
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
     if config.engine.kind != "embedded":
@@ -70,19 +93,20 @@ async def training(
         world = await open_world(config.env, policy.chat.text, given.env, run)
         opened.push_async_callback(world.close)
         data = load_rows(config, world, policy, given)
-        servers = await servers_of(config, policy, data, run, dry_run, opened)
+        servers = await servers_of(setup, policy, data, opened)
         gateway = await gateway_of(config, policy, world, opened)
         await starting
         worker = await loop.run_in_executor(compute, worker_of, config, policy, crew, run)
         if servers is None:
-            engine = await loop.run_in_executor(compute, embedded, worker, data, run, dry_run)
+            engine = await loop.run_in_executor(compute, embedded, setup, worker, data)
             opened.push_async_callback(engine.close)
         else:
             engine = servers
-            claim(run, config, policy)
+            setup.claim(policy)
         total, progress = total_steps(config, data.train), Progress(epochs=config.epochs)
-        tracker = Tracker(run, config.track, title=run.name, total_steps=total, config=flatten(config))
-        publisher = await loop.run_in_executor(compute, publisher_of, worker, servers, data.train, run, tracker.message)
+        tracker = setup.tracker(total)
+        wanted = partial(publisher_of, setup, worker, servers, data.train, tracker.message)
+        publisher = await loop.run_in_executor(compute, wanted)
         opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
@@ -102,6 +126,7 @@ async def training(
             rollout=rollout,
             params=sampling(config.rollout),
             train=data.train,
+            stream=setup.stream(data.train),
             plan_validation=planned(config, data.validation),
             tracker=tracker,
             publisher=publisher,
@@ -114,11 +139,32 @@ async def training(
         )
 
 
-async def servers_of(
-    config: schema.RL, policy: Policy, data: Loaded, run: Path, dry_run: bool, opened: AsyncExitStack
-) -> "Servers | None":
+def schedule_of(config: schema.RL) -> Schedule:
+    rollout, algorithm = config.rollout, config.algorithm
+    return Schedule(
+        groups=rollout.prompts,
+        answers=rollout.group_size,
+        oversample=rollout.oversample,
+        max_staleness=rollout.max_staleness,
+        window=rollout.order_window,
+        max_refill=algorithm.max_refill,
+        max_failure_rate=rollout.max_failure_rate,
+        steps=config.steps or None,
+        sync_every=config.weights.sync_every,
+        greedy=algorithm.baseline == "greedy",
+        dynamic_sampling=algorithm.dynamic_sampling,
+        validate_at_start=config.validation.at_start,
+        records=config.track.rollouts,
+        replay=config.debug.replay,
+        resample=config.debug.resample,
+        notes=algorithm_notes(config),
+    )
+
+
+async def servers_of(setup: Setup[schema.RL], policy: Policy, data: Loaded, opened: AsyncExitStack) -> "Servers | None":
     """The engines in other processes; None where the embedded one samples, or nothing does."""
-    if config.engine.kind == "embedded" or dry_run:
+    config, run = setup.config, setup.folder
+    if config.engine.kind == "embedded" or setup.dry_run:
         return None
     from birl.engines.servers import open_servers, wanted
 
@@ -145,15 +191,15 @@ def planned(config: schema.RL, validation: Sequence[Task]) -> EvaluationPlan | N
     return plan(validation, config.validation, config.rollout.max_tokens, config.rollout.stop)
 
 
-def embedded(worker: RLWorker, data: Loaded, run: Path, dry_run: bool) -> "EmbeddedEngine | Spread":
+def embedded(setup: Setup[schema.RL], worker: RLWorker, data: Loaded) -> "EmbeddedEngine | Spread":
     """The engine of this process, or those of every data-parallel group of ranks as one."""
-    config, context, longest = worker.config, data.context, min(max(map(sum, data.asked)), data.context)
-    own = worker.sampler(context, longest)
+    config, context, longest = setup.config, data.context, min(max(map(sum, data.asked)), data.context)
+    own = worker.engine_of(context, longest)
     for prompt, answer in data.asked:
         check_cache(config.engine, own, prompt, answer)
-    if dry_run:
+    if setup.dry_run:
         return own
-    claim(run, config, worker.policy)
+    setup.claim(worker.policy)
     if worker.crew.ranks.shares == 1:
         return own
     from birl.engines.client import Client
@@ -165,17 +211,21 @@ def embedded(worker: RLWorker, data: Loaded, run: Path, dry_run: bool) -> "Embed
 
 
 def publisher_of(
-    worker: RLWorker, servers: "Servers | None", train: Sequence[Tasks], run: Path, say: Callable[[str], None]
+    setup: Setup[schema.RL],
+    worker: RLWorker,
+    servers: "Servers | None",
+    train: Sequence[Tasks],
+    say: Callable[[str], None],
 ) -> Publisher:
     """How the learner's weights come to the engines."""
-    config, policy, learner, crew = worker.config, worker.policy, worker.learner, worker.crew
+    config, policy, learner, crew = setup.config, worker.policy, worker.learner, worker.crew
     call = partial(crew.call, worker)
     if servers is None:
         return Refresh(partial(call, RLWorker.refresh), compute=policy.compute) if crew.ranks.sharded else Memory()
     from birl.engines.servers import sender
     from birl.weights.gathered import Gathered
 
-    publisher = sender(config, policy, learner, servers, train, run, say)
+    publisher = sender(config, policy, learner, servers, train, setup.folder, say)
     if crew.ranks.sharded:
         gather = partial(call, RLWorker.gathered)
         publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather)
@@ -218,12 +268,13 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
         says = partial(learner.each, verb=learner.values)
         if critic is not None:
             says = partial(critic.each, verb=critic.forward)
-    target = keys.kl_target
+    target, sampled = keys.kl_target, Sampled(policy=policy, learner=learner, dtype=config.model.dtype)
     return RLWorker(
-        config=config,
-        optimizer=config.optimizer,
-        checkpoints=Checkpoints(run=run, keys=config.checkpoint, ranks=crew.ranks),
+        **kept(config, crew.ranks, run),
+        updates=updates_of(config),
         policy=policy,
+        dtype=config.model.dtype,
+        engine_of=partial(sampled.engine, config.engine, routes=replays(config)),
         learner=learner,
         critic=critic,
         objective=objective_of(config, learner, reference, surrogate),
@@ -236,9 +287,32 @@ def worker_of(config: schema.RL, policy: Policy, crew: RankGroup, run: Path) -> 
             learner=learner if remembers(config) else None,
         ),
         kl=AdaptiveKL(keys.kl_coef, target, keys.kl_horizon) if target else FixedKL(keys.kl_coef),
-        sampled=Sampled(policy=policy, learner=learner, dtype=config.model.dtype),
+        sampled=sampled,
         past=Past(learner, min(config.rollout.max_staleness, KEPT)),
         crew=crew,
+    )
+
+
+def updates_of(config: schema.RL) -> Updates:
+    keys, critic = config.algorithm, config.critic
+    # all tokens are compared, or each has a loss of its own
+    everything = keys.entropy_control != "none" or keys.advantage in CRITIC or keys.entropy_coef > 0
+    kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
+    return Updates(
+        seed=config.seed,
+        parts=keys.updates_per_batch,
+        passes=keys.passes,
+        denominator=keys.denominator,
+        max_tokens=config.rollout.max_tokens,
+        capacity=config.capacity,
+        shares=config.parallel.shares,
+        everything=everything,
+        max_staleness=config.rollout.max_staleness,
+        max_gap=config.learner.max_logprob_gap or GAPS[kind],
+        token_figures=config.track.rollouts and config.track.token_figures,
+        critic_only=critic.freeze_steps,
+        critic_lr=critic.lr,
+        rollouts_only=config.debug.only_rollout,
     )
 
 

@@ -12,6 +12,7 @@ What needs a model (reference, critic, teacher) is computed here for the whole b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ from birl.algorithms import advantages as estimate
 from birl.algorithms import kl as estimators
 from birl.algorithms import values as critics
 from birl.algorithms.custom import NamedFunction, part
-from birl.algorithms.estimators import ADVANTAGES, TENSORS
-from birl.config import schema
-from birl.config.decided import BY_TOKEN
+from birl.algorithms.estimators import ADVANTAGES, BY_TOKEN, TENSORS
 from birl.data.columns import behaviour, by_sample, per_token, spread, trained
 from birl.data.pack import Batch, pack
 from birl.errors import BirlError
@@ -30,6 +29,9 @@ from birl.learner.learner import Learner
 from birl.rollout import assemble
 from birl.rollout.assemble import Unit
 from birl.types import Group, Outcome, Sample
+
+if TYPE_CHECKING:
+    from birl.config import schema
 
 Episode = tuple[Group, int]
 #: log-probs of trained tokens, sample by sample
@@ -51,8 +53,8 @@ class Credited:
 class Credit:
     """How advantages are made. `max_tokens`: of an answer; `capacity`: of a micro-batch; `shares`: of the ranks."""
 
-    keys: schema.Algorithm
-    critic_keys: schema.Critic
+    keys: "schema.Algorithm"
+    critic_keys: "schema.Critic"
     max_tokens: int
     capacity: int
     shares: int = 1

@@ -3,115 +3,72 @@
 One loss of `algorithms/preference.py`, chosen by preference.loss. KTO judges every answer alone; the others compare.
 """
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from birl.algorithms import preference
-from birl.algorithms.custom import part
-from birl.config import schema
-from birl.data.examples import Example, load_pairs
+from birl.algorithms.preference import preferred
+from birl.data.examples import Example
 from birl.data.pack import Batch, pack
 from birl.data.sequences import Tokens
 from birl.errors import BirlError
-from birl.learner.learner import Learner, Loss, Stats
-from birl.learner.open import make_learner
-from birl.learner.policy import DTYPES, Policy
+from birl.learner.learner import Loss, Stats
 from birl.learner.reference import Reference, answers, samples_of
-from birl.parallel.ranks import Ranks
-from birl.train import offline
 
 
-def train(
-    config: schema.DPO, choices: dict[str, str] | None = None, dry_run: bool = False, given: Any = None
-) -> dict[str, Any]:
-    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
-    can mend."""
-    return offline.train(config, choices, dry_run, given, pairs, Preferences)
-
-
-def follow(config: schema.DPO) -> None:
-    """Every rank but 0, until the run ends."""
-    offline.follow(config, Preferences)
-
-
-def pairs(policy: Policy, data: schema.Pairs, which: Any, limit: int, given: Any):
-    return load_pairs(data, which, policy.chat, limit, given)
-
-
-def preferred(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """1 where the chosen one is ahead, 0 where the other is, 0.5 where they are equal, as before the first step."""
-    return (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
-
-
-@dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preferences:
-    """Each row is a pair, or (KTO) one or two answers that are judged alone."""
+    """Each row is a pair, or (KTO) one or two answers that are judged alone. `name`, `alone`, `mean`: of the row of
+    `PREFERENCE`; `compare`: its loss with its options; `precompute`: how many rows at a time get their sums under the
+    first weights before training, 0 where that is not wanted; `capacity`: tokens of a micro-batch; `shares`:
+    data-parallel ranks; `pair_cost`: of `pack`."""
 
-    config: schema.DPO
-    policy: Policy
-    longest: int
-    reference: Reference = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
-        self.loss = self.config.preference.loss
-        self.row = preference.PREFERENCE[self.loss]
-        self.kind = "none" if self.row.mean else self.config.preference.reference
-
-    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
-        frozen = None
-        if self.kind == "live":
-            dtype = DTYPES[self.config.model.dtype]
-            frozen = Learner(deepcopy(policy.model), dtype=dtype, trainable=False, ranks=ranks)
-        trained = make_learner(self.config, policy.model, ranks)
-        self.reference = Reference(
-            trained=trained, frozen=frozen, capacity=self.capacity, pair_cost=self.policy.pair_cost
-        )
-        return trained
+    name: str
+    alone: bool
+    mean: bool
+    compare: Callable[..., Tensor]
+    beta: float
+    nll_coef: float
+    reference: Reference
+    precompute: int
+    capacity: int
+    shares: int
+    pair_cost: float
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
-        if not self.row.alone and any(len(e.sequences) == 1 for e in examples):
+        if not self.alone and any(len(e.sequences) == 1 for e in examples):
             raise BirlError(
-                f"preference.loss={self.loss} compares two answers, and the rows have one and a `label`: set "
+                f"preference.loss={self.name} compares two answers, and the rows have one and a `label`: set "
                 "preference.loss=kto, or give rows with `chosen` and `rejected`."
             )
-        if self.kind == "precomputed":
-            self.reference.precompute(examples, self.config.batch_size, run)
+        if self.precompute:
+            self.reference.precompute(examples, self.precompute, run)
 
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = samples_of(examples)
-        weight = 1 / len(samples) if self.row.alone else 1 / len(examples)
-        batches = pack(
-            samples, [weight] * len(samples), self.capacity, self.config.parallel.shares, self.policy.pair_cost
-        )
+        weight = 1 / len(samples) if self.alone else 1 / len(examples)
+        batches = pack(samples, [weight] * len(samples), self.capacity, self.shares, self.pair_cost)
         make = self._paired
-        if self.row.alone:
+        if self.alone:
             make = partial(self._kto, self._good(examples), self._divergence(examples))
         return [(b, make(r)) for b, r in zip(batches, self.reference.of(batches, examples), strict=True)]
 
     def _paired(self, reference: Tensor) -> Loss:
-        keys = self.config.preference
-        compare = part("preference.loss", self.loss, {self.loss: self.row.loss}, keys, (), ()).bound({})
-
         def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             """Answers 2i and 2i + 1 are the chosen and the rejected one of row i."""
             a = answers(logp, batch)
-            gained = (a.mean if self.row.mean else a.total) - reference.to(logp.device)
+            gained = (a.mean if self.mean else a.total) - reference.to(logp.device)
             chosen, rejected = gained[0::2], gained[1::2]
-            each = compare(chosen, rejected)
+            each = self.compare(chosen, rejected)
             nll = -a.mean[0::2]
-            coefficient = keys.nll_coef if self.row.nll is None else self.row.nll
-            if coefficient:
-                each = each + coefficient * nll
+            if self.nll_coef:
+                each = each + self.nll_coef * nll
             figures = {"loss": each, "nll": nll, "accuracy": preferred(chosen, rejected)}
-            figures |= {"chosen": keys.beta * chosen, "rejected": keys.beta * rejected}
+            figures |= {"chosen": self.beta * chosen, "rejected": self.beta * rejected}
             return (each * a.weight[0::2]).sum(), {n: v.detach() for n, v in figures.items()}
 
         return loss
@@ -136,21 +93,12 @@ class Preferences:
         return max(gained.mean().item(), 0.0) if mixed else 0.0
 
     def _kto(self, good: Tensor, divergence: float, reference: Tensor) -> Loss:
-        keys = self.config.preference
-
         def loss(logp: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             a = answers(logp, batch)
             gained = a.total - reference.to(logp.device)
             mine = good.to(logp.device)[a.number]
-            each = preference.kto(
-                gained,
-                mine,
-                torch.tensor(divergence, dtype=torch.float32),
-                beta=keys.beta,
-                desirable_weight=keys.desirable_weight,
-                undesirable_weight=keys.undesirable_weight,
-            )
-            reward = keys.beta * gained.detach()
+            each = self.compare(gained, mine, torch.tensor(divergence, dtype=torch.float32))
+            reward = self.beta * gained.detach()
             right = torch.where(mine, gained > divergence, gained < divergence).float()
             figures = {"loss": each.detach(), "accuracy": right, "kl": torch.full_like(reward, divergence)}
             figures |= {

@@ -49,13 +49,13 @@ def step_metrics(
         "time/checkpoint": loop.run.saving,
         "memory/peak": peak_memory(),
     }
-    if loop.config.rollout.max_staleness == 0:
+    staleness = loop.schedule.max_staleness
+    if staleness == 0:
         metrics["time/reward"] = max(waited - counters.seconds, 0.0)
     told = [n for n in stats.sums if n in ("kl", "held", "factor") or n.startswith("critic/")]
     metrics |= {name: stats.mean(name) for name in told} | stats.other
     if credited.kl == credited.kl:
         metrics |= {"kl/episode": credited.kl, "kl/coef": worker.kl.coef}
-    staleness = loop.config.rollout.max_staleness
     if staleness > 0:
         metrics |= {"queue/ready": float(step.ready), "queue/running": float(step.running)}
     return metrics | worker.ages.figures(credited.samples, staleness) | weights_metrics(loop)

@@ -8,7 +8,7 @@ gradient, and the loss itself.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,25 @@ from birl.algorithms.online import online_dpo
 from birl.algorithms.policy import policy_loss
 from birl.algorithms.surrogates import SURROGATES, Surrogate
 from birl.algorithms.values import value_loss
-from birl.config import schema
 from birl.data.pack import Batch
 from birl.errors import BirlError
 from birl.learner.critic import critic_figures
 from birl.learner.learner import Learner, Loss
+
+if TYPE_CHECKING:
+    from birl.config import schema
 
 TENSORS = ("entropy", "group", "ref_logp", "turn", "versions")  # what a surrogate may ask for by name
 UNCUT = 1e30  # M2PO, arXiv:2510.01161, leaves out tokens and bounds no weight: what pulls back is kept, however far
 ALL_SURROGATES = {**SURROGATES, "online_dpo": online_dpo}
 
 
-def surrogate_of(keys: schema.Algorithm) -> NamedFunction:
+def surrogate_of(keys: "schema.Algorithm") -> NamedFunction:
     """algorithm.surrogate and its options. Raises `BirlError`."""
     return part("algorithm.surrogate", keys.surrogate, ALL_SURROGATES, keys, keys.surrogate_args, TENSORS)
 
 
-def keeps_reference(keys: schema.Algorithm, surrogate: NamedFunction) -> bool:
+def keeps_reference(keys: "schema.Algorithm", surrogate: NamedFunction) -> bool:
     """Is a frozen copy of the first weights kept?"""
     return keys.kl_coef > 0 or "ref_logp" in surrogate.tensors
 
@@ -55,8 +57,8 @@ class Objective:
     learner before the first update), now (the learner itself, whose ratio is 1) and interpolate. `corrected`: the
     proximal policy is weighed against the one that sampled."""
 
-    keys: schema.Algorithm
-    critic_keys: schema.Critic
+    keys: "schema.Algorithm"
+    critic_keys: "schema.Critic"
     start: str
     corrected: bool
     learner: Learner

@@ -1,30 +1,27 @@
 """All objects that rank 0 has of a run of reinforcement learning, complete when `build.py` returns them."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from birl.config import schema
-from birl.data.tasks import Tasks
 from birl.engine.engine import EmbeddedEngine
 from birl.learner.policy import Policy
 from birl.rollout.evaluate import EvaluationPlan, data_digest
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress
 from birl.seeds import derive_seed
-from birl.signals import Stop
 from birl.text.chat import Chat
 from birl.track.tracker import Tracker
-from birl.train.run import Run, stream
 from birl.train.step import RLWorker
 from birl.types import SamplingParams, Task
 from birl.weights.publisher import Publisher
 
 if TYPE_CHECKING:
+    from birl.data.tasks import Tasks
     from birl.engines.servers import Servers
     from birl.engines.spread import Spread
 
@@ -36,7 +33,8 @@ class Parts:
     engine: "EmbeddedEngine | Spread | Servers"
     rollout: Rollout
     params: SamplingParams
-    train: Sequence[Tasks]
+    train: Sequence["Tasks"]
+    stream: Callable[[int], Iterator[Task]]  # position -> tasks from there on
     plan_validation: EvaluationPlan | None
     tracker: Tracker
     publisher: Publisher
@@ -45,10 +43,6 @@ class Parts:
     reward_weights: Mapping[str, float]  # of each reward function
     progress: Progress
     opened: AsyncExitStack
-
-    @property
-    def config(self) -> schema.RL:
-        return self.worker.config
 
     @property
     def policy(self) -> Policy:
@@ -66,21 +60,7 @@ class Parts:
     @property
     def validation_rollout(self) -> Rollout:
         """The same but for its seed: validation draws other numbers than training."""
-        return replace(self.rollout, seed=derive_seed(self.config.seed, -1))
-
-    def begin(self, stop: Stop) -> Run:
-        return Run(
-            config=self.config,
-            worker=self.worker,
-            tracker=self.tracker,
-            compute=self.policy.compute,
-            stop=stop,
-            resume_from=self.resume_from,
-            validates=self.config.validation.every > 0 and self.plan_validation is not None,
-        )
-
-    def stream(self, position: int) -> Iterator[Task]:
-        return stream(self.config, self.train, position)
+        return replace(self.rollout, seed=derive_seed(self.rollout.seed, -1))
 
     async def close(self) -> None:
         await asyncio.to_thread(self.worker.checkpoints.writer.finish)

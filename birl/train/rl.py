@@ -1,104 +1,61 @@
 """Reinforcement learning: groups -> advantages -> samples -> batches -> update -> weights to the engines, over the
 pipeline of `rollout/pipeline.py`.
 
-Read `Loop.train` first: it is the algorithm, synchronous or not. `birl rl`, `Trainer.train()` and the tests all come
-through `train()`.
+Read `Loop.train` first: it is the algorithm, synchronous or not. `build.py` makes a `Loop` of a configuration.
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Executor
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
-from birl import foreign
-from birl.allocator import keep_memory
-from birl.blocked import interrupting
-from birl.config import schema
-from birl.config.decided import algorithm_notes
-from birl.config.load import run_folder
 from birl.engine.engine import Counters
-from birl.errors import BirlError, innermost
-from birl.learner.policy import load_policy
+from birl.errors import BirlError
 from birl.learner.token_figures import token_figures
 from birl.models.digests import digests, whole
-from birl.parallel.crew import RankGroup
-from birl.parallel.grid import learner_threads
-from birl.parallel.machine import compute_thread
 from birl.rollout import assemble, failures, pipeline
 from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import evaluate, versions_of
 from birl.rollout.ledger import Ledger, settle
 from birl.rollout.records import answers, episode_records
 from birl.rollout.replay import replay, resample, row_of
-from birl.signals import Stop, saving_signals
 from birl.spans import done
-from birl.track.folder_lock import held
 from birl.track.units import counted
-from birl.train import build, ranks
 from birl.train.credit import Credited
 from birl.train.metrics import step_metrics
 from birl.train.parts import Parts
-from birl.train.ranks import crew
 from birl.train.run import Run
 from birl.train.step import RLWorker
 from birl.types import Group, Task
-from birl.waits import Watchdog, exit_at_once, spent
+from birl.waits import spent
 from birl.weights.publisher import Sent, published
 
 
-def train(
-    config: schema.RL, choices: dict[str, str] | None = None, dry_run: bool = False, given: build.Given | None = None
-) -> dict[str, Any]:
-    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary that is also in the run folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How many groups and answers a step takes, and what happens when. `steps` None: until the data end; `greedy`: each
+    prompt gets a greedy answer, too; `replay`: the run that is trained again; `notes`: shown at the start."""
 
-    Raises `BirlError` for anything the user can mend.
-    """
-    keep_memory()
-    try:
-        with foreign.undone():
-            return asyncio.run(_main(config, choices or {}, dry_run, given or build.Given()))
-    except BaseExceptionGroup as group:
-        raise innermost(group) from None
-
-
-async def _main(config: schema.RL, choices: dict[str, str], dry_run: bool, given: build.Given) -> dict[str, Any]:
-    stop = Stop()
-    folder = Path(run_folder(config, choices)).absolute()
-    with (
-        nullcontext() if dry_run else saving_signals(stop),
-        nullcontext() if dry_run else held(folder),
-        crew(config, folder) as together,
-        compute_thread(learner_threads(config)) as compute,
-    ):
-        parts = await build.training(config, folder, given, dry_run, compute, together)
-        try:
-            if dry_run:
-                from birl.plan import run as planning
-
-                return planning.dry_run(parts)
-            loop = Loop(parts=parts, run=parts.begin(stop))
-            with Watchdog(config.watchdog or inf, exit_at_once, folder / "stall.txt"), interrupting(config.env.timeout):
-                return await loop.to_the_end()
-        finally:
-            await parts.close()
-            await foreign.stop(*(asyncio.all_tasks() - {asyncio.current_task()}))
-
-
-def follow(config: schema.RL) -> None:
-    """Every rank but 0: the same learner, and none of the data."""
-
-    def make(together: RankGroup, compute: Executor) -> RLWorker:
-        policy = load_policy(config.model, compute, together.ranks)
-        return build.worker_of(config, policy, together, Path(config.run))
-
-    ranks.follow(config, make)
+    groups: int
+    answers: int
+    oversample: int
+    max_staleness: int
+    window: int
+    max_refill: float
+    max_failure_rate: float
+    steps: int | None
+    sync_every: int
+    greedy: bool
+    dynamic_sampling: bool
+    validate_at_start: bool
+    records: bool
+    replay: str
+    resample: bool
+    notes: Sequence[str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,16 +64,13 @@ class Loop:
 
     parts: Parts
     run: Run
+    schedule: Schedule
     greedy: dict[int, float] = field(default_factory=dict[int, float])  # reward of the greedy answer, until it is used
     ledger: Ledger = field(init=False)
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
     sent: Sent = field(default_factory=Sent)  # the last weights that the engines were given
     waited: float = 0.0  # seconds that training has waited for groups, up to the last step
     counted: Counters = field(default_factory=Counters)  # what the engine had done at the last step
-
-    @property
-    def config(self) -> schema.RL:
-        return self.parts.config
 
     @property
     def worker(self) -> RLWorker:
@@ -127,20 +81,20 @@ class Loop:
         return self.worker.credit.usage
 
     async def to_the_end(self) -> dict[str, Any]:
-        config, parts, run = self.config, self.parts, self.run
+        schedule, parts, run = self.schedule, self.parts, self.run
         await run.ranks(RLWorker.begin, parts.run, parts.total_steps, parts.reward_weights)
         await self.run.resume()
         self.tell_rewards()
         self.ledger = Ledger(parts.run, self.run.step)
         await self.publish()
-        if self.run.validates and (plan := parts.plan_validation) and plan.greedy_repeats:
+        if self.run.validate_every and (plan := parts.plan_validation) and plan.greedy_repeats:
             parts.tracker.message(f"warning: {plan.greedy_repeats}")
-        for note in algorithm_notes(config):
+        for note in schedule.notes:
             parts.tracker.message(f"note: {note}")
-        if self.run.validation_due() and (self.run.step > 0 or config.validation.at_start):
+        if self.run.validation_due() and (self.run.step > 0 or schedule.validate_at_start):
             await self.validate()
         self.run.clock, self.waited = time.perf_counter(), spent("training", "rollout")
-        if config.debug.replay:
+        if schedule.replay:
             await self.replay()
         else:
             await pipeline.run(
@@ -148,31 +102,29 @@ class Loop:
                 self.rollout,
                 self.train,
                 keep=self.keep,
-                groups_per_step=config.rollout.prompts,
-                max_staleness=config.rollout.max_staleness,
-                sync_every=config.weights.sync_every,
-                window=config.rollout.order_window,
-                max_refill=config.algorithm.max_refill,
+                groups_per_step=schedule.groups,
+                max_staleness=schedule.max_staleness,
+                sync_every=schedule.sync_every,
+                window=schedule.window,
+                max_refill=schedule.max_refill,
                 first_step=self.run.step + 1,
-                steps=config.steps or None,
+                steps=schedule.steps,
                 position=self.run.position,
                 done=frozenset(self.run.ahead),
                 stop=self.run.stop,
             )
         self.ledger.close()
         finished = not self.run.stop.is_set()
-        if finished and self.run.validates and self.run.last_validation_step() != self.run.step:
+        if finished and self.run.validate_every and self.run.last_validation_step() != self.run.step:
             await self.validate()
         await self.run.save_last()
         return self.run.summary(finished)
 
     async def rollout(self, index: int, task: Task) -> Group:
-        config, parts = self.config, self.parts
+        schedule, parts = self.schedule, self.parts
         began = time.perf_counter()
-        wanted = parts.rollout.group(
-            index, task, config.rollout.group_size, parts.params, extra=config.rollout.oversample
-        )
-        if config.algorithm.baseline == "greedy":
+        wanted = parts.rollout.group(index, task, schedule.answers, parts.params, extra=schedule.oversample)
+        if schedule.greedy:
             greedy = replace(parts.params, temperature=0.0)
             group, alone = await asyncio.gather(wanted, parts.rollout.group(index, task, 1, greedy))
             if self.usage.usable(alone):
@@ -186,14 +138,14 @@ class Loop:
 
     def keep(self, group: Group) -> bool:
         """Dynamic sampling (DAPO): a group without signal is replaced by another prompt."""
-        return not self.config.algorithm.dynamic_sampling or assemble.has_signal(group, self.usage)
+        return not self.schedule.dynamic_sampling or assemble.has_signal(group, self.usage)
 
     async def train(self, step: pipeline.Step) -> None:
         """One step: rewards to advantages, advantages to updates, new weights to the engines, then reports."""
-        run, rolled_out = self.run, time.perf_counter()
+        run, schedule, rolled_out = self.run, self.schedule, time.perf_counter()
         self.parts.tracker.phase("training")
-        failures.check(step, self.config.rollout.max_failure_rate)
-        if few := failures.refill(step, self.config.rollout.prompts, self.config.algorithm.max_refill):
+        failures.check(step, schedule.max_failure_rate)
+        if few := failures.refill(step, schedule.groups, schedule.max_refill):
             self.parts.tracker.message(few)
         if self.parts.engine.version in versions_of(step.groups):
             await self.parts.publisher.proved()
@@ -205,7 +157,7 @@ class Loop:
         self.run.step, self.run.position, self.run.ahead = step.number, step.position, step.ahead
         self.tell_rewards()
         trained = time.perf_counter()
-        if self.run.step % self.config.weights.sync_every == 0:
+        if self.run.step % schedule.sync_every == 0:
             await self.publish(wait=False)
         waited, self.waited = spent("training", "rollout") - self.waited, spent("training", "rollout")
         metrics = step_metrics(self, step, credited, stats, waited, trained - rolled_out)
@@ -213,7 +165,7 @@ class Loop:
         done("train", rolled_out, ended=trained, version=version, tokens=tokens)
         self.settle(step, credited)
         self.last_metrics = metrics
-        if self.config.track.rollouts:
+        if schedule.records:
             figures = token_figures(credited.samples, self.worker.seen)
             records = episode_records(step, self.parts.chat.decode, credited.by_episode, figures, self.parts.run)
             self.parts.tracker.rollouts(self.run.step, records)
@@ -227,18 +179,18 @@ class Loop:
 
     async def replay(self) -> None:
         """Train on what another run trained on (`replay.py`)."""
-        config, parts = self.config, self.parts
-        again = partial(resample, engine=parts.engine, params=parts.params, seed=config.seed)
+        schedule, parts = self.schedule, self.parts
+        again = partial(resample, engine=parts.engine, params=parts.params, seed=parts.rollout.seed)
         steps, tokens = await replay(
-            Path(config.debug.replay),
+            Path(schedule.replay),
             self.train,
             lambda: self.last_metrics,
             lambda: self.worker.learner.version,
-            again if config.debug.resample else None,
+            again if schedule.resample else None,
         )
-        more = f", {tokens:,} tokens sampled again, bit-identical" if config.debug.resample else ""
+        more = f", {tokens:,} tokens sampled again, bit-identical" if schedule.resample else ""
         replayed = counted(steps, "step")
-        parts.tracker.message(f"Replayed {replayed} of {config.debug.replay}: every figure is equal{more}.")
+        parts.tracker.message(f"Replayed {replayed} of {schedule.replay}: every figure is equal{more}.")
 
     async def publish(self, wait: bool = True) -> None:
         """The engines get the weights as they are now, and prove that they have them; without `wait` the proof may come

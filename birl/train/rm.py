@@ -3,52 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from birl.algorithms.preference import bradley_terry
-from birl.config import schema
+from birl.algorithms.preference import bradley_terry, preferred
 from birl.data.examples import Example
 from birl.data.pack import Batch, pack
 from birl.data.sequences import scored
-from birl.learner.learner import Learner, Loss, Stats
-from birl.learner.open import make_learner
-from birl.learner.policy import Policy
-from birl.models.heads import add_score_head
-from birl.parallel.ranks import Ranks
-from birl.train import offline
-from birl.train.dpo import pairs, preferred
+from birl.learner.learner import Loss, Stats
 
 
-def train(
-    config: schema.RM, choices: dict[str, str] | None = None, dry_run: bool = False, given: Any = None
-) -> dict[str, Any]:
-    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
-    can mend."""
-    return offline.train(config, choices, dry_run, given, pairs, Ranking)
-
-
-def follow(config: schema.RM) -> None:
-    """Every rank but 0, until the run ends."""
-    offline.follow(config, Ranking)
-
-
-@dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """Each row is a pair; both sides are in one micro-batch, their prompt is computed once."""
+    """Each row is a pair; both sides are in one micro-batch, their prompt is computed once. `centering`: coefficient of
+    `bradley_terry`; `capacity`: tokens of a micro-batch; `shares`: data-parallel ranks; `pair_cost`: of `pack`."""
 
-    config: schema.RM
-    policy: Policy
-    longest: int
-
-    def __post_init__(self) -> None:
-        self.capacity = offline.fitting(self.config, self.longest, "pair (both answers together)")
-
-    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
-        add_score_head(policy.model, self.config.seed)
-        return make_learner(self.config, policy.model, ranks)
+    centering: float
+    capacity: int
+    shares: int
+    pair_cost: float
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
@@ -57,7 +31,7 @@ class Ranking:
         samples = [scored(s, group=i) for i, e in enumerate(examples) for s in e.sequences]
         margins = torch.tensor([e.margin for e in examples], dtype=torch.float32)
         weights = [1 / len(examples)] * len(samples)
-        batches = pack(samples, weights, self.capacity, self.config.parallel.shares, self.policy.pair_cost)
+        batches = pack(samples, weights, self.capacity, self.shares, self.pair_cost)
         return [(batch, self._loss(margins)) for batch in batches]
 
     def _loss(self, margins: Tensor) -> Loss:
@@ -65,7 +39,7 @@ class Ranking:
             """One score a sample; samples 2i and 2i + 1 are the chosen and the rejected answer of row i."""
             chosen, rejected = scores[0::2], scores[1::2]
             margin = margins.to(scores.device)[batch.sample[0::2] // 2]
-            each = bradley_terry(chosen, rejected, margin=margin, centering=self.config.ranking.centering)
+            each = bradley_terry(chosen, rejected, margin=margin, centering=self.centering)
             figures = {
                 "bt": each.detach(),
                 "accuracy": preferred(chosen, rejected),

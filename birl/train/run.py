@@ -13,19 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from birl.config import schema
-from birl.data.stream import Source, Stream
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.signals import Stop
 from birl.spans import done
 from birl.track.tracker import Tracker
-from birl.train.run_folder import next_commands
 from birl.train.worker import Worker
 
 T = TypeVar("T")
 P = ParamSpec("P")
-S = TypeVar("S")
 REMEMBERED = (
     *("step", "position", "ahead", "best", "best_step", "spent"),
     *("first_validation", "last_validation"),
@@ -37,13 +33,18 @@ IN_STATE = (*REMEMBERED, "nonfinite", "extra", "version", "totals", "logs")
 class Run:
     """What changes on rank 0 while a run goes on. Everything here is in the checkpoint, or follows from it."""
 
-    config: schema.RL | schema.Stage
     worker: Worker
     tracker: Tracker
     compute: Executor
     stop: Stop
     resume_from: Path | None
-    validates: bool  # is there anything to validate on, every so many steps?
+    resumes_newest: bool  # no checkpoint was named, so an older one may take the place of a damaged one
+    validate_every: int  # steps; 0: never
+    save_every: int  # steps; 0: at the end alone
+    keep_best: bool
+    traces: bool
+    dtype: str  # in which the model computes
+    next_commands: Callable[[bool], list[str]]  # what the user may call next; argument: the run is finished
     step: int = 0  # finished steps
     position: int = 0  # all groups or rows before this one are consumed,
     ahead: Sequence[int] = ()  # and these behind it
@@ -68,7 +69,7 @@ class Run:
 
     def validation_due(self) -> bool:
         """At a multiple of validation.every whose validation is not done, also after one that a signal cut short."""
-        due = self.validates and self.step % self.config.validation.every == 0
+        due = self.validate_every > 0 and self.step % self.validate_every == 0
         return due and self.last_validation_step() != self.step
 
     def last_validation_step(self) -> int | None:
@@ -95,18 +96,16 @@ class Run:
     async def report(self, metrics: dict[str, float], counted: tuple[str, ...], improved: bool) -> None:
         """The end of a step: its figures, and a checkpoint where it is time for one. Raises what the one before failed
         with."""
-        keys: schema.Checkpoint = self.config.checkpoint
         self.totals.update({k: int(metrics[k]) for k in counted})
         self.tracker.step(self.step, metrics)
         self.clock, self.saving = time.perf_counter(), 0.0
         self.worker.checkpoints.writer.check()
         self.say()
-        if (keys.every and self.step % keys.every == 0) or (improved and keys.keep_best):
+        if (self.save_every and self.step % self.save_every == 0) or (improved and self.keep_best):
             await self.save()
 
     async def save(self) -> None:
         """With checkpoint.asynchronous it is complete some time later: `save_last` waits for that."""
-        keys = self.config.checkpoint
         self.tracker.phase("saving a checkpoint")
         began = time.perf_counter()
         state = {name: getattr(self, name) for name in REMEMBERED} | {
@@ -117,7 +116,7 @@ class Run:
             "spent": self.spent + began - self.started,
             "logs": self.tracker.offsets(),
         }
-        kept = {self.best_step} if keys.keep_best and self.best_step else set()
+        kept = {self.best_step} if self.keep_best and self.best_step else set()
         await self.ranks(Worker.write, self.step, json.loads(json.dumps(state)), kept)  # as it is now
         ended = time.perf_counter()
         self.saved, self.saving = self.step, ended - began
@@ -140,7 +139,7 @@ class Run:
             self.tracker.rewind(None, 0)
             if share := self.worker.learner.rounded_share:
                 self.tracker.message(
-                    f"{round(100 * share, 2):g} % of the weights were rounded to {self.config.model.dtype}, in which "
+                    f"{round(100 * share, 2):g} % of the weights were rounded to {self.dtype}, in which "
                     "the model computes, before training."
                 )
             await self.trace(0.0)
@@ -158,7 +157,7 @@ class Run:
             self.tracker.message(text)
 
     async def trace(self, until: float) -> None:
-        if self.config.track.trace:
+        if self.traces:
             await self.ranks(Worker.trace, str(self.worker.checkpoints.run), until)
 
     async def intact(self, chosen: Path) -> tuple[Path, list[str]]:
@@ -167,7 +166,7 @@ class Run:
         result = {chosen: await self.ranks(Worker.damage, chosen, IN_STATE)}
         if not result[chosen]:
             return chosen, []
-        if self.config.resume != "auto":
+        if not self.resumes_newest:
             raise BirlError(
                 f"The checkpoint {chosen} is damaged: {'; '.join(result[chosen])}. Choose an older one: resume=FOLDER."
             )
@@ -203,24 +202,7 @@ class Run:
             "best": self.best,
             "best_step": self.best_step,
             "totals": dict(self.totals),
-            "next": next_commands(
-                self.tracker.shown,
-                finished,
-                not isinstance(self.config, schema.RM),
-                self.config.track.tensorboard,
-            ),
+            "next": self.next_commands(finished),
         }
         self.tracker.finish(summary)
         return summary
-
-
-def stream(config: schema.RL | schema.Stage, sources: Sequence[Source[S]], position: int) -> Stream[S]:
-    """The training rows from `position` on: as many as the run takes, or endlessly where it counts steps."""
-    return Stream(
-        sources,
-        weights=config.data.weights,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        epochs=None if config.steps else config.epochs,
-        start=position,
-    )

@@ -4,36 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from birl.algorithms.reduce import DENOMINATORS
-from birl.config import schema
-from birl.data.examples import Example, load_texts
+from birl.data.examples import Example
 from birl.data.pack import Batch, pack
-from birl.learner.learner import Learner, Loss, Stats
-from birl.learner.open import make_learner
-from birl.learner.policy import Policy
-from birl.parallel.ranks import Ranks
-from birl.train import offline
-
-
-def train(
-    config: schema.SFT, choices: dict[str, str] | None = None, dry_run: bool = False, given: Any = None
-) -> dict[str, Any]:
-    """Run to the end, or to the first Ctrl-C or SIGTERM; returns the summary. Raises `BirlError` for anything the user
-    can mend."""
-    return offline.train(config, choices, dry_run, given, texts, Likelihood)
-
-
-def follow(config: schema.SFT) -> None:
-    """Every rank but 0, until the run ends."""
-    offline.follow(config, Likelihood)
-
-
-def texts(policy: Policy, data: schema.Texts, which: Any, limit: int, given: Any):
-    return load_texts(data, which, policy.chat, limit, given)
+from birl.learner.learner import Loss, Stats
 
 
 def negative_log_likelihood(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,19 +18,15 @@ def negative_log_likelihood(logp: Tensor, entropy: Tensor, batch: Batch) -> tupl
     return -(logp * batch.weights).sum(), {"nll": -logp.detach(), "entropy": entropy.detach()}
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihood:
-    """Each row is one sequence."""
+    """Each row is one sequence. `denominator`: row of `DENOMINATORS`; `capacity`: tokens of a micro-batch; `shares`:
+    data-parallel ranks; `pair_cost`: of `pack`."""
 
-    config: schema.SFT
-    policy: Policy
-    longest: int
-
-    def __post_init__(self) -> None:
-        self.capacity = offline.fitting(self.config, self.longest - 1, "row")
-
-    def learner(self, policy: Policy, ranks: Ranks) -> Learner:
-        return make_learner(self.config, policy.model, ranks)
+    denominator: str
+    capacity: int
+    shares: int
+    pair_cost: float
 
     def before(self, run: Path | None, examples: Sequence[Example]) -> None:
         pass
@@ -61,8 +34,8 @@ class Likelihood:
     def work(self, examples: Sequence[Example]) -> list[tuple[Batch, Loss]]:
         samples = [e.sequences[0].sample(group=i) for i, e in enumerate(examples)]
         lengths = [sum(s.mask) for s in samples]
-        weights = DENOMINATORS[self.config.denominator](lengths, [*range(len(samples))], 0)
-        batches = pack(samples, weights, self.capacity, self.config.parallel.shares, self.policy.pair_cost)
+        weights = DENOMINATORS[self.denominator](lengths, [*range(len(samples))], 0)
+        batches = pack(samples, weights, self.capacity, self.shares, self.pair_cost)
         return [(batch, negative_log_likelihood) for batch in batches]
 
     def figures(self, stats: Stats) -> dict[str, float]:

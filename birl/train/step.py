@@ -3,7 +3,7 @@
 `RLWorker.learn` is the algorithm between a group and a gradient; rank 0 calls it for each step (`rl.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
@@ -14,15 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from birl.algorithms.kl import AdaptiveKL, FixedKL
 from birl.algorithms.reduce import DENOMINATORS
-from birl.config import schema
-from birl.config.decided import CRITIC
 from birl.data.pack import Batch, pack, packing
 from birl.engine.engine import EmbeddedEngine
 from birl.engine.sampled import Sampled
-from birl.learner.comparison import GAPS, check_gap, compare
+from birl.learner.comparison import check_gap, compare
 from birl.learner.critic import critic_loss
 from birl.learner.learner import Learner, Stats
-from birl.learner.open import replays
 from birl.learner.past import Past
 from birl.learner.policy import DTYPES, Policy
 from birl.learner.token_figures import Key, Watch
@@ -37,12 +34,38 @@ from birl.types import Group, Sample
 from birl.weights.canary import said
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """How a batch of rollouts becomes optimizer steps: `parts` of the batch, one step each, `passes` times over.
+    `capacity`: tokens of a micro-batch; `shares`: data-parallel ranks; `everything`: samples with advantage 0 have a
+    gradient, too; `max_gap`: between the log-probs of engine and learner [nats]; `critic_only`: the first steps, in
+    which the policy stays; `rollouts_only`: nothing is trained."""
+
+    seed: int
+    parts: int
+    passes: int
+    denominator: str
+    max_tokens: int
+    capacity: int
+    shares: int
+    everything: bool
+    max_staleness: int
+    max_gap: float
+    token_figures: bool
+    critic_only: int
+    critic_lr: float
+    rollouts_only: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class RLWorker(Worker):
-    """The policy's learner, what it minimises, how its answers are judged; and the weights that are sampled from."""
+    """The policy's learner, what it minimises, how its answers are judged; and the weights that are sampled from.
+    `engine_of`: context, longest prompt and answer [tokens] -> an engine that samples from them."""
 
-    config: schema.RL
+    updates: Updates
     policy: Policy
+    dtype: str
+    engine_of: Callable[[int, int], EmbeddedEngine]
     objective: Objective
     credit: Credit
     kl: FixedKL | AdaptiveKL
@@ -55,9 +78,8 @@ class RLWorker(Worker):
 
     def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
         """What only rank 0 knows, as it has the data and the rewards; `weights` of each reward function."""
-        keys = self.config.algorithm
         self.checkpoints.run, self.credit.weights = folder, weights
-        self.total_updates = total_steps and total_steps * keys.updates_per_batch * keys.passes
+        self.total_updates = total_steps and total_steps * self.updates.parts * self.updates.passes
 
     def learn(
         self, step: int, groups: Sequence[Group], greedy: dict[int, float], sampling: bool
@@ -67,11 +89,11 @@ class RLWorker(Worker):
         self.step, self.seen, self.sampling = step, {}, sampling
         self.kl.coef = self.extra.get("kl_coef", self.kl.coef)
         self.ages.starts = self.extra.get("versions", [])
-        self.ages.begin(self.learner.version, self.config.rollout.max_staleness + 1)
+        self.ages.begin(self.learner.version, self.updates.max_staleness + 1)
         self.extra["versions"] = self.ages.starts
-        self.ages.check((g.start_version for g in groups), self.config.rollout.max_staleness)
+        self.ages.check((g.start_version for g in groups), self.updates.max_staleness)
         credited = self.credit.of(groups, greedy, self.kl.coef)
-        stats = Stats() if self.config.debug.only_rollout else self.update(credited.samples)
+        stats = Stats() if self.updates.rollouts_only else self.update(credited.samples)
         if credited.kl == credited.kl:
             self.kl.update(credited.kl, credited.episodes)
             self.extra["kl_coef"] = self.kl.coef
@@ -81,8 +103,8 @@ class RLWorker(Worker):
         """Optimizer steps on one batch of rollouts."""
         stats = Stats()
         self.rate = self.learning_rate()
-        parts = assemble.split_by_group(samples, self.config.algorithm.updates_per_batch)
-        for part in parts * self.config.algorithm.passes:
+        parts = assemble.split_by_group(samples, self.updates.parts)
+        for part in parts * self.updates.passes:
             self.update_once(part, stats, samples)
         return stats
 
@@ -90,25 +112,23 @@ class RLWorker(Worker):
         """One optimizer step. Samples whose advantages are 0 count in the denominator, but have no gradient, so they
         are not computed (with a KL term, an entropy bonus or a critic they have one). A batch without any gradient
         moves nothing, the optimizer's momentum included."""
-        config, critic = self.config, self.critic
+        keys, critic = self.updates, self.critic
         lengths = assemble.trained_lengths(samples)
-        denominator = DENOMINATORS[config.algorithm.denominator]
-        weights = denominator(lengths, [s.group for s in samples], config.rollout.max_tokens)
+        weights = DENOMINATORS[keys.denominator](lengths, [s.group for s in samples], keys.max_tokens)
         useful = [(s, w) for s, w in zip(samples, weights, strict=True) if self.has_gradient(s)]
         if not useful:
             stats.skipped += 1
             return
         self.rate = self.learning_rate()
-        size, shares = config.capacity, config.parallel.shares
-        pair_cost = self.policy.pair_cost
+        size, shares, pair_cost = keys.capacity, keys.shares, self.policy.pair_cost
         batches = pack([s for s, _ in useful], [w for _, w in useful], size, shares, pair_cost)
         stats.other |= packing(batches, size, shares, pair_cost)
         value_weight = 1 / max(sum(lengths), 1)
         norms = [] if critic is None else [self.update_critic(critic, batches, value_weight, stats)]
-        if critic is None or self.step >= config.critic.freeze_steps:
-            known = self.objective.look(batches, derive_seed(config.seed, self.step, stats.updates))
+        if critic is None or self.step >= keys.critic_only:
+            known = self.objective.look(batches, derive_seed(keys.seed, self.step, stats.updates))
             losses = [self.objective.loss(of, self.kl.coef, value_weight) for of in known]
-            watch = Watch() if config.track.rollouts and config.track.token_figures else None
+            watch = Watch() if keys.token_figures else None
             watched = losses if watch is None else watch.over(losses)
             self.learner.learn(list(zip(batches, watched, strict=True)), stats)
             if watch is not None:
@@ -123,41 +143,35 @@ class RLWorker(Worker):
     def compare(self, samples: list[Sample], computed: int, stats: Stats) -> None:
         """Engine against learner on the step's samples, before the weights move. Raises `BirlError` where
         the log-probs of any version are too far apart."""
-        config, fresh = self.config, stats.sums["fresh"]
+        fresh = stats.sums["fresh"]
         gaps = {self.learner.version: (stats.sums["gap"] / fresh, int(fresh))} if fresh else {}
-        if config.rollout.max_staleness > 0:
-            result = compare(self.past, samples, computed, gaps, config.capacity)
+        if self.updates.max_staleness > 0:
+            result = compare(self.past, samples, computed, gaps, self.updates.capacity)
             gaps |= result.gaps
             stats.other["mismatch/unheld"] = result.unheld / max(sum(map(sum, (s.mask for s in samples))), 1)
         stats.other["mismatch/tokens"] = float(sum(n for _, n in gaps.values()))
         stats.first_gap = sum(gap * n for gap, n in gaps.values()) / stats.other["mismatch/tokens"] if gaps else nan
-        kind = config.model.dtype if config.engine.recompute_kv else "bfloat16"  # keys of older weights differ more
         for version, (mean, _) in gaps.items():
-            check_gap(mean, version, config.learner.max_logprob_gap or GAPS[kind])
+            check_gap(mean, version, self.updates.max_gap)
         if self.sampling:
             self.past.keep()
 
     def update_critic(self, critic: Learner, batches: Sequence[Batch], weight: float, stats: Stats) -> float:
         """The same for a critic with a model of its own; gives its gradient norm. Its figures are means over the same
         tokens."""
-        own, loss = Stats(), critic_loss(self.config.critic.clip, weight)
+        own, loss = Stats(), critic_loss(self.objective.critic_keys.clip, weight)
         critic.learn([(batch, loss) for batch in batches], own)
-        norm = critic.optim_step(self.config.critic.lr)
+        norm = critic.optim_step(self.updates.critic_lr)
         stats.other |= {name: own.mean(name) for name in own.sums} | {"critic/grad_norm": norm}
         return norm
 
     def has_gradient(self, sample: Sample) -> bool:
         """Samples that have none need not go through the model."""
-        if self.config.debug.only_rollout:
+        if self.updates.rollouts_only:
             return False
-        keys = self.config.algorithm
-        ranked = keys.entropy_control != "none"  # all tokens of the step are compared
-        everything = ranked or keys.advantage in CRITIC or keys.entropy_coef > 0 or self.objective.needs_reference()
         own = sample.advantage
+        everything = self.updates.everything or self.objective.needs_reference()
         return everything or (any(own) if isinstance(own, tuple) else own != 0)
-
-    def sampler(self, context: int, longest: int) -> EmbeddedEngine:
-        return self.sampled.engine(self.config.engine, context, longest, replays(self.config))
 
     def host(self, token: str, context: int, longest: int) -> list[str]:
         """The first rank of every data-parallel group but rank 0's serves an engine; their addresses."""
@@ -165,8 +179,8 @@ class RLWorker(Worker):
         if not self.crew.leads and self.crew.ranks.first:
             from birl.server.serve import hosted, service_of
 
-            engine = self.sampler(context, longest)
-            address = hosted(service_of(self.policy, engine, token, self.config.model.dtype))
+            engine = self.engine_of(context, longest)
+            address = hosted(service_of(self.policy, engine, token, self.dtype))
             print(f"birl: rank {self.crew.ranks.rank} samples, too, at {address}", flush=True)
         return [a for a in self.crew.gather(address) if a]
 
@@ -179,7 +193,7 @@ class RLWorker(Worker):
         drop_gathered(self.learner.outputs)
         parameters, result = dict(self.learner.model.named_parameters()), []
         for name in names:
-            weight = parameters[name].to(DTYPES[self.config.model.dtype])
+            weight = parameters[name].to(DTYPES[self.dtype])
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if self.crew.leads:
                 result.append(whole)

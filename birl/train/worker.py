@@ -2,19 +2,17 @@
 ranks (`birl/parallel/crew.py`); what a step is, the workers of `step.py` and `offline.py` say."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from birl.config import schema
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.checkpoints import Checkpoints
 from birl.learner.learner import Learner, Stats
-from birl.learner.optimizer import learning_rate
 from birl.parallel.crew import RankGroup
 from birl.track.trace import Trace, rank_file
 
@@ -25,11 +23,11 @@ NONFINITE_LIMIT = 3  # optimizer steps in a row without a finite gradient that a
 class Worker:
     """What is trained, how far it is, and how that is kept."""
 
-    optimizer: schema.Optimizer
     learner: Learner
     crew: RankGroup
     critic: Learner | None = None  # with a model of its own
     checkpoints: Checkpoints
+    rate_of: Callable[..., float]  # update, total updates -> learning rate
     total_updates: int | None = None  # optimizer steps of the run, of which the others hear from rank 0
     nonfinite: int = 0
     rate: float = 0.0  # of the step's last update; where nothing was trained, of the next one
@@ -43,14 +41,7 @@ class Worker:
         return own
 
     def learning_rate(self) -> float:
-        return learning_rate(
-            self.learner.version,
-            peak=self.optimizer.lr,
-            schedule=self.optimizer.schedule,
-            warmup=self.optimizer.warmup_steps,
-            total=self.total_updates,
-            min_ratio=self.optimizer.min_lr_ratio,
-        )
+        return self.rate_of(self.learner.version, total=self.total_updates)
 
     def check_finite(self, stats: Stats, *norms: float) -> None:
         """`norms`: of all gradients of one update, the critic's too. Raises `BirlError` after too many in a row of

@@ -28,6 +28,7 @@ from birl.config.load import load_with_choices
 from birl.config.schema import RL, Eval
 from birl.engine.runner import Runner
 from birl.errors import BirlError
+from birl.given import Given
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.learner.store import Store
@@ -35,7 +36,8 @@ from birl.parallel.ranks import AXES
 from birl.rollout.group import Rollout
 from birl.track.sink import Start
 from birl.track.sinks import KINDS, Kind
-from birl.train import build, rl
+from birl.train import build
+from birl.train.command import train
 from birl.types import Group
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
@@ -608,7 +610,7 @@ class Bench:
             out = stack.enter_context(redirect_stdout(io.StringIO()))
             spies(seen, stack)
             if schema is RL:
-                seen.summary = rl.train(config, choices, given=build.Given(rewards=functions(config)))
+                seen.summary = train(config, choices, given=Given(rewards=functions(config)))
                 seen.run = Path(seen.summary["run"])
                 seen.weights = digest(seen.run)
             else:
@@ -660,13 +662,13 @@ def spies(seen: Seen, stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(build, "training", built))
 
-    guard = rl.Watchdog
+    guard = build.Watchdog
 
     def watchdog(limit: float, *args: Any) -> Any:
         seen.watchdog = limit
         return guard(limit, *args)
 
-    stack.enter_context(patch.object(rl, "Watchdog", watchdog))
+    stack.enter_context(patch.object(build, "Watchdog", watchdog))
     play, measure, make_rewards = Rollout.group, evaluation.evaluation, evaluation.make_rewards
 
     async def group(self: Rollout, *args: Any, **keys: Any) -> Group:

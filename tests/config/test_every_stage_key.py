@@ -18,11 +18,10 @@ from birl.learner.learner import Learner
 from birl.learner.store import Store
 from birl.learner.writer import Writer
 from birl.parallel.ranks import AXES
-from birl.train import dpo, rm, sft
+from birl.train.command import train
 from tests.tiny import tiny_model_folder, tiny_moe_folder
 
 ANY = object()
-LOOPS: dict[type, Any] = {SFT: sft, RM: rm, DPO: dpo}
 BASE = """
 model.path=model model.dtype=float32 data.train=a.jsonl batch_size=2 optimizer.lr=0.001 checkpoint.every=0 steps=2
 threads=1 track.console=off track.tensorboard=false track.report=false
@@ -228,7 +227,7 @@ class Bench:
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(Learner, "forward_backward", counted)
             patches.setattr(Writer, "begin", begun)
-            summary = LOOPS[schema].train(config, choices)
+            summary = train(config, choices)
         run = Path(summary["run"])
         return Seen(run, summary, threads[0], len(passes), capsys.readouterr().out, passes[0], sum(staged))
 

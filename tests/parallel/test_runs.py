@@ -19,7 +19,7 @@ from birl.engines.client import Client
 from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.rollout.ledger import audit
-from birl.train.ranks import crew
+from birl.train.command import crew
 from tests.train import test_offline as offline
 from tests.train import test_rl as rl
 
@@ -214,6 +214,6 @@ def children(pid: int) -> list[int]:
             words = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == pid and b"birl.train.ranks" in words:
+        if parent == pid and b"birl.train.command" in words:
             found.append(int(folder.name))
     return found

@@ -247,7 +247,9 @@ from birl.allocator import keep_memory
 keep_memory()
 from birl.config import schema
 from birl.config.load import load
-from birl.train import build, rl
+from birl.given import Given
+from birl.train import build
+from birl.train.command import train
 import birl.track.report, birl.track.tensorboard
 from birl.learner import checkpoint
 from birl.learner.policy import load_policy
@@ -273,10 +275,10 @@ def slowly(root, step, *rest):
         time.sleep(6)  # so that it is still being written while the next step trains
     return write(root, step, *rest)
 checkpoint.save = slowly
-given = build.Given(rewards=[different], train=[{"prompt": "What is 1 + 1?", "answer": "2"}] * 4)
+given = Given(rewards=[different], train=[{"prompt": "What is 1 + 1?", "answer": "2"}] * 4)
 base = peak = anonymous()
 threading.Thread(target=watch, daemon=True).start()
-rl.train(load(schema.RL, sys.argv[1:]), given=given)
+train(load(schema.RL, sys.argv[1:]), given=given)
 print(peak - base)
 """
 

@@ -15,13 +15,14 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
+from birl.given import Given
 from birl.learner import checkpoint, export
 from birl.learner.rewards import make_rewards
 from birl.rewards import judge as judges
 from birl.rewards.endpoint import endpoint
 from birl.rewards.requests import NoAnswer
 from birl.rewards.score import Rewards, Score
-from birl.train import build, sft
+from birl.train.command import train
 from tests.rewards.hostile import Hostile, hostile
 from tests.server.running import running
 
@@ -207,7 +208,7 @@ def test_birls_own_server_as_the_judge(tiny: Path, tmp_path: Path) -> None:
     words += ["optimizer.lr=3e-3", "validation.every=0", "checkpoint.every=0", "track.console=off", "threads=1"]
     words += ["track.tensorboard=false", "track.report=false", f"run={tmp_path}/run"]
     rows = [{"prompt": f"Judge {i}", "response": "Fine.\nScore: 0.75"} for i in range(40)]
-    sft.train(load(schema.SFT, words), given=build.Given(train=rows))
+    train(load(schema.SFT, words), given=Given(train=rows))
     newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     export.export(newest, tmp_path / "run", tmp_path / "judge", torch.float32)

@@ -16,7 +16,7 @@ from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
 from birl.rollout.assemble import samples
 from birl.rollout.group import Rollout
-from birl.train import rl
+from birl.train.command import train
 from birl.types import Completion, Group
 from tests.text.test_tools import QWEN
 from tests.tiny import tiny_model_folder
@@ -68,7 +68,7 @@ class Run:
                 *words,
             ],
         )
-        rl.train(config)
+        train(config)
         (found,) = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
         return found
 

@@ -14,7 +14,7 @@ from birl.errors import BirlError
 from birl.learner import checkpoint
 from birl.learner.store import Store
 from birl.models.manifest import digest
-from birl.train import sft
+from birl.train.command import train
 
 
 def trained(tiny: Path, folder: Path, *words: str, run: str = "run") -> dict[str, Any]:
@@ -33,7 +33,7 @@ def trained(tiny: Path, folder: Path, *words: str, run: str = "run") -> dict[str
         *("track.console=plain", "track.tensorboard=false", "track.report=false", f"run={folder}/{run}"),
     ]
     by_key = {word.partition("=")[0]: word for word in (*settings, *words)}
-    return sft.train(*load_with_choices(SFT, list(by_key.values())))
+    return train(*load_with_choices(SFT, list(by_key.values())))
 
 
 def tensors(folder: Path, step: int, run: str = "run") -> dict[str, torch.Tensor]:

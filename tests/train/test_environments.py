@@ -19,7 +19,7 @@ from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
 from birl.rollout.failures import Start
-from birl.train import rl
+from birl.train.command import train
 from birl.types import Outcome, Task, Trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,7 +47,7 @@ def run(tiny: Path, folder: Path, *words: str) -> list[dict[str, Any]]:
             *words,
         ],
     )
-    rl.train(config)
+    train(config)
     return [json.loads(line) for line in (folder / "run" / "rollouts.jsonl").read_bytes().splitlines()]
 
 

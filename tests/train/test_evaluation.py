@@ -10,8 +10,8 @@ import pytest
 from birl.cli.evaluation import ruled, show
 from birl.config.schema import Validation
 from birl.rollout.evaluate import measure, plan
+from birl.rollout.tasks import tell_plain
 from birl.train.run_folder import next_commands
-from birl.train.tasks import tell_plain
 from birl.types import Group, Outcome, Task, Trajectory
 
 NAMES = ("openai/gsm8k", "math[algebra]", "competition_mathematics_of_many_years", "all")

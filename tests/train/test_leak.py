@@ -13,8 +13,10 @@ import torch
 
 from birl.config import schema
 from birl.config.load import load
+from birl.given import Given
 from birl.track.tracker import Tracker
-from birl.train import build, rl
+from birl.train import build
+from birl.train.command import train
 
 STEPS = 50
 
@@ -94,7 +96,7 @@ def test_memory_is_flat(
         ],
     )
     rows = [{"prompt": f"What is {i} + {i}, my dear friend? Think about it.", "answer": str(2 * i)} for i in range(9)]
-    rl.train(config, given=build.Given(rewards=[different], train=rows))
+    train(config, given=Given(rewards=[different], train=rows))
     assert len(memory) == STEPS and min(trained) > 320
     assert max(tensors) == tensors[0]
     assert median(after - before for before, after in pairwise(allocated[10:])) < 16 * 2**10

@@ -11,7 +11,7 @@ import torch
 
 from birl.algorithms import estimators
 from birl.config import schema
-from birl.config.decided import BY_TOKEN, proximal, remembers
+from birl.config.decided import proximal, remembers
 from birl.config.keys import documentation
 from birl.config.load import load
 from birl.data.pack import Batch, pack
@@ -277,4 +277,7 @@ def test_ratios_of_the_table_are_far_enough_to_be_bounded() -> None:
 def test_the_configuration_knows_the_parts_of_the_package() -> None:
     """So that a misspelt one is told before torch is imported."""
     assert set(documentation(schema.RL)["algorithm.surrogate"].choices) == set(ALL_SURROGATES)
-    assert set(documentation(schema.RL)["algorithm.advantage"].choices) == {*estimators.ADVANTAGES, *BY_TOKEN}
+    assert set(documentation(schema.RL)["algorithm.advantage"].choices) == {
+        *estimators.ADVANTAGES,
+        *estimators.BY_TOKEN,
+    }

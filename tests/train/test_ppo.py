@@ -11,9 +11,10 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
+from birl.given import Given
 from birl.learner import checkpoint, export
 from birl.learner.learner import Learner
-from birl.train import build, rl
+from birl.train.command import train
 from tests.tiny import tiny_model_folder
 
 SMALL = ("rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=8", "optimizer.lr=3e-3", "threads=1")
@@ -28,7 +29,7 @@ def run(tiny: Path, folder: Path, *words: str) -> list[dict[str, Any]]:
     data = [{"prompt": f"What is {i} + 2?", "answer": "2"} for i in range(12)]
     given = ("data.train=[given]", "reward.functions=[given:reward]", f"model.path={tiny}", f"run={folder}/run")
     config = load(schema.RL, ["algorithm=ppo", *given, *SMALL, *QUIET, *words])
-    rl.train(config, given=build.Given(rewards=[many_a], train=data))
+    train(config, given=Given(rewards=[many_a], train=data))
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_bytes().splitlines()]
 
 

@@ -16,7 +16,7 @@ import torch
 from birl.learner import checkpoint
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["birl.train.rl", "birl.track.report", "tests.tiny"])
+FORK.set_forkserver_preload(["birl.train.command", "birl.train.build", "birl.track.report", "tests.tiny"])
 DEADLINE = 60.0
 CLOCKS = ("time", "speed/", "memory/")  # the only figures that may differ: when, how fast, in how much memory
 

@@ -16,9 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
+from birl.given import Given
 from birl.learner import checkpoint, export
 from birl.learner.reward_model import RewardModel
-from birl.train import build, rl, rm
+from birl.train.command import train
 
 #: all that the policy may try: what the reward model has never seen it would reward by chance
 LETTERS = "".join(map(chr, range(32, 127))) + "éß中\n"
@@ -43,7 +44,7 @@ def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward_model")
     words = [f"model.path={tiny}", "data.train=[given]", "data.validation=[given]", f"run={folder}/run", *QUIET]
     config = load(schema.RM, [*words, "batch_size=32", "optimizer.lr=2e-3", "steps=150", "ranking.centering=0.01"])
-    rm.train(config, given=build.Given(train=pairs(0, 1200), validation=pairs(1, 200)))
+    train(config, given=Given(train=pairs(0, 1200), validation=pairs(1, 200)))
     newest = checkpoint.latest(folder / "run" / "checkpoints")
     assert newest is not None
     export.export(newest, folder / "run", folder / "model", torch.float32)
@@ -75,7 +76,7 @@ def test_rl_against_it_raises_the_true_score(tiny: Path, trained: Path, tmp_path
     words = [f"model.path={tiny}", "data.train=[given]", "reward.functions=[model]", f"reward.model={trained}/model"]
     words += ["rollout.prompts=4", "rollout.group_size=8", "rollout.max_tokens=8", "optimizer.lr=3e-3", "steps=30"]
     rows = [{"prompt": f"What is {i} + 2?", "x": i} for i in range(12)]
-    rl.train(load(schema.RL, [*words, f"run={tmp_path}/run", *QUIET]), given=build.Given(train=rows))
+    train(load(schema.RL, [*words, f"run={tmp_path}/run", *QUIET]), given=Given(train=rows))
     records = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_bytes().splitlines()]
 
     def true_score(first: int, last: int) -> float:
@@ -89,7 +90,7 @@ def test_rl_against_it_raises_the_true_score(tiny: Path, trained: Path, tmp_path
 def test_what_is_no_reward_model_is_refused(tiny: Path, tmp_path: Path) -> None:
     words = [f"model.path={tiny}", "data.train=[given]", "reward.functions=[model]", f"reward.model={tiny}"]
     with pytest.raises(BirlError, match=r"is no reward model: it has no score\.weight"):
-        rl.train(load(schema.RL, [*words, f"run={tmp_path}/run", *QUIET]), given=build.Given(train=[{"prompt": "Hi"}]))
+        train(load(schema.RL, [*words, f"run={tmp_path}/run", *QUIET]), given=Given(train=[{"prompt": "Hi"}]))
 
 
 class Served(BaseHTTPRequestHandler):
@@ -116,7 +117,7 @@ def test_a_served_reward_model(tiny: Path, tmp_path: Path) -> None:
     words += ["rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=8", "steps=1"]
     rows = [{"prompt": f"What is {i} + 2?"} for i in range(4)]
     try:
-        rl.train(load(schema.RL, [*words, f"run={tmp_path}/run", *QUIET]), given=build.Given(train=rows))
+        train(load(schema.RL, [*words, f"run={tmp_path}/run", *QUIET]), given=Given(train=rows))
     finally:
         server.shutdown()
         server.server_close()
@@ -124,4 +125,4 @@ def test_a_served_reward_model(tiny: Path, tmp_path: Path) -> None:
     assert len(records) == 8
     assert all(r["reward"] == r["text"].replace("<|im_end|>", "").count("a") for r in records)
     with pytest.raises(BirlError, match="cannot be reached"):
-        rl.train(load(schema.RL, [*words, f"run={tmp_path}/other", *QUIET]), given=build.Given(train=rows))
+        train(load(schema.RL, [*words, f"run={tmp_path}/other", *QUIET]), given=Given(train=rows))

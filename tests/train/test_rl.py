@@ -14,9 +14,11 @@ from birl.config.keys import presets
 from birl.config.load import load
 from birl.engine.engine import EmbeddedEngine
 from birl.errors import BirlError
+from birl.given import Given
 from birl.learner import checkpoint
 from birl.learner.learner import Learner
 from birl.train import build, rl
+from birl.train.command import train
 
 OUTCOMES = ("ok", "truncated", "env_error", "engine_error", "timeout", "aborted")
 
@@ -52,7 +54,7 @@ def run(tiny: Path, folder: Path, *words: str, reward: Any = many_a, rows: int =
             *words,
         ],
     )
-    return rl.train(config, given=build.Given(rewards=[reward], train=data))
+    return train(config, given=Given(rewards=[reward], train=data))
 
 
 def log(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
@@ -238,7 +240,7 @@ def test_dry_run_writes_nothing(tiny: Path, tmp_path: Path, capsys: pytest.Captu
             "threads=1",
         ],
     )
-    rl.train(config, dry_run=True, given=build.Given(rewards=[many_a], train=[{"prompt": "hello", "answer": "1"}]))
+    train(config, dry_run=True, given=Given(rewards=[many_a], train=[{"prompt": "hello", "answer": "1"}]))
     said = capsys.readouterr().out
     assert "hello" in said and "GB" in said.replace("GiB", "GB")
     assert not (tmp_path / "run").exists()

@@ -13,8 +13,9 @@ import torch
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
+from birl.given import Given
 from birl.models.load import load_model
-from birl.train import build, rl
+from birl.train.command import train
 from tests.tiny import tiny_model_folder
 
 QUIET = ("track.console=off", "track.tensorboard=false", "track.report=false", "model.dtype=float32", "threads=1")
@@ -61,7 +62,7 @@ def run(tiny: Path, folder: Path, teacher: str, *words: str) -> list[dict[str, A
     small = ("rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=8", "optimizer.lr=1e-3", "steps=1")
     words = ("algorithm=distill", f"algorithm.teacher={teacher}", *given, *small, *QUIET, *words)
     zero = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
-    rl.train(load(schema.RL, list(words)), given=build.Given(rewards=[zero], train=data))
+    train(load(schema.RL, list(words)), given=Given(rewards=[zero], train=data))
     return [json.loads(line) for line in (folder / "run/rollouts.jsonl").read_bytes().splitlines()]
 
 

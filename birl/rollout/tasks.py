@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
 from birl.config.words import said_capacity, said_needed
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
-from birl.engine.open import longest_prompt
-from birl.envs.open import World
 from birl.errors import BirlError
 from birl.given import Given
-from birl.learner.policy import Policy
 from birl.rollout.session import Limits
 from birl.text.bounds import cannot_fit
-from birl.text.chat import Chat
 from birl.types import Task
+
+if TYPE_CHECKING:
+    from birl.envs.open import World
+    from birl.learner.policy import Policy
+    from birl.text.chat import Chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Loaded:
     asked: Sequence[tuple[int, int]]
 
 
-def load_rows(config: schema.RL, world: World, policy: Policy, given: Given) -> Loaded:
+def load_rows(config: schema.RL, world: "World", policy: "Policy", given: Given) -> Loaded:
     """The rows, checked against the model and the environment, with warnings. Raises `BirlError`."""
     context = context_of(config, world, policy.context)
     train, validation = load_data(config, world, policy.chat, context, given.train, given.validation)
@@ -42,7 +43,7 @@ def load_rows(config: schema.RL, world: World, policy: Policy, given: Given) -> 
 
 
 def load_data(
-    config: schema.RL, world: World, chat: Chat, context: int, given: Any = None, given_validation: Any = None
+    config: schema.RL, world: "World", chat: "Chat", context: int, given: Any = None, given_validation: Any = None
 ) -> tuple[list[Tasks], list[Task]]:
     """Training sources and validation tasks; prompts that leave no room for an answer are dropped, and counted. Rows
     that are `given` take the place of data.train and data.validation."""
@@ -60,7 +61,7 @@ def load_data(
         )
     fitting: list[Tasks] = []
     for tasks in train:
-        kept, dropped = filter_by_length(tasks, lambda t: _length(chat, t, limit), limit)
+        kept, dropped = filter_by_length(tasks, lambda t: prompt_tokens(chat, t, limit), limit)
         if dropped:
             print(f"{tasks.name}: dropped {dropped} of {len(tasks)} rows, their prompt has more than {limit} tokens.")
         if len(kept) == 0:
@@ -78,12 +79,20 @@ def load_data(
     return fitting, held_out
 
 
-def _length(chat: Chat, task: Task, limit: int) -> int:
-    """Of the prompt [tokens]; one that cannot have so few as `limit` is not encoded."""
+def prompt_tokens(chat: "Chat", task: Task, limit: int) -> int:
+    """Length of the prompt [tokens]; one that cannot have so few as `limit` is not encoded."""
     return limit + 1 if cannot_fit(task.prompt, limit) else len(chat.render(task.prompt))
 
 
-def own_rows(config: schema.RL | schema.Eval, world: World, which: str, given: Any = None) -> Any:
+def longest_prompt(tasks: Sequence[Task], chat: "Chat", context: int) -> int:
+    """[tokens]; warns of prompts that leave no room for an answer."""
+    lengths = [prompt_tokens(chat, t, context) for t in tasks]
+    if full := sum(n >= context for n in lengths):
+        print(f"Warning: {full} of {len(lengths)} prompts fill the context of {context} tokens: no answers.")
+    return max(lengths)
+
+
+def own_rows(config: schema.RL | schema.Eval, world: "World", which: str, given: Any = None) -> Any:
     """The tasks that the environment brings along, where no data were named. None: those of the data."""
     data = config.data
     named = data.train if which == "train" else data.validation or data.validation_split
@@ -100,7 +109,7 @@ def own_rows(config: schema.RL | schema.Eval, world: World, which: str, given: A
     return None
 
 
-def tell_plain(chat: Chat, tasks: Sequence[Task]) -> None:
+def tell_plain(chat: "Chat", tasks: Sequence[Task]) -> None:
     """A base model without a template answers text, not questions: nothing else would tell."""
     if not chat.has_template and any(isinstance(task.prompt, str) for task in tasks):
         print(
@@ -116,7 +125,7 @@ def report_data(train: Sequence[Tasks], validation: Sequence[Task]) -> None:
         print(f"Warning: {shared} of {len(validation)} validation prompts are training prompts as well.")
 
 
-def context_of(config: schema.RL, world: World, limit: int) -> int:
+def context_of(config: schema.RL, world: "World", limit: int) -> int:
     """Longest sequence [tokens] of a run whose model has the context `limit`. By default, an episode
     of several turns is at most as long as the learner takes: it would fill any context."""
     asked = config.model.max_length
@@ -135,7 +144,7 @@ def limits_of(env: schema.Env, tokens: int) -> Limits:
     return Limits(timeout=env.timeout, turns=env.max_turns, tokens=tokens, cut_ends=env.cut_turn == "end")
 
 
-def check_lengths(config: schema.RL, world: World, train: Sequence[Tasks], chat: Chat) -> None:
+def check_lengths(config: schema.RL, world: "World", train: Sequence[Tasks], chat: "Chat") -> None:
     """A sample must fit into one micro-batch; better to know now than at step 300."""
     if world.turns:  # `context_of`
         return
@@ -158,7 +167,12 @@ def total_steps(config: schema.RL, train: Sequence[Tasks]) -> int | None:
 
 
 def lengths(
-    config: schema.RL, world: World, policy: Policy, train: Sequence[Tasks], validation: Sequence[Task], context: int
+    config: schema.RL,
+    world: "World",
+    policy: "Policy",
+    train: Sequence[Tasks],
+    validation: Sequence[Task],
+    context: int,
 ) -> list[tuple[int, int]]:
     """The longest prompt and answer of training, and of validation where there is one [tokens]."""
     if world.turns:

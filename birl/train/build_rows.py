@@ -1,0 +1,163 @@
+"""Configuration -> objects, for the loop over rows: SFT, reward models and preference losses."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from birl.algorithms import preference
+from birl.algorithms.custom import part
+from birl.config import schema
+from birl.config.words import said_capacity, said_needed
+from birl.data.examples import Examples, load_pairs, load_texts
+from birl.data.tasks import split_validation
+from birl.errors import BirlError
+from birl.learner.learner import Learner
+from birl.learner.open import make_learner
+from birl.learner.policy import DTYPES, Policy, load_policy
+from birl.learner.reference import Reference
+from birl.models.heads import add_score_head
+from birl.parallel.crew import RankGroup
+from birl.parallel.ranks import Ranks
+from birl.train.dpo import Preferences
+from birl.train.offline import Loop, Objective, Rows, RowsWorker
+from birl.train.rm import Ranking
+from birl.train.run_folder import find_checkpoint
+from birl.train.setup import Setup, kept
+from birl.train.sft import Likelihood
+
+
+async def run(setup: Setup[schema.Stage]) -> dict[str, Any]:
+    """The whole run, on rank 0; the summary."""
+    loop = await asyncio.get_running_loop().run_in_executor(setup.compute, assembled, setup)
+    try:
+        return await (loop.tell() if setup.dry_run else loop.to_the_end())
+    finally:
+        await asyncio.to_thread(loop.worker.checkpoints.writer.finish)
+        loop.run.tracker.close()
+
+
+def worker(config: schema.Stage, crew: RankGroup, compute: Executor) -> RowsWorker:
+    """A rank other than 0, which has none of the data."""
+    return worker_of(config, load_policy(config.model, compute, crew.ranks), crew, Path(config.run))
+
+
+def assembled(setup: Setup[schema.Stage]) -> Loop:
+    """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
+    config = setup.config
+    resume_from = find_checkpoint(config, setup.folder)
+    policy = load_policy(config.model, setup.compute, setup.crew.ranks)
+    train, held_out = examples(config, policy, setup)
+    check_lengths(config, [e for s in (*train, *held_out) for e in s])
+    total = config.steps or -(-config.epochs * sum(map(len, train)) // config.batch_size)
+    own = worker_of(config, policy, setup.crew, setup.folder)
+    if not setup.dry_run:
+        setup.claim(policy)
+    rows = Rows(
+        train=[e for s in train for e in s],
+        held_out=[e for s in held_out for e in s],
+        stream=setup.stream(train),
+        batch_size=config.batch_size,
+        total_steps=total,
+    )
+    run = setup.run(own, setup.tracker(total), bool(rows.held_out), resume_from)
+    return Loop(rows=rows, worker=own, run=run, at_start=config.validation.at_start)
+
+
+def worker_of(config: schema.Stage, policy: Policy, crew: RankGroup, folder: Path) -> RowsWorker:
+    learner, objective = COMMANDS[type(config)].make(config, policy, crew.ranks)
+    return RowsWorker(
+        **kept(config, crew.ranks, folder),
+        learner=learner,
+        crew=crew,
+        objective=objective,
+        shares=config.parallel.shares,
+        pair_cost=policy.pair_cost,
+    )
+
+
+def examples(
+    config: schema.Stage, policy: Policy, setup: Setup[schema.Stage]
+) -> tuple[Sequence[Examples], Sequence[Examples]]:
+    """The rows of each source, of training and held out."""
+    limit, given = min(config.model.max_length or policy.context, policy.context), setup.given
+    load = partial(COMMANDS[type(config)].load, config.data, chat=policy.chat, limit=limit)
+    train, held_out = load("train", given=given.train), load("validation", given=given.validation)
+    if config.data.validation_split > 0 and not held_out:
+        return split_validation(train, config.data.validation_split, config.seed, key=lambda e: e.key)
+    return train, held_out
+
+
+def check_lengths(config: schema.Stage, rows: Sequence[Any]) -> None:
+    """A micro-batch must hold the longest row; what is compared stays in one micro-batch. Raises `BirlError`."""
+    what, room = COMMANDS[type(config)].row, max(e.room for e in rows)
+    longest = room - 1 if isinstance(config, schema.SFT) else room
+    if longest > config.capacity:
+        raise BirlError(
+            f"{said_capacity(config)} cannot hold the longest {what}, {longest} tokens. Set "
+            f"{said_needed(config, longest)}, or a smaller model.max_length, beyond which rows are dropped."
+        )
+
+
+def likelihood(config: schema.SFT, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:
+    objective = Likelihood(denominator=config.denominator, **packed(config, policy))
+    return make_learner(config, policy.model, ranks), objective
+
+
+def ranking(config: schema.RM, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:
+    add_score_head(policy.model, config.seed)
+    objective = Ranking(centering=config.ranking.centering, **packed(config, policy))
+    return make_learner(config, policy.model, ranks), objective
+
+
+def preferences(config: schema.DPO, policy: Policy, ranks: Ranks) -> tuple[Learner, Objective]:
+    keys = config.preference
+    row = preference.PREFERENCE[keys.loss]
+    kind = "none" if row.mean else keys.reference
+    frozen = None
+    if kind == "live":
+        frozen = Learner(deepcopy(policy.model), dtype=DTYPES[config.model.dtype], trainable=False, ranks=ranks)
+    trained = make_learner(config, policy.model, ranks)
+    if row.alone:
+        weights = {"desirable_weight": keys.desirable_weight, "undesirable_weight": keys.undesirable_weight}
+        compare = partial(row.loss, beta=keys.beta, **weights)
+    else:
+        compare = part("preference.loss", keys.loss, {keys.loss: row.loss}, keys, (), ()).bound({})
+    objective = Preferences(
+        name=keys.loss,
+        alone=row.alone,
+        mean=row.mean,
+        compare=compare,
+        beta=keys.beta,
+        nll_coef=keys.nll_coef if row.nll is None else row.nll,
+        reference=Reference(trained=trained, frozen=frozen, capacity=config.capacity, pair_cost=policy.pair_cost),
+        precompute=config.batch_size if kind == "precomputed" else 0,
+        **packed(config, policy),
+    )
+    return trained, objective
+
+
+def packed(config: schema.Stage, policy: Policy) -> dict[str, Any]:
+    """How rows are packed into micro-batches."""
+    return {"capacity": config.capacity, "shares": config.parallel.shares, "pair_cost": policy.pair_cost}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`load`: data, which, chat, limit, given -> the rows of each source; `make`: the model as it is trained, and what
+    it minimises; `row`: what a row is called."""
+
+    load: Callable[..., Sequence[Examples]]
+    make: Callable[[Any, Policy, Ranks], tuple[Learner, Objective]]
+    row: str
+
+
+COMMANDS: dict[type[schema.Stage], Command] = {
+    schema.SFT: Command(load=load_texts, make=likelihood, row="row"),
+    schema.RM: Command(load=load_pairs, make=ranking, row="pair (both answers together)"),
+    schema.DPO: Command(load=load_pairs, make=preferences, row="pair (both answers together)"),
+}
