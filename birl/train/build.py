@@ -78,7 +78,7 @@ def worker(config: schema.RL, crew: RankGroup, compute: Executor) -> RLWorker:
 
 async def training(setup: Setup[schema.RL]) -> Parts:
     """Load and check everything, cheapest first; claims the run folder when nothing is left that could be wrong."""
-    config, run, given, compute, crew = setup.config, setup.folder, setup.given, setup.compute, setup.crew
+    config, run, given, compute = setup.config, setup.folder, setup.given, setup.compute
     resume_from = find_checkpoint(config, run)
     check_world(config.env, given.env)
     if config.engine.kind != "embedded":
@@ -89,14 +89,14 @@ async def training(setup: Setup[schema.RL]) -> Parts:
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
         starting = await started(rewards, opened)  # its workers, while the model loads
-        policy = await loop.run_in_executor(compute, load_policy, config.model, compute, crew.ranks)
+        policy = await loop.run_in_executor(compute, load_policy, config.model, compute, setup.crew.ranks)
         world = await open_world(config.env, policy.chat.text, given.env, run)
         opened.push_async_callback(world.close)
         data = load_rows(config, world, policy, given)
         servers = await servers_of(setup, policy, data, opened)
         gateway = await gateway_of(config, policy, world, opened)
         await starting
-        worker = await loop.run_in_executor(compute, worker_of, config, policy, crew, run)
+        worker = await loop.run_in_executor(compute, worker_of, config, policy, setup.crew, run)
         if servers is None:
             engine = await loop.run_in_executor(compute, embedded, setup, worker, data)
             opened.push_async_callback(engine.close)
@@ -105,8 +105,9 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             setup.claim(policy)
         total, progress = total_steps(config, data.train), Progress(epochs=config.epochs)
         tracker = setup.tracker(total)
-        wanted = partial(publisher_of, setup, worker, servers, data.train, tracker.message)
-        publisher = await loop.run_in_executor(compute, wanted)
+        publisher = await loop.run_in_executor(
+            compute, publisher_of, setup, worker, servers, data.train, tracker.message
+        )
         opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)
