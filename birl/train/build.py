@@ -85,29 +85,27 @@ async def training(setup: Setup[schema.RL]) -> Parts:
         from birl.engines.kinds import check_engine
 
         check_engine(config.engine, trains=True)
-    loop = asyncio.get_running_loop()
+    in_thread = partial(asyncio.get_running_loop().run_in_executor, setup.compute)
     async with AsyncExitStack() as opened:
         rewards = make_rewards(config, compute, given.rewards)
         starting = await started(rewards, opened)  # its workers, while the model loads
-        policy = await loop.run_in_executor(compute, load_policy, config.model, compute, setup.crew.ranks)
+        policy = await in_thread(load_policy, config.model, compute, setup.crew.ranks)
         world = await open_world(config.env, policy.chat.text, given.env, run)
         opened.push_async_callback(world.close)
         data = load_rows(config, world, policy, given)
         servers = await servers_of(setup, policy, data, opened)
         gateway = await gateway_of(config, policy, world, opened)
         await starting
-        worker = await loop.run_in_executor(compute, worker_of, config, policy, setup.crew, run)
+        worker = await in_thread(worker_of, config, policy, setup.crew, run)
         if servers is None:
-            engine = await loop.run_in_executor(compute, embedded, setup, worker, data)
+            engine = await in_thread(embedded, setup, worker, data)
             opened.push_async_callback(engine.close)
         else:
             engine = servers
             setup.claim(policy)
         total, progress = total_steps(config, data.train), Progress(epochs=config.epochs)
         tracker = setup.tracker(total)
-        publisher = await loop.run_in_executor(
-            compute, publisher_of, setup, worker, servers, data.train, tracker.message
-        )
+        publisher = await in_thread(publisher_of, setup, worker, servers, data.train, tracker.message)
         opened.push_async_callback(publisher.close)  # before the engines
         gc.freeze()  # the collector need not look through torch and the model again: a quarter of a second each time
         opened.callback(gc.unfreeze)

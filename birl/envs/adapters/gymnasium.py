@@ -6,13 +6,16 @@ birl rl env=gymnasium env.id=FrozenLake-v1 env.parameters=[is_slippery=false] en
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from birl.envs.adapters.drawing import plain
-from birl.envs.adapters.gymnasium_load import KIND, made
-from birl.envs.adapters.package import Seeded, imported, seed_of, seeds
-from birl.errors import BirlError
+from birl.envs.adapters.package import Seeded, arguments, imported, seed_of, seeds, unknown
+from birl.errors import BirlError, first_line
+from birl.named import from_file
 from birl.types import Feedback, Message, Task
+
+KIND = "gymnasium"
+COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class Gymnasium:
@@ -105,3 +108,34 @@ class Gymnasium:
 def value(thing: Any) -> Any:
     """NumPy's numbers and arrays as JSON has them."""
     return thing.tolist() if hasattr(thing, "tolist") else str(thing)
+
+
+def made(id: str, parameters: list[str], drawn: bool) -> Any:
+    """The environment. Raises `BirlError` where there is none."""
+    gymnasium, mode = imported("gymnasium", KIND), {"render_mode": "ansi"} if drawn else {}
+    place, _, name = id.rpartition(":")
+    own = place.endswith(".py")
+    if own and not Path(place).is_file():
+        raise BirlError(f"env.id={id}: there is no file {place} in {Path.cwd()}.")
+    try:
+        if own:
+            from_file(Path(place))
+        return gymnasium.make(name if own else id, **mode, **arguments(parameters))
+    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
+        raise unknown("env.id", id, gymnasium.registry) from error
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        told = first_line(error)
+        raise BirlError(f"env.id={id} env.parameters={parameters}: {told}") from error
+
+
+def plain(drawing: str) -> str:
+    """A drawing without colours. Their meaning is written in brackets: a coloured background, which is where the player
+    is, in [ ], and a coloured letter in { }, or in ( ) where it is blue: Taxi's passenger."""
+
+    def bracketed(found: re.Match[str]) -> str:
+        codes = found[1].split(";")
+        if any(code.startswith(("4", "10")) for code in codes):
+            return f"[{found[2]}]"
+        return f"({found[2]})" if "34" in codes else f"{{{found[2]}}}"
+
+    return COLOURED.sub(bracketed, drawing).strip("\n")
