@@ -67,8 +67,9 @@ def tell_traceback(kind: type[BaseException], error: BaseException, trace: Trace
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says; its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Of what an error says, with the next one where it ends in a colon; its type where it says nothing."""
+    first, *more = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from birl.regular import check_target
+
 # Runs before the command, in its process. A preexec_fn would run between fork and exec of a process with threads, where
 # a lock may be held for ever. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
 WRAPPER = """
@@ -39,6 +41,7 @@ class ProcessGroup:
         self, command: Sequence[str], *, log: Path, env: Mapping[str, str], folder: str | None = None, text: str = ""
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
+        check_target(log)
         with log.open("ab") as out:
             self.said_from = out.tell()  # where its part of the log begins [bytes]
             self._leader = subprocess.Popen(

@@ -81,6 +81,12 @@ def check(path: Path, about: os.stat_result | None = None) -> None:
         raise NotRegular(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, not a regular file", str(path))
 
 
+def check_target(path: Path) -> None:
+    """Raises `OSError` where what is to be written is there, and no regular file: opening a pipe waits for a reader."""
+    with suppress(FileNotFoundError):
+        check(path)
+
+
 @cache
 def _kernel() -> frozenset[int]:
     """The devices of /proc and /sys."""
@@ -127,9 +133,15 @@ def parse_json(data: bytes | str) -> Any:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a full or failing disk into an error that names the file and the fix."""
+    """Turn a full or failing disk, and what is no regular file, into an error that names the file and the fix."""
     try:
+        if not path.is_dir():
+            check_target(path)
         yield
+    except NotRegular as error:
+        raise BirlError(
+            f"cannot write {error.filename}: {error.strerror}. Remove it, or name another place."
+        ) from error
     except OSError as error:
         raise BirlError(
             f"cannot write {path}: {error.strerror or error}. Free some space (`birl checkpoints` can prune) or make "
@@ -141,5 +153,6 @@ def write_whole(path: Path, data: bytes) -> None:
     """Old content or new content, never half of it."""
     new = path.with_name(path.name + ".new")
     with writing(path):
+        check_target(new)
         new.write_bytes(data)
         os.replace(new, path)

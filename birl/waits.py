@@ -20,6 +20,7 @@ from math import inf
 from pathlib import Path
 
 from birl.blocked import standing
+from birl.regular import check_target
 from birl.spans import done
 
 GRACE = 30.0  # seconds that a wait may outlast its own deadline: its owner needs a moment to notice
@@ -147,6 +148,7 @@ class Watchdog:
                 where = f"The main thread is at {place}.\n" if (place := standing()) else ""
                 report = f"birl: stopped by the watchdog: {reason}.\n{where}{TABLE.text()}\n"
                 with suppress(OSError):
+                    check_target(self.file)
                     self.file.write_text(report, encoding="utf-8", errors="backslashreplace")
                 self.act(report)
                 return

@@ -14,7 +14,11 @@ from birl.cli import main
 from birl.errors import BirlError
 from birl.launch.launcher import find
 from birl.learner.store import COMPLETE
+from birl.process_group import ProcessGroup
+from birl.regular import write_whole
 from tests.tiny import tiny_model_folder
+from tests.track.traces import ahead, write
+from tests.view.runs import make
 
 MODEL = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
@@ -182,6 +186,31 @@ def test_a_damaged_launched_run_is_told_in_a_line(
         assert code in (0, 2) and "Traceback" not in out + err
         if file == "launch.json" or command in ("stop", "scale"):
             assert (code == 2 and str(tmp_path) in err) or damage == "place"
+
+
+@pytest.mark.parametrize("words", ["eval output=PIPE", "trace RUN --output PIPE", "rollouts RUN --export PIPE"])
+def test_what_is_no_regular_file_is_not_written(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe without a reader would keep its writer waiting for ever."""
+    monkeypatch.setattr("birl.cli.evaluation.evaluation", None)  # refused before anything is loaded
+    make(tmp_path / "run")
+    write(tmp_path / "run", ahead())
+    (tmp_path / "run/rollouts.jsonl").touch()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    words = words.replace("RUN", str(tmp_path / "run")).replace("PIPE", str(tmp_path / "pipe.jsonl"))
+    more = [f"data.validation={tmp_path / 'run/rollouts.jsonl'}", "reward.functions=math"]
+    assert main([*words.split(), *(more if "eval" in words else [])]) == 2
+    assert "pipe.jsonl" in (err := capsys.readouterr().err) and "a named pipe, not a regular file" in err
+
+
+def test_a_pipe_under_the_name_of_a_half_written_file_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.yaml.new")
+    with pytest.raises(BirlError, match=r"config\.yaml\.new: it is a named pipe.* Remove it"):
+        write_whole(tmp_path / "config.yaml", b"x")
+    os.mkfifo(tmp_path / "engine.log")
+    with pytest.raises(OSError, match="a named pipe"):
+        ProcessGroup(["true"], log=tmp_path / "engine.log", env={})
 
 
 def test_a_copy_of_a_launched_run_is_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

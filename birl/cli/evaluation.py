@@ -27,6 +27,7 @@ from birl.learner.rewards import make_rewards, started
 from birl.models.digests import digests, whole, words
 from birl.models.load import cast
 from birl.parallel.machine import compute_thread
+from birl.regular import check_target
 from birl.rollout.evaluate import EvaluationPlan, data_digest, evaluate, plan, right_from, versions_of
 from birl.rollout.failures import ALIKE, Start, reasons
 from birl.rollout.group import Rollout
@@ -162,7 +163,8 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
     output = Path(config.output).absolute()
     with _writing(output):  # better to know now than when the answers are there
         output.parent.mkdir(parents=True, exist_ok=True)
-        if output.is_file():
+        if config.output and output.exists():
+            check_target(output)
             output.open("a").close()
         elif config.output:  # nothing is there before the results are: `birl reproduce` takes the file for them
             tempfile.TemporaryFile(dir=output.parent).close()
@@ -187,6 +189,7 @@ async def _run(config: schema.Eval, compute: Executor) -> None:
         result = {**about, "metrics": metrics, "answers": records}
         text = json.dumps(json.loads(encode(result, exact=True)), indent=1)  # without NaN, which is no JSON
         with _writing(output):
+            check_target(output)
             output.write_text(text)
     show(metrics)
     if rule := ruled(groups, config.validation.threshold):

@@ -13,7 +13,7 @@ from birl.errors import BirlError, did_you_mean
 from birl.launch.job import Job
 from birl.launch.plan import typed
 from birl.named import module
-from birl.regular import read_json
+from birl.regular import read_json, write_whole
 
 FILE = "launch.json"
 #: modules of birl.launch, and what they start a job on
@@ -46,9 +46,7 @@ class Handle:
     def save(self) -> None:
         folder = Path(self.run)
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / (FILE + ".part")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        part.replace(folder / FILE)
+        write_whole(folder / FILE, f"{json.dumps(asdict(self), indent=1)}\n".encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
 from birl.launch.plan import FOLDER, LOG, PLAN, WANTED, LaunchPlan, State, read_state, supervised
 from birl.launch.supervisor import latest
+from birl.regular import check_target
 
 STARTS = 30.0  # s that the supervisor may take to start
 SAVES = 600.0  # s that the learner may take to save and end
@@ -107,6 +108,7 @@ def begin(where: str, plan: LaunchPlan) -> Handle:
         )
     try:
         file = files.save(plan)
+        check_target(plan.folder / LOG)
         log = (plan.folder / LOG).open("ab")
     except OSError as error:
         raise BirlError(
@@ -196,7 +198,5 @@ def scale(handle: Handle, change: str) -> int:
     number = changed(files.wanted(folder, most) or state.engines, change)
     if number > most:
         raise BirlError(f"engines={change}: there are GPUs for {most}")
-    part = folder / f"{WANTED}.part"
-    part.write_text(f"{number}\n", encoding="ascii")
-    part.replace(folder / WANTED)
+    files.write(folder / WANTED, number)
     return number

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from birl.errors import BirlError
-from birl.regular import open_regular, read_json, read_text
+from birl.regular import check_target, open_regular, read_json, read_text
 
 FOLDER = "launch"  # of a run
 PLAN, STATE, LOCK, LOG, WANTED = "plan.json", "state.json", "supervisor.lock", "supervisor.log", "engines.wanted"
@@ -104,6 +104,7 @@ def text(data: object) -> str:
 def write(file: Path, data: object) -> None:
     """All of it or nothing."""
     part = file.with_suffix(".part")
+    check_target(part)
     part.write_text(text(data), encoding="utf-8")
     part.replace(file)
 
@@ -184,6 +185,7 @@ def supervised(folder: Path) -> int:
 @contextlib.contextmanager
 def lock(folder: Path, patience: int = 20) -> Iterator[None]:
     """Be the only supervisor. Raises `BirlError`. Another process may just be checking for one: try again."""
+    check_target(folder / LOCK)
     file = (folder / LOCK).open("a+")
     with file:
         for left in reversed(range(patience)):

@@ -119,9 +119,10 @@ def compare(model: nn.Module, tree: Tree, other: Tree) -> None:
     try:
         slots_of(model)
         expected = alone()
-        broken = [name for name, p in model.named_parameters() if expected.isnan().any() and not p.isfinite().all()]
-        if broken:
-            raise BirlError(f"The weights hold NaN or infinity: {broken[0]} ({len(broken)} tensors).")
+        if expected.isnan().any():
+            broken = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+            why = f"its weights hold NaN or infinity: {broken[0]}" if broken else "look for it in its config.json"
+            raise BirlError(f"{kind} computes NaN: {why}.")
         for name, way in (("packed", packed_rows), ("over the cache", paged)):
             result = way()
             gap = (result - expected[: len(result)]).abs().max().item()

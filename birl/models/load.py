@@ -227,10 +227,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> PreTrainedTokenizer
 
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    if len(tokenizer) > rows:
-        raise BirlError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together."
-        )
+    tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if tokens > rows:
+        raise BirlError(f"The tokenizer has {tokens} tokens, the model only {rows}: they do not belong together.")
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -37,7 +37,10 @@ def slots_of(model: nn.Module) -> tuple[Slot, ...]:
     """One for each call of attention in a forward pass, layer by layer. The first time one token goes through the
     model. Raises `BirlError` for a model whose layers do not call birl's attention."""
     if model not in FOUND:
-        FOUND[model] = _of_llama(model) if llama_shaped(model) else tuple(sorted(_seen(model), key=lambda s: s.layer))
+        slots = _of_llama(model) if llama_shaped(model) else tuple(sorted(_seen(model), key=lambda s: s.layer))
+        if not slots:
+            raise BirlError(f"birl does not support {type(model).__name__}: it has no layer with attention.")
+        FOUND[model] = slots
     return FOUND[model]
 
 

@@ -4,12 +4,11 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
-from birl.regular import check, parse_json, read_bytes, writing
+from birl.regular import parse_json, read_bytes, writing
 
 #: what ends a line for `str.splitlines` and editors, and is allowed in a JSON string
 LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
@@ -99,8 +98,6 @@ class JsonLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         with writing(path):
-            with suppress(FileNotFoundError):
-                check(path)
             # Unbuffered: a failed write leaves nothing behind that a later close would try to write again.
             self._file = path.open("ab", buffering=0)
 

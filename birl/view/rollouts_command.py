@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from birl.errors import BirlError
 from birl.flags import Flag, taken, whole
-from birl.track.log import writing
+from birl.regular import check_target, writing
 from birl.visible import visible
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def _export(search: "Search", target: Path, limit: int | None) -> int:
         raise BirlError(f"{target} is the run's own file. Choose another name.")
     part = target.with_name(target.name + ".part")
     with writing(target):
+        check_target(part)
         with part.open("wb") as file:
             _write(file, result)
         os.replace(part, target)

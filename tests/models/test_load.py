@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ def test_a_damaged_folder_is_refused_by_name(
         (text("tokenizer.json", "{"), ["tokenizer cannot be loaded"]),
         (text("tokenizer_config.json", "{"), ["tokenizer cannot be loaded"]),
         (text("config.json", "[]"), ["config.json", "not a valid JSON object"]),
+        (partial(change_config, hidden_size="x"), ["'hidden_size'", "expected int"]),
     ],
 )
 def test_a_damaged_tokenizer_is_refused_by_name(
@@ -221,11 +223,15 @@ def test_a_chat_template_that_cannot_be_read_is_named(tiny: Path, tmp_path: Path
         load_tokenizer(tiny, str(file))
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
+def test_a_tokenizer_larger_than_the_embedding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_vocabulary(tiny_model(vocab=320), tiny_tokenizer(320))
     check_vocabulary(tiny_model(vocab=400), tiny_tokenizer(320))  # padded embeddings are common
     with pytest.raises(BirlError, match="320 tokens, the model only 300"):
         check_vocabulary(tiny_model(vocab=300), tiny_tokenizer(320))
+    gap = tiny_tokenizer(320)
+    monkeypatch.setattr(gap, "get_vocab", lambda: {"a": 0, "b": 1000})
+    with pytest.raises(BirlError, match="1001 tokens, the model only 400"):
+        check_vocabulary(tiny_model(vocab=400), gap)
 
 
 def test_they_are_compared_where_they_meet(folder: Path) -> None:

@@ -209,8 +209,10 @@ def test_weights_that_are_no_numbers_are_named(monkeypatch: pytest.MonkeyPatch, 
     model = build("mistral", num_key_value_heads=2)
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    with pytest.raises(BirlError, match=r"hold NaN or infinity: model\.norm\.weight \(1 tensor"):
+    with pytest.raises(BirlError, match=r"computes NaN: its weights hold NaN or infinity: model\.norm\.weight"):
         verify(model)
+    with torch.device("meta"), pytest.raises(BirlError, match="has no layer with attention"):
+        slots_of(build("llama", num_hidden_layers=0))
 
 
 def test_a_cache_that_calls_overwrite_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
