@@ -3,7 +3,7 @@
 import ast
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,7 +75,7 @@ def check_function(key: str, place: str, name: str) -> None:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return  # the worker says where
-    for package in imported(tree):
+    for package in imported(tree.body):
         if not is_module(package, path.parent):
             raise BirlError(
                 f"{key}={file}:{name}: {file} imports {package}, which is not installed."
@@ -90,9 +90,9 @@ def check_function(key: str, place: str, name: str) -> None:
         )
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
-    """The packages that a file always imports, none of which it can do without: those of its top level."""
-    for node in tree.body:
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The packages that these nodes import. Of the body of a file: those that it cannot do without."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -77,6 +77,7 @@ def setup(job: Job, keys: Any, place: str) -> list[str]:
         f"test -x ~/{VENV}/bin/python || {uv} venv --python 3.12 ~/{VENV}",
         *elsewhere.install(job, keys, place, pip, f"ray[default]=={keys.ray}", "boto3"),
         *(elsewhere.environment(engine, "~/birl-vllm", uv) if engine else []),
+        *elsewhere.browser(job, f"~/{VENV}/bin/python", uv),
     ]
 
 

@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from birl.config.decided import weights_method
+from birl.config.load import flatten
 from birl.config.schema import RL
+from birl.data.files import FORMATS
+from birl.envs.open import check_world
 from birl.errors import BirlError
 from birl.launch import external, package
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status
+from birl.preflight import FUNCTIONS
 
+NAMED = ("data.train", "data.validation", *FUNCTIONS)
+SUFFIXES = (*FORMATS, ".py")
+REQUIREMENTS = "birl/envs/browser/requirements.txt"
 FOLDER = "package"  # of the run folder: the wheel that goes along
 BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"  # a name of S3
 STATES = ("waiting", "running", "restarting", "done", "failed", "stopped", "unknown")
@@ -40,7 +47,7 @@ class Keys(jobs.Keys):
     """What pip installs as birl: a requirement, or a wheel of this machine. Empty: a wheel of this installation, which
     is made and goes along."""
     packages: list[str] = field(default_factory=list)
-    """Further packages for pip, such as browsergym. What the configuration needs is found without."""
+    """Further packages for pip. What the configuration needs, and what its Python files import, goes along without."""
     vllm: str = ""
     """vLLM or SGLang for an environment of its own on each machine, as pip takes it: vllm==0.32.0. Empty: the newest,
     where engine.kind asks for it and engine.python names none."""
@@ -56,6 +63,8 @@ def check(job: Job, keys: Keys) -> None:
         raise BirlError(f"launch.nodes={keys.nodes}: at least one machine is needed.")
     if job.run.is_absolute() or ".." in job.run.parts:
         raise BirlError(f"run={job.run}: must be a relative path here, as in run=runs/{job.run.name}.")
+    if isinstance(job.config, RL):
+        check_world(job.config.env)
     for name in keys.packages:
         if name.startswith("-") or not name.isprintable():
             raise BirlError(f"launch.packages: {name!r} is no package, such as browsergym==0.14.")
@@ -73,15 +82,26 @@ def named(text: str) -> str:
 
 def sent(job: Job, keys: Keys) -> list[str]:
     """The relative paths of the files and folders that go along, sorted. Raises `BirlError` for a key `files` that
-    names nothing."""
+    names nothing, and for what is named and not here, or not below the current folder."""
+    for key, value in flatten(job.config).items():
+        for text in package.texts(value) if key in NAMED else ():
+            path = package.path_of(text)
+            if path.suffix in SUFFIXES and not path.is_absolute() and "://" not in text and not path.exists():
+                raise BirlError(
+                    f"{key}={text}: there is no {path} here that could go along. Give the absolute path or URL of what "
+                    "is there."
+                )
     for name in keys.files:
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or not path.exists():
             raise BirlError(
                 f"launch.files: {name} is not there, or not below the current folder. Go to its folder first."
             )
-    result = {str(Path(name)) for name in (*keys.files, *package.local(job))}
-    return sorted(name for name in result if not Path(name).is_absolute() and ".." not in Path(name).parts)
+    result = {str(Path(name)) for name in (*keys.files, *package.local(job)) if not Path(name).is_absolute()}
+    for name in result:
+        if ".." in Path(name).parts:
+            raise BirlError(f"{name}: is not below the current folder, so it cannot go along. Copy it here first.")
+    return sorted(result)
 
 
 def wheel(job: Job, keys: Keys) -> Path | None:
@@ -109,7 +129,23 @@ def install(job: Job, keys: Keys, place: str, pip: str, *more: str) -> list[str]
     needs = package.needs(job.config, "s3")
     file = wheel(job, keys)
     own = package.requirement(f"file://{place}/{file.name}" if file else keys.package, needs.extras)
-    return package.pip([*more, own, *keys.packages], needs.alone, pip)
+    return package.pip([*more, own, *needs.packages, *keys.packages], needs.alone, pip)
+
+
+def browser(job: Job, python: str, uv: str) -> list[str]:
+    """A shell line that puts BrowserGym and Chromium beside `python`, which has birl, where the job's environment looks
+    for both."""
+    if not package.needs(job.config).browser:
+        return []
+    own = "$v/.venv-browser/bin"
+    steps = [
+        f"v=$({python} -c 'import sys; print(sys.prefix)')",
+        f"{uv} venv --allow-existing --python 3.12 $v/.venv-browser",
+        f"{uv} pip install --python {own}/python --no-deps -r $v/lib/python*/site-packages/{REQUIREMENTS}",
+        f"{own}/playwright install --with-deps chromium",
+        "ln -sf $HOME/.cache/ms-playwright/chromium-*/chrome-linux/chrome $v/bin/chromium",
+    ]
+    return [" && ".join(steps)]
 
 
 def environment(package: str, folder: str, uv: str) -> list[str]:

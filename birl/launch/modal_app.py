@@ -38,6 +38,11 @@ def image() -> Any:
     if SETTINGS.vllm:
         result = result.run_commands("python -m venv /opt/vllm", f"/opt/vllm/bin/pip install {SETTINGS.vllm} xxhash")
     result = result.run_commands(f"mkdir -p {HERE}").workdir(HERE)
+    if SETTINGS.browser:
+        file, own = Path(birl.__file__).parent / "envs" / "browser" / "requirements.txt", f"{HERE}/.venv-browser"
+        result = result.apt_install("chromium-headless-shell").add_local_file(file, "/opt/browser.txt", copy=True)
+        install = f"{own}/bin/python -m pip install --no-deps -r /opt/browser.txt"
+        result = result.run_commands(f"python -m venv {own}", install)
     result = result.env({"HF_HOME": f"{ROOT}/models", "PYTHONPATH": "/root"})
     if not SETTINGS.package:
         result = result.add_local_dir(Path(birl.__file__).parent, SOURCE, ignore=["**/__pycache__"])

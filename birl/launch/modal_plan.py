@@ -67,7 +67,8 @@ def prepare(job: Job, keys: Any) -> ModalPlan:
         package=keys.package,
         requirements=tuple(own),
         alone=needs.alone,
-        packages=tuple(keys.packages),
+        packages=(*needs.packages, *keys.packages),
+        browser=needs.browser,
         vllm=vllm,
     )
     work = {

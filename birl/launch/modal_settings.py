@@ -36,7 +36,8 @@ class Settings:
     """Of one app. `files`: pairs of a place here and a place in the containers. `env`: names of variables whose values
     the deploying process has, `secrets`: names of secrets that Modal has. `package`: what pip installs instead of this
     package's own source; `requirements` of that source, and packages that are installed `alone`, without theirs;
-    `packages`: further ones; `vllm`: of an environment of its own, /opt/vllm.
+    `packages`: further ones; `vllm`: of an environment of its own, /opt/vllm; `browser`: whether
+    BrowserGym gets one, too.
 
     Example: Settings(app="birl-demo", learner=Machine(gpu="A100"), engine=Machine(gpu="A10G"), env=("HF_TOKEN",))
     """
@@ -57,6 +58,7 @@ class Settings:
     alone: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     vllm: str = ""
+    browser: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self))

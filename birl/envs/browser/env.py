@@ -243,7 +243,7 @@ def interpreter(named: str) -> str:
         if result is None:
             raise BirlError(f"env.python={named}: there is no such program.")
         return result
-    for folder in (Path.cwd(), Path(__file__).parents[3]):
+    for folder in (Path.cwd(), Path(__file__).parents[3], Path(sys.prefix)):
         if (own := folder / ".venv-browser" / "bin" / "python").exists():
             return str(own)
     return sys.executable
