@@ -30,6 +30,7 @@ def load(key: str, name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
         if path is not None and not path.is_file():
             raise BirlError(f"{key}={name}: there is no file {place} in {Path.cwd()}.")
         with undone():
+            make_importable(Path.cwd())
             module = from_file(path) if path is not None else importlib.import_module(place)
     except BirlError:
         raise
@@ -69,11 +70,19 @@ def missing(error: BaseException) -> str:
     return f" Install it for this Python: {sys.executable} -m pip install {PACKAGES.get(package, package)}"
 
 
+def make_importable(folder: Path) -> None:
+    """After the standard library, before installed packages: a user's math.py must not take the place of Python's."""
+    if str(folder) not in sys.path:
+        installed = (i for i, place in enumerate(sys.path) if place.endswith(("site-packages", "dist-packages")))
+        sys.path.insert(next(installed, len(sys.path)), str(folder))
+
+
 def from_file(path: Path) -> ModuleType:
     """The module in a file, read once. Known to Python by a name of its own, which classes need for their hints."""
     name = f"birl_custom_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules and getattr(sys.modules[name], "__birl_time__", None) == path.stat().st_mtime_ns:
         return sys.modules[name]
+    make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from birl.errors import BirlError
+from birl.named import make_importable
 from birl.types import LARGEST, Outcome
 
 BUILTINS = {
@@ -227,13 +228,6 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     if spec in BUILTINS and (prepare := getattr(module, "prepare", None)) is not None:
         prepare(**bound)
     return functools.partial(function, **bound) if bound else function
-
-
-def make_importable(folder: Path) -> None:
-    """After the standard library, before installed packages: a user's math.py must not take the place of Python's."""
-    if str(folder) not in sys.path:
-        installed = (i for i, place in enumerate(sys.path) if place.endswith(("site-packages", "dist-packages")))
-        sys.path.insert(next(installed, len(sys.path)), str(folder))
 
 
 class _Uncached(SourceFileLoader):

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from birl.errors import BirlError
-from birl.rewards.functions import CallFailed, Invocation, Parameters, digest, failed, load, make_importable
+from birl.named import make_importable
+from birl.rewards.functions import CallFailed, Invocation, Parameters, digest, failed, load
 
 GRACE = 5.0  # seconds after a call's deadline at which a worker that was not killed ends itself
 

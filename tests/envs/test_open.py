@@ -1,6 +1,7 @@
 """What a name stands for, and what is told where it stands for nothing that can be used."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,14 @@ def test_a_step_function_that_returns_something_else_is_told(
     asyncio.run(env.start())  # pyright: ignore
     with pytest.raises(BirlError, match=r"step (must return|returned)"):
         asyncio.run(env.step(Message(role="assistant", content="yes")))  # pyright: ignore
+
+
+@pytest.mark.parametrize("kind", ["here/agent_one.py:play", "agent_two:play"])
+def test_a_file_imports_what_is_beside_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as in the program `birl`
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for folder, name in ((tmp_path / "here", "one"), (tmp_path, "two")):
+        (folder / f"beside_{name}.py").write_text("REWARD = 1.0\n")
+        (folder / f"agent_{name}.py").write_text(f"import beside_{name} as b\n\ndef play(task): return b.REWARD\n")
+    check_world(Keys(kind=kind))
