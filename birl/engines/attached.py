@@ -86,7 +86,7 @@ async def other_kind(engine: schema.Engine, remotes: Sequence[Remote], token: st
             ) as http:
                 kind = (await fetch(http, "GET", "/v1/models", most=2**20)).json()["data"][0]["owned_by"]
             if kind in SERVERS and kind != engine.kind:
-                return f" {remote.address} is a server of {kind}: set engine.kind={kind}."
+                return f". {remote.address} is a server of {kind}: set engine.kind={kind}."
     return ""
 
 

@@ -66,7 +66,7 @@ class VLLM(Adapter):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             self.peer.strange("", repr(error), error)
         except BirlError as error:
-            hint = " Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
+            hint = ". Was vLLM started with VLLM_SERVER_DEV_MODE=1?" if ": 404: " in str(error) else ""
             raise BirlError(f"{error}{hint}") from error
         self.context = context
         if known == self.takes and not self._control.locked():  # else a load has overtaken the answer
