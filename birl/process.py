@@ -1,5 +1,6 @@
-"""An engine as a child process: started, waited for, drained, started again. It ends when this process ends, however
-that ends, and the terminal's Ctrl-C does not reach it: its parent decides."""
+"""Child processes that end when this process ends, however that ends, and take with them all that they started: the
+terminal's Ctrl-C does not reach them, their parent decides. `ProcessGroup` is one of them, `Process` one that is waited
+for until it is ready, drained, and started again."""
 
 import asyncio
 import contextlib
@@ -7,16 +8,135 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from birl.errors import BirlError, EngineDown
-from birl.process_group import ProcessGroup
+from birl.regular import check_target
 
-LONGEST = 30.0  # s that it waits before it starts a process again
+LONGEST = 30.0  # s that a process waits before it is started again
 POLL = 0.05  # s between two looks at a process that is to start or to end
+
+# Runs before the command, in its process. A preexec_fn would run between fork and exec of a process with threads, where
+# a lock may be held for ever. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
+WRAPPER = """
+import os, signal, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that wanted this one is gone")
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"{sys.argv[2]}: {error.strerror}")
+"""
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The command, which the kernel (Linux) ends when the *thread* that started it ends: start it from the main
+    thread, or from that of the event loop."""
+    return [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), *command]
+
+
+def kill(group: int) -> None:
+    """All processes of a group. Its number may be unused by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+class ProcessGroup:
+    """`command`, started in a process group of its own, which the terminal's Ctrl-C does not reach. What it prints is
+    appended to `log`, in a folder that is made; `text` is its standard input.
+
+    On Linux the kernel ends the command when the *thread* that started it ends: start it from the main thread. What the
+    command starts is ended by `kill`, not by the kernel. Raises `OSError` where the log cannot be written.
+
+    Example: child = ProcessGroup(["birl", "serve", "port=8000"], log=Path("engine.log"), env=os.environ)
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, env: Mapping[str, str], folder: str | None = None, text: str = ""
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        check_target(log)
+        with log.open("ab") as out:
+            self._began_at = out.tell()  # where its part of the log begins [bytes]
+            self._leader = subprocess.Popen(
+                tied(command),
+                stdin=subprocess.PIPE if text else subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=folder,
+                start_new_session=True,
+            )
+        self.log, self._swept = log, False
+        if text:
+            _write(self._leader.stdin, text)
+
+    @property
+    def pid(self) -> int:
+        return self._leader.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.code is None
+
+    @property
+    def code(self) -> int | None:
+        """None while the command runs; negative for a signal."""
+        return self._leader.poll()
+
+    def how(self) -> str:
+        """How it ended, for a sentence that begins with its name."""
+        code = self.code
+        if code is not None and code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def signal(self, number: int) -> None:
+        """To the command alone, where it still runs."""
+        self._leader.send_signal(number)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within that time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._leader.wait(seconds)
+        return not self.alive
+
+    def end(self, seconds: float) -> int | None:
+        """SIGTERM, and SIGKILL for the whole group after so long. Its exit code."""
+        self.signal(signal.SIGTERM)
+        self.wait(seconds)
+        self.kill()
+        return self.code
+
+    def tail(self, size: int = 8192) -> str:
+        """The end of what it printed, at most `size` [bytes]."""
+        with self.log.open("rb") as file:
+            file.seek(max(self._began_at, file.seek(0, os.SEEK_END) - size))
+            return file.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """The whole group, once, and no zombie stays. A group whose leader is gone may still have members; later its
+        number may belong to another process."""
+        if self._swept:
+            return
+        kill(self.pid)
+        self.wait(10.0)  # one that the kernel does not let go of must not keep the others alive
+        self._swept = True
+
+
+def _write(stdin: IO[bytes] | None, text: str) -> None:
+    assert stdin is not None
+    with contextlib.suppress(BrokenPipeError), stdin:  # one that ended at once is reported by its exit code
+        stdin.write(text.encode())
 
 
 class Process:
@@ -154,10 +274,7 @@ class Process:
 
     def _last(self, lines: int = 12) -> str:
         """The end of what it printed since its last start."""
-        with self.log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._child.said_from if self._child else 0, size - 8192))
-            result = file.read().decode(errors="replace").splitlines()[-lines:]
+        result = self._child.tail().splitlines()[-lines:] if self._child else []
         return f"Its last lines, from {self.log}:\n" + "\n".join(f"    {x[:300]}" for x in result or ["(none)"])
 
 

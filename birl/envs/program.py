@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from birl.envs.calls import CLOSING, called
-from birl.envs.child import kill, tied
 from birl.envs.function_agent import KEY, prompt, row
 from birl.errors import BirlError
+from birl.process import kill, tied
 from birl.types import Model, Task
 
 TAIL = 65536  # bytes of what a program prints that are kept, from the end

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from birl.launch.plan import ProcessState
-from birl.process_group import ProcessGroup
+from birl.process import ProcessGroup
 
 PATIENCE = 15.0  # s between SIGTERM and SIGKILL; an engine answers what it has meanwhile
 SHOWN = 300  # characters of its last line

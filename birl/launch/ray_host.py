@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.engines import names
-from birl.process_group import ProcessGroup
+from birl.process import ProcessGroup
 
 LAST = 2000  # bytes of a log that are looked at for its last line
 NO_PROCESS = 127  # the code of one that could not be started

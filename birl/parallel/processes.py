@@ -20,10 +20,9 @@ from birl.errors import BirlError
 from birl.parallel.crew import RankGroup, stop_at_once
 from birl.parallel.machine import compute_thread
 from birl.parallel.ranks import STORE, Grid, join
-from birl.process import free_port
-from birl.process_group import ProcessGroup
+from birl.process import ProcessGroup, free_port
 
-SHOWN = 4000  # characters of a rank's log that an error shows
+SHOWN = 4000  # bytes of a rank's log that an error shows
 
 
 @contextmanager
@@ -84,9 +83,7 @@ class Child:
         """What it printed last, if it has ended and should not have."""
         if self.process.code in (None, 0):
             return ""
-        with self.log.open("rb") as file:
-            file.seek(self.process.said_from)
-            tail = file.read().decode(errors="replace").strip()[-SHOWN:]
+        tail = self.process.tail(SHOWN).strip()
         return f"rank {self.rank} {self.process.how()}. The end of {self.log}:\n{tail or '(empty)'}"
 
     def end(self, patience: float = 10.0) -> None:

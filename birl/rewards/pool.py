@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from birl.envs.calls import called
 from birl.errors import BirlError
 from birl.foreign import Late, within
+from birl.process import kill
 from birl.rewards.functions import Answers, CallFailed, Invocation, failed
 from birl.types import Outcome
 
@@ -175,7 +176,7 @@ class Worker:
         with self._lock:
             self._closed = True
             if self._process is not None:
-                _kill_group(self._process)
+                kill(self._process.pid)
 
     def end(self) -> None:
         """Leaves no process, zombie or open pipe behind. Like `call`, only for the thread that keeps this worker."""
@@ -183,7 +184,7 @@ class Worker:
             process, self._process = self._process, None
         if process is None:
             return
-        _kill_group(process)
+        kill(process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5.0)
         for pipe in (process.stdin, process.stdout):
@@ -282,11 +283,6 @@ def _checkout() -> str:
     """The folder that birl is imported from where it is not installed: the worker must find it from any folder."""
     folder = str(Path(__file__).parents[2])
     return "" if folder.endswith("-packages") else folder
-
-
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait(process: "subprocess.Popen[bytes]", descriptor: int, event: int, deadline: float) -> bool:

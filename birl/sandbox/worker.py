@@ -5,7 +5,6 @@ import base64
 import contextlib
 import json
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from birl.errors import BirlError
+from birl.process import kill
 from birl.sandbox import command as commands
 from birl.sandbox import folder, seccomp
 from birl.sandbox.cgroup import MemoryGroup
@@ -119,8 +119,7 @@ class Worker:
         if self.group is not None:
             self.group.kill()
         elif program and self.kind not in NAMESPACES:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(program, signal.SIGKILL)
+            kill(program)
 
     async def close(self) -> None:
         await self._end()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birl.process_group import WRAPPER
+from birl.process import tied
 
 FORK = multiprocessing.get_context("forkserver")
 
@@ -59,7 +59,7 @@ def started(words: list[str]) -> Child:
     """`birl WORDS`, as a user starts it; it does not outlive this process. Its output is a pipe, not a file as that of
     `Group`: `no_room` would cut that off with its other files."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", WRAPPER, str(os.getpid()), sys.executable, "-m", "birl", *words],
+        tied([sys.executable, "-m", "birl", *words]),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

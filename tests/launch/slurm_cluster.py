@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from birl.process_group import ProcessGroup
+from birl.process import ProcessGroup
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 NODES = ("n1", "n2", "n3")

@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from birl.envs.adapters.package import unknown
-from birl.envs.child import kill, tied
 from birl.errors import BirlError
+from birl.process import free_port, kill, tied
 from birl.rewards.requests import LOCAL
 
 STARTS = 60.0  # seconds a server may take
@@ -73,12 +72,10 @@ class Server:
 
 
 def started(command: str) -> Server:
-    """A server on a free port, which ends with the thread that starts it (`child.py`)."""
+    """A server on a free port, which ends with the thread that starts it."""
     if "{port}" not in command:
         raise BirlError(f"env.command={command}: it needs {{port}} where the server takes its port.")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [word.replace("{port}", str(port)) for word in shlex.split(command)]
     if words[0] == "python":
         words[0] = sys.executable  # the one that has the package

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from birl.errors import BirlError
+from birl.process import kill
 
 PROGRAM = Path(__file__).parent / "worker"
 START = 90.0  # seconds a worker may take to start
@@ -130,8 +131,7 @@ class Worker:
         """Leaves no process and no file behind. A second call waits for the first one's end too."""
         self.killed = True
         if self.process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill(self.process.pid)
         kill_marked(self.folder)
         self._end_waits()
         with suppress(TimeoutError):
