@@ -66,7 +66,7 @@ class ProcessGroup:
         log.parent.mkdir(parents=True, exist_ok=True)
         check_target(log)
         with log.open("ab") as out:
-            self._began_at = out.tell()  # where its part of the log begins [bytes]
+            self.began_at = out.tell()  # where its part of the log begins [bytes]
             self._leader = subprocess.Popen(
                 tied(command),
                 stdin=subprocess.PIPE if text else subprocess.DEVNULL,
@@ -120,7 +120,7 @@ class ProcessGroup:
     def tail(self, size: int = 8192) -> str:
         """The end of what it printed, at most `size` [bytes]."""
         with self.log.open("rb") as file:
-            file.seek(max(self._began_at, file.seek(0, os.SEEK_END) - size))
+            file.seek(max(self.began_at, file.seek(0, os.SEEK_END) - size))
             return file.read().decode(errors="replace")
 
     def kill(self) -> None:

@@ -14,7 +14,7 @@ from birl.cli import main
 from birl.errors import BirlError
 from birl.launch.launcher import find
 from birl.learner.store import COMPLETE
-from birl.process_group import ProcessGroup
+from birl.process import ProcessGroup
 from birl.regular import write_whole
 from tests.tiny import tiny_model_folder
 from tests.track.traces import ahead, write

@@ -1,5 +1,5 @@
 """`birl launch modal`: one app of Modal's cloud for each job, with the learner in one container and each engine in one
-of its own (`modal_app.py` defines it, `modal_roles.py` is what runs there). Detached: this machine may be switched off.
+of its own (`modal_app.py` defines it, `modal_container.py` is what runs there). Detached.
 
 It was tried with Modal's own client against a stand-in for its servers, and never in the cloud itself.
 """
@@ -22,8 +22,7 @@ from birl.launch import external
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, find
-from birl.launch.modal_plan import ModalPlan, prepare
-from birl.launch.modal_settings import VARIABLE
+from birl.launch.modal_plan import VARIABLE, ModalPlan, prepare
 
 MODULE = "birl.launch.modal_app"
 REWARDS = "birl.launch.modal_rewards"  # where a reward function that stays on this machine is found in the cloud

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import birl
-from birl.launch import modal_checks, modal_engines, modal_learner
-from birl.launch.modal_roles import ContainerWork, end_all
-from birl.launch.modal_settings import HERE, LONGEST, ROOT, SOURCE, VARIABLE, settings
+from birl.launch import modal_checks, modal_container, modal_learner
+from birl.launch.modal_container import ContainerWork
+from birl.launch.modal_plan import HERE, LONGEST, ROOT, SOURCE, VARIABLE, settings
 from birl.launch.package import ALONE, requirements
 
 modal: Any = import_module("modal")  # the extra `modal`
@@ -91,7 +91,7 @@ class Learner:
     @modal.exit()
     def leave(self) -> None:
         """The container goes, by itself or because Modal wants its machine back: let the run save."""
-        end_all()
+        modal_container.end_all()
         with suppress(Exception):  # there may be no time left
             volume.commit()
 
@@ -104,11 +104,11 @@ class Engine:
     @modal.method()
     def run(self, command: list[str], work: dict[str, Any], number: int) -> int:
         asked = ContainerWork(command=command, **work)
-        return modal_engines.serve(asked, number, notes(), forward=modal.forward)
+        return modal_container.serve(asked, number, notes(), forward=modal.forward)
 
     @modal.exit()
     def leave(self) -> None:
-        end_all()
+        modal_container.end_all()
 
 
 @app.function(**COMMON)

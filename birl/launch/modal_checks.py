@@ -6,16 +6,17 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from birl.engines import names
 from birl.errors import BirlError
+from birl.process import ProcessGroup
 
 START = 1200.0  # s that a model may take to come
 
@@ -58,30 +59,24 @@ def rollout(model: str, prompt: str, max_tokens: int, words: tuple[str, ...] = (
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BIRL_CACHE"] = folder
-        log = Path(folder) / "engine.log"
-        with log.open("wb") as out:
-            command = [sys.executable, "-m", "birl", "serve", f"model.path={model}", "name=check/0", *words]
-            env = {**os.environ, "BIRL_TOKEN": token}
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+        command = [sys.executable, "-m", "birl", "serve", f"model.path={model}", "name=check/0", *words]
+        child = ProcessGroup(command, log=Path(folder) / "engine.log", env={**os.environ, "BIRL_TOKEN": token})
         began = time.monotonic()
         try:
-            while not (found := names.find("check/0")):
-                if child.poll() is not None or time.monotonic() - began > START:
-                    raise BirlError(f"model={model}: no engine started.\n{log.read_text(errors='replace')[-2000:]}")
+            while not (result := names.find("check/0")):
+                if not child.alive or time.monotonic() - began > START:
+                    raise BirlError(f"model={model}: no engine started.\n{child.tail(2000)}")
                 time.sleep(0.1)
             ready = time.monotonic() - began
-            messages = [{"role": "user", "content": prompt}]
-            body = {"messages": messages, "max_tokens": max_tokens, "seed": 0, "return_token_ids": True}
-            began = time.monotonic()
-            said = _post(f"{found[0]}/v1/chat/completions", token, body)["choices"][0]
-            seconds = time.monotonic() - began
+            body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "seed": 0}
+            answer = httpx.post(
+                f"{result[0]}/v1/chat/completions", json=body | {"return_token_ids": True}, timeout=600.0,
+                headers={"Authorization": f"Bearer {token}"}, trust_env=False,
+            )  # fmt: skip
+            said = answer.raise_for_status().json()["choices"][0]
+            seconds = time.monotonic() - began - ready
         finally:
-            child.terminate()
-            try:
-                child.wait(30.0)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.end(30.0)
     result = {
         "text": said["message"]["content"],
         "tokens": len(said["token_ids"]),
@@ -90,14 +85,6 @@ def rollout(model: str, prompt: str, max_tokens: int, words: tuple[str, ...] = (
     }
     print(json.dumps(result))
     return result
-
-
-def _post(url: str, token: str, body: dict[str, Any]) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=600.0) as answer:
-        return json.load(answer)
 
 
 def reward(name: str, completion: str, gold: str) -> dict[str, Any]:

@@ -1,18 +1,87 @@
-"""The learner in its container: waits for its engines, runs, is stopped, and says how it ended."""
+"""The learner in its container: waits for its engines, runs, is stopped, and reports how it ended. Each engine notes
+its address every few seconds, and is registered here under the engines' name, where `engine.attach` looks."""
 
 import os
-import subprocess
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from birl.engines import names
 from birl.errors import BirlError
 from birl.exits import MISTAKE, STOPPED
-from birl.launch.modal_engines import Directory
-from birl.launch.modal_roles import BEAT, START, ContainerWork, Ended, Notes, Streamed, link
+from birl.launch.modal_container import BEAT, START, ContainerWork, Ended, Notes, Streamed
 
+LIFE = 6  # beats after which an engine that notes nothing is taken for gone
 COMMIT = 60.0  # s between two writes of the volume
 SAVE = 900.0  # s that a learner may take to save and end
 FINAL = (0, MISTAKE, *STOPPED)  # exit codes after which another start would change nothing
+
+
+class Directory:
+    """Engines that note new beats are registered under `name` on this machine; one that stopped is forgotten."""
+
+    def __init__(self, notes: Notes, name: str, count: int, beat: float = BEAT) -> None:
+        self.notes, self.name, self.count, self.beat = notes, name, count, beat
+        self.entries: dict[int, names.Entry] = {}
+        self._heard: dict[int, tuple[object, float]] = {}  # last beat, and when it was another than before
+        self._over = threading.Event()
+
+    def look(self) -> None:
+        for number in range(self.count):
+            note = self.notes.get(f"engine/{number}") or {}
+            beat, known = note.get("beat"), self._heard.get(number)
+            if known is None:  # may be the last word of one that is long gone
+                self._heard[number] = (beat, float("-inf"))
+            elif beat != known[0]:
+                self._heard[number] = (beat, time.monotonic())
+            fresh = time.monotonic() - self._heard[number][1] < LIFE * self.beat
+            self._keep(number, str(note.get("url", "")) if fresh and note.get("state") == "running" else "")
+
+    def _keep(self, number: int, url: str) -> None:
+        entry = self.entries.get(number)
+        if entry is not None and entry.address != url:
+            names.forget(self.entries.pop(number))
+            entry = None
+        if entry is not None:
+            names.touch(entry)
+        elif url:
+            self.entries[number] = names.register(self.name, url, os.getpid(), f"engine {number}")
+
+    def missing(self) -> list[int]:
+        return [number for number in range(self.count) if number not in self.entries]
+
+    def __enter__(self) -> "Directory":
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._over.wait(self.beat):
+            try:
+                self.look()
+            except Exception as error:  # the notes are out of reach: engines stay as long as names live
+                print(f"birl: engines cannot be looked up now: {error}", flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10.0)
+        for entry in self.entries.values():
+            names.forget(entry)
+
+
+def link(work: ContainerWork) -> Path:
+    """The folder on the volume, made, and reachable under the name that the command uses. Raises `BirlError`."""
+    place, here = Path(work.place), Path(work.run)
+    place.mkdir(parents=True, exist_ok=True)
+    if here.is_symlink():
+        here.unlink()
+    if here.exists() and here.resolve() != place.resolve():
+        raise BirlError(f"run={work.run}: is a file or folder of the container already; choose another run=...")
+    if not here.exists():
+        here.parent.mkdir(parents=True, exist_ok=True)
+        here.symlink_to(place, target_is_directory=True)
+    return place
 
 
 def learn(
@@ -100,8 +169,8 @@ def watch(
     beat: float,
 ) -> tuple[int, str]:
     """Until the child has ended: its exit code, and why it was ended: "" (by itself), stop or time."""
-    began, committed = time.monotonic(), time.monotonic()
-    while child.process.poll() is None:
+    began = committed = time.monotonic()
+    while child.alive:
         try:
             note("running", "")
             if notes.get("stop"):
@@ -113,11 +182,8 @@ def watch(
             written(commit)
         if time.monotonic() - began > seconds:
             return child.end(SAVE), "time"
-        try:
-            child.process.wait(beat)
-        except subprocess.TimeoutExpired:
-            continue
-    return child.wait(10.0), ""
+        child.wait(beat)
+    return child.end(10.0), ""
 
 
 def written(commit: Callable[[], object]) -> None:

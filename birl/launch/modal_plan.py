@@ -1,9 +1,14 @@
-"""What a job becomes in Modal's cloud: the app's settings, and the command of each container."""
+"""What a job becomes in Modal's cloud: the app's settings, and the command of each container.
 
+`Settings` are needed where the app is defined: on the machine that deploys it, and again in each container, which
+imports the same module. They travel in one environment variable as JSON; no secret is in it, only names."""
+
+import json
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,14 +16,75 @@ from birl.config.decided import weights_method
 from birl.errors import BirlError
 from birl.launch import package
 from birl.launch.job import Job, Role
-from birl.launch.modal_settings import HERE, LARGEST, LONGEST, ROOT, Machine, Settings
+from birl.launch.plan import typed
+
+VARIABLE = "BIRL_MODAL"
+ROOT = "/birl"  # where the volume is
+HERE = "/root/work"  # where commands run, and where files of the user's folder are
+SOURCE = "/root/birl"  # this package, unless `package` names what pip installs
+LARGEST = 8  # GPUs that one container can have
+LONGEST = 24 * 3600  # s that Modal lets a function run
 
 SAVING = 1200  # s of a container's life that are kept for saving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What one container gets. `gpu` in Modal's words, "A100:2"; empty: none. `memory_mb` 0: Modal's default.
+
+    Example: Machine(gpu="A100:2", cpus=8, memory_mb=65536)
+    """
+
+    gpu: str = ""
+    cpus: float = 1.0
+    memory_mb: int = 0
+
+    def words(self) -> dict[str, Any]:
+        """As `app.function` takes it."""
+        return {"gpu": self.gpu or None, "cpu": self.cpus, "memory": self.memory_mb or None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Of one app. `files`: pairs of a place here and a place in the containers. `env`: names of variables whose values
+    the deploying process has, `secrets`: names of secrets that Modal has. `package`: what pip installs instead of this
+    package's own source; `requirements` of that source, and packages that are installed `alone`, without theirs;
+    `packages`: further ones; `vllm`: of an environment of its own, /opt/vllm; `browser`: whether
+    BrowserGym gets one, too.
+
+    Example: Settings(app="birl-demo", learner=Machine(gpu="A100"), engine=Machine(gpu="A10G"), env=("HF_TOKEN",))
+    """
+
+    app: str = "birl"
+    volume: str = "birl"
+    environment: str = ""
+    learner: Machine = Machine(gpu="A100")
+    engine: Machine = Machine(gpu="A10G")
+    engines: int = 1
+    seconds: int = LONGEST
+    restarts: int = 3
+    env: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    package: str = ""
+    requirements: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    vllm: str = ""
+    browser: bool = False
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """As this process was configured; else the defaults."""
+    return typed(Settings, json.loads(environ.get(VARIABLE) or "{}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModalPlan:
-    """`work`: the fields of `modal_roles.Work` but the command. `here`: the learner is to run on this machine.
+    """`work`: the fields of `modal_container.ContainerWork` but the command. `here`: the learner runs on this machine.
 
     Example: plan = prepare(derive("rl", words, keys), keys)
     """

@@ -14,7 +14,7 @@ from importlib import import_module
 from queue import Empty
 from typing import Any
 
-from birl.launch.modal_settings import settings
+from birl.launch.modal_plan import settings
 from birl.rewards.functions import PER_CALL
 from birl.types import UNSCORED
 

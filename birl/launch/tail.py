@@ -3,16 +3,22 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from birl.regular import open_regular
 
 POLL = 0.2  # s between two looks
 
 
-def lines(files: Callable[[], Mapping[str, Path]], follow: bool, over: Callable[[], bool]) -> Iterator[str]:
+def lines(
+    files: Callable[[], Mapping[str, Path]],
+    follow: bool,
+    over: Callable[[], bool],
+    start: Mapping[Path, int] = MappingProxyType({}),
+) -> Iterator[str]:
     """`files` gives the logs that there are now, by what to write before their lines where there are several. With
-    `follow` until `over`."""
-    read: dict[Path, int] = {}
+    `follow` until `over`. `start`: where to begin in a file [bytes]."""
+    read = dict(start)
     while True:
         last = not follow or over()
         logs = files()

@@ -12,7 +12,7 @@ from typing import Any
 from modal._serialization import deserialize, serialize
 
 from birl.launch import modal_app
-from birl.launch.modal_settings import ROOT
+from birl.launch.modal_plan import ROOT
 
 
 @contextmanager

@@ -20,9 +20,8 @@ from birl.engines import names
 from birl.errors import BirlError
 from birl.launch import modal_checks
 from birl.launch.modal import learner_status
-from birl.launch.modal_engines import Directory, serve
-from birl.launch.modal_learner import learn
-from birl.launch.modal_roles import ContainerWork, Ended
+from birl.launch.modal_container import ContainerWork, Ended, serve
+from birl.launch.modal_learner import Directory, learn
 
 pytestmark = pytest.mark.timeout(90)
 
