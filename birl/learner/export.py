@@ -20,6 +20,7 @@ from birl.errors import BirlError, first_line
 from birl.hub import is_run, run_of
 from birl.learner import checkpoint
 from birl.learner.lora import digest, merged, targets
+from birl.learner.optimizer import on_grid
 from birl.learner.tensors import Reader
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
@@ -153,10 +154,12 @@ def check_names(path: Path, run: Path, model: nn.Module, found: set[str]) -> Non
 
 
 def whole_of_adapters(path: Path, run: Path) -> dict[str, Tensor]:
-    """The base model's weights with the trained matrices merged in; heads as they are."""
+    """The base model's weights with the trained matrices merged in, as the run had them: numbers of the type that it
+    computed in. Heads as they are."""
     weights = checkpoint.read_tensors(path, "model.")
     heads = {f"{name}.weight": weights[f"{name}.weight"] for name in HEADS if f"{name}.weight" in weights}
     base = base_model(path, run)
+    on_grid((p.data for p in base.parameters()), computed_in(run))
     whole = merged_weights(base, adapters(weights), alpha_of(path))
     own = {name for name, _ in base.named_parameters()} | {name for name, _ in base.named_buffers()}
     return {n: t for n, t in whole.items() if n in own} | heads

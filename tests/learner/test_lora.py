@@ -23,6 +23,7 @@ from birl.models.load import load_model
 from tests.data.test_pack import groups
 from tests.engine.test_engine import PROMPTS, Bench, seeded
 from tests.learner.test_learner import reinforce
+from tests.learner.test_optimizer import on_ties
 from tests.models.test_decoder import MAKERS, made
 from tests.tiny import tiny_model
 from tests.train import test_rl
@@ -326,6 +327,24 @@ def test_what_is_exported_is_what_was_trained(tiny: Path, tmp_path: Path, words:
     config = peft.PeftConfig.from_pretrained(str(tmp_path / "adapter"))
     assert config.base_model_name_or_path == str(tiny)
     assert set(config.target_modules) == (set(NAMES) if len(words) == 1 else {"q_proj", "up_proj"})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", [[], ["lora.dora=true"]])
+def test_an_export_is_what_was_trained_to_the_bit_where_the_base_lies_on_ties(
+    tiny: Path, tmp_path: Path, words: list[str]
+) -> None:
+    base = tmp_path / "base"
+    on_ties(tiny_model(vocab=320)).save_pretrained(base)
+    for file in tiny.glob("*token*"):
+        (base / file.name).write_bytes(file.read_bytes())
+    run = trained(base, tmp_path, "lora.rank=4", "model.dtype=bfloat16", "steps=1", "optimizer.lr=1e-6", *words)
+    learner = Learner(load_model(base), dtype=torch.bfloat16, lora=Lora(rank=4, dora=bool(words)))
+    checkpoint.load(run / "checkpoints" / "step-000001", learner.tensors())
+    learner.loaded(1)
+    export(run / "checkpoints" / "step-000001", run, tmp_path / "merged")
+    exported = dict(load_model(tmp_path / "merged").named_parameters())
+    for name, parameter in learner.model.named_parameters():
+        assert torch.equal(parameter.float(), exported[name]), name
 
 
 def test_export_needs_the_base_and_says_so(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
