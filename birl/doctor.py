@@ -89,7 +89,6 @@ OPTIONAL = (
     Package("mlflow", "mlflow", "3.1", "curves to MLflow, track.mlflow", "pip install 'birl[mlflow]'"),
     Package("trackio", "trackio", "0.40", "curves to Trackio, track.trackio", "pip install 'birl[trackio]'"),
     Package("swanlab", "swanlab", "0.10", "curves to SwanLab, track.swanlab", "pip install 'birl[swanlab]'"),
-    Package("matplotlib", "matplotlib", "3.8", "draws Trainer.plot()", "pip install 'birl[notebook]'"),
     Package("pandas", "pandas", "2.0", "tables of rollouts, .to_pandas()", "pip install 'birl[notebook]'"),
     Package("IPython", "ipython", "8.20", "progress in a notebook", "pip install 'birl[notebook]'"),
     Package("s3fs", "s3fs", "2024.6", "copies checkpoints to S3, checkpoint.store=s3://...", "pip install 'birl[s3]'"),

@@ -14,13 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from birl import trl
 from birl.errors import BirlError
 from birl.given import Given
 from birl.track.records import Records
 from birl.trl import LOSS_TYPES, SCALES
+
+if TYPE_CHECKING:
+    from birl.track.charts import Curves
 
 Reward = Callable[..., Sequence[float]] | str
 
@@ -99,10 +102,10 @@ class Started:
         """The lines of validation.jsonl, with some answers each."""
         return Records(self.run / "validation.jsonl")
 
-    def plot(self, *names: str) -> Any:
-        """A matplotlib figure of these metrics by step, or of those that say most: `trainer.plot("reward/mean", "kl")`,
-        `trainer.plot().savefig("curves.png")`. Needs `pip install "birl[notebook]"`."""
-        from birl.track.plots import plot
+    def plot(self, *names: str) -> "Curves":
+        """Charts of these metrics by step, or of those that say most, which a notebook shows:
+        `trainer.plot("reward/mean", "kl")`, `trainer.plot().save("curves.html")`."""
+        from birl.track.charts import plot
 
         return plot(self.run, names)
 

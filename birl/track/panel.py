@@ -1,7 +1,8 @@
 """The live panel as a pure function of a run's progress and the room there is."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from rich import box
 from rich.columns import Columns
@@ -13,7 +14,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from birl.track import chart
 from birl.track.progress import Progress, failures
 from birl.track.units import count, duration, figure, share
 from birl.visible import visible
@@ -21,6 +21,7 @@ from birl.visible import visible
 PHASES = ("generate", "reward", "train", "validate", "checkpoint", "other")  # time/<name>
 CELL = 28  # columns of a figure
 Cell = tuple[str, str, str]  # label, figure, style of both
+_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .-=+*%#@"
 
 
 class ProgressPanel:
@@ -101,7 +102,7 @@ def _curves(progress: Progress, width: int, tall: bool, plain: bool) -> Iterator
         about = Text(("\n" if tall else " ").join(parts), no_wrap=True, overflow="crop")
         about.stylize(f"bold {style}", len(parts[0]) + 1, len(parts[0]) + 1 + len(parts[1]))
         room = width - 2 - max(map(len, about.plain.split("\n")))
-        lines = chart.sparkline(values, max(room, 1), 3 if tall and not plain else 1, plain)
+        lines = sparkline(values, max(room, 1), 3 if tall and not plain else 1, plain)
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_row(about, Text("\n".join(lines), style, no_wrap=True, overflow="crop"))
         yield grid if room >= 4 else about
@@ -151,3 +152,40 @@ def _episodes(m: dict[str, float]) -> Iterator[Cell]:
         yield "finished", f"{count(m.get('outcome/ok', 0))} of {count(m['outcome/asked'])}", ""
     if m.get("outcome/truncated"):
         yield "truncated", count(m["outcome/truncated"]), "yellow"
+
+
+def sparkline(values: Sequence[float], width: int, height: int = 1, ascii_only: bool = False) -> list[str]:
+    """The values as `height` lines of at most `width` columns, lowest value to highest. NaN leaves a gap.
+
+    Example: sparkline([0, 1, 2, 3], width=4) == ["▁▃▆█"]
+    """
+    columns = resampled(values, width)
+    finite = [value for value in columns if math.isfinite(value)]
+    if not finite:
+        return [""] * height
+    low = min(finite)
+    span = max(finite) / 2 - low / 2  # of halves: the difference of two floats may be none
+    marks = _ASCII if ascii_only else _BLOCKS
+    levels = [_level(value, low, span, 8 * height) for value in columns]
+    return ["".join(marks[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(height))]
+
+
+def _level(value: float, low: float, span: float, top: int) -> int:
+    """1 to `top`; a flat curve lies in the middle, and 0 is nothing."""
+    if not math.isfinite(value):
+        return 0
+    return 1 + round((top - 1) * ((value / 2 - low / 2) / span)) if span > 0 else max(1, top // 2)
+
+
+def resampled(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values: each the mean of finite neighbours, or, where they are few, itself up to six times."""
+    if len(values) <= width:
+        wide = min(width, 6 * len(values))
+        return [values[i * len(values) // wide] for i in range(wide)]
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [mean(values[start:end]) for start, end in pairwise(edges)]
+
+
+def mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -1,4 +1,4 @@
-"""report.html: what a run did, in one file without scripts or outside parts, from the files of its folder alone."""
+"""report.html: what a run did, in one file without outside parts, from the files of its folder alone."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from birl.regular import read_bytes, write_whole
+from birl.track.charts import Charts, Line, escape, line
 from birl.track.figures import TABLE, figure, headed, ordered
 from birl.track.panel import PHASES
 from birl.track.progress import headline, idle_words, numbers, rises, source, stored
 from birl.track.runs import summary
-from birl.track.style import CSS
 from birl.track.summary import Pair, change, facts, pairs, shown, tally, told, trained_on, verdict
-from birl.track.svg import Series, curves, escape, stacked
 from birl.track.units import count, counted, decimal, duration
 from birl.types import Outcome
 
 PAIRS_SHOWN = 12
-# Nothing may load and no script may run, whatever a model has written into its answers.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 CHARTS = ("entropy", "kl", "length/mean", "grad_norm", "clip_fraction", "speed/generate", "mismatch/mean")
 Records = list[dict[str, Any]]
 
@@ -36,25 +33,17 @@ def report(run: Path) -> str:
     kept = {key: value for key, value in summary(run).items() if value is not None}
     result = {key: kept[key] for key in ("ended", "finished") if key in kept} | facts(run)
     title = str(kept.get("title") or run.name)
+    charts = Charts()
     body = [
         _head(run, title, result),
-        _curves(steps, validations),
+        _curves(charts, steps, validations),
         _samples(pairs(validations)),
         _counts(steps),
         _next(kept.get("next"), bool(kept.get("finished"))),
         _config(run / "config.yaml"),
-        _others(steps, validations),
+        _others(charts, steps, validations),
     ]
-    return _page(title, "".join(body))
-
-
-def _page(title: str, body: str) -> str:
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>{escape(title)} · birl</title>'
-        f"<style>{CSS}</style></head>\n<body><main>{body}</main></body></html>\n"
-    )
+    return charts.page(title, "".join(body))
 
 
 def _head(run: Path, title: str, found: Mapping[str, Any]) -> str:
@@ -65,7 +54,7 @@ def _head(run: Path, title: str, found: Mapping[str, Any]) -> str:
         state = f"{verb} {escape(found['ended'])[:16].replace('T', ' ')} UTC"
     idle = f"<p><b>Warning:</b> {idle_words(found['idle'], found['steps'])}.</p>" if found.get("idle") else ""
     return (
-        f'<h1>{escape(title)}</h1><p class="soft">{escape(run)} · {state}</p>{idle}'
+        f'<h1>{escape(title)}</h1><p class="muted">{escape(run)} · {state}</p>{idle}'
         f'<div class="facts">{"".join(cards)}</div>'
     )
 
@@ -89,36 +78,31 @@ def _fact(before: str, value: str, note: str) -> str:
     return f'<div class="fact"><b>{before}{escape(value)}</b><span>{escape(note)}</span></div>'
 
 
-def _series(records: Records, names: Mapping[str, str]) -> list[Series]:
-    result = []
-    for label, name in names.items():
-        rows = [record for record in records if isinstance(record.get(name), (int, float))]
-        if rows:
-            result.append(Series(name=label, steps=[row["step"] for row in rows], values=[row[name] for row in rows]))
-    return result
-
-
-def _curves(steps: Records, validations: Records) -> str:
+def _curves(charts: Charts, steps: Records, validations: Records) -> str:
     if not steps and not validations:
-        return '<p class="soft">No step was finished.</p>'
+        return '<p class="muted">No step was finished.</p>'
     name = headline(steps[0]) if steps else "loss"
-    tested = {metric.removeprefix("validation/"): metric for metric in _tested(validations)}
+    tested = [line(metric, validations, metric.removeprefix("validation/")) for metric in _tested(validations)]
     drawn = [
-        curves("Training reward" if name == "reward/mean" else "Training loss", _series(steps, _lines(name))),
-        curves("Validation", _series(validations, tested)),
-        *(curves(_heading(name), _series(steps, _lines(name))) for name in CHARTS),
-        stacked("Where the time goes [s per step]", _time_series(steps)),
+        charts.draw("Training reward [reward]" if name == "reward/mean" else "Training loss", _lines(name, steps)),
+        charts.draw("Validation", tested),
+        *(
+            charts.draw(headed(row.title, row.unit), _lines(row.name, steps), about=row.about)
+            for row in map(figure, CHARTS)
+        ),
+        charts.draw("Where the time goes [s per step]", _time_series(steps), stacked=True),
     ]
-    return f'<h2>Curves</h2><div class="curves">{"".join(drawn)}</div>'
+    return f'<h2>Curves</h2><div class="charts">{"".join(drawn)}</div>'
 
 
-def _heading(name: str) -> str:
-    return headed(figure(name).title, figure(name).unit)
+def _together(name: str) -> dict[str, str]:
+    """The figures that share a chart with `name`, by name, and what each line is called."""
+    return {row.name: row.line for row in TABLE.values() if row.title == figure(name).title}
 
 
-def _lines(name: str) -> dict[str, str]:
-    """The figures that share a chart with `name`, by what each line is called."""
-    return {row.line: row.name for row in TABLE.values() if row.title == figure(name).title}
+def _lines(name: str, steps: Records) -> list[Line]:
+    lines = [line(one, steps, label) for one, label in _together(name).items()]
+    return [one for one in lines if one[1]]
 
 
 def _tested(validations: Records) -> list[str]:
@@ -136,11 +120,11 @@ def _same(records: Records, one: str, other: str) -> bool:
     return all(record.get(one) == record.get(other) for record in records)
 
 
-def _time_series(steps: Records) -> list[Series]:
+def _time_series(steps: Records) -> list[Line]:
     """Only the parts that took any time; a step that lacks one took none of it."""
     at = [record["step"] for record in steps]
     parts = {part: [record.get(f"time/{part}", 0.0) for record in steps] for part in PHASES}
-    return [Series(name=part, steps=at, values=values) for part, values in parts.items() if any(v > 0 for v in values)]
+    return [(part, at, values) for part, values in parts.items() if any(v > 0 for v in values)]
 
 
 def _samples(all_pairs: list[Pair]) -> str:
@@ -151,19 +135,19 @@ def _samples(all_pairs: list[Pair]) -> str:
     inside = f'<div class="inside">{"".join(map(_side_by_side, rest))}</div>'
     more = f"<details><summary>{len(rest)} more</summary>{inside}</details>"
     body = "".join(map(_side_by_side, first)) + (more if rest else "")
-    return f'<h2>Before and after</h2><p class="soft">First and last validation: {escape(tally(all_pairs))}.</p>{body}'
+    return f'<h2>Before and after</h2><p class="muted">First and last validation: {escape(tally(all_pairs))}.</p>{body}'
 
 
 def _side_by_side(pair: Pair) -> str:
-    answer = f' <span class="soft">→ {escape(pair.answer)}</span>' if pair.answer else ""
+    answer = f' <span class="muted">→ {escape(pair.answer)}</span>' if pair.answer else ""
     asked = f'<div class="prompt text">{escape(pair.prompt)}{answer}</div>'
     before = _side("before", pair.before, pair.score_before, pair.threshold)
     sides = before + _side("after", pair.after, pair.score_after, pair.threshold)
-    return f'<div class="pair">{asked}<div class="sides">{sides}</div></div>'
+    return f'<div class="pair">{asked}<div class="answers">{sides}</div></div>'
 
 
 def _side(when: str, text: str, score: float, threshold: float) -> str:
-    said = f'<div class="verdict">{when}: {told(score, threshold)}</div>'
+    said = f'<div class="judged">{when}: {told(score, threshold)}</div>'
     kind = verdict(score, threshold) or "unscored"
     return f'<div class="side {kind}">{said}<div class="text">{escape(text)}</div></div>'
 
@@ -183,7 +167,7 @@ def _counts(steps: Records) -> str:
         else "These do not add up: please report it."
     )
     tables = _table(("episodes", count(total["asked"]), ""), rows) + _table(("groups", "", ""), groups)
-    return f'<h2>Outcomes</h2><p class="soft">{note}</p><div class="tables">{tables}</div>'
+    return f'<h2>Outcomes</h2><p class="muted">{note}</p><div class="tables">{tables}</div>'
 
 
 def _sum(steps: Records, name: str) -> float:
@@ -210,18 +194,15 @@ def _config(path: Path) -> str:
     return f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>"
 
 
-def _others(steps: Records, validations: Records) -> str:
+def _others(charts: Charts, steps: Records, validations: Records) -> str:
     """A chart for each metric that has none yet, new and unknown ones included; not for one that was always zero."""
-    known = {name for first in (*CHARTS, "reward/mean") for name in _lines(first).values()}
-    known |= set(_tested(validations))
+    known = {name for first in (*CHARTS, "reward/mean") for name in _together(first)} | set(_tested(validations))
     drawn = []
     for records in (steps, validations):
         names = list(dict.fromkeys(name for record in records for name in numbers(record)))
         names = [name for name in names if name not in known and any(record.get(name) for record in records)]
-        drawn += [curves(row.heading, _series(records, {"": row.name}), points=100) for row in ordered(names)]
-    inside = f'<div class="inside"><div class="curves">{"".join(drawn)}</div></div>'
-    return (
-        f"<h2>Everything else</h2><details><summary>{len(drawn)} more curves</summary>{inside}</details>"
-        if drawn
-        else ""
-    )
+        for row in ordered(names):
+            drawn.append(charts.draw(row.heading, [line(row.name, records, row.name)], about=row.about, points=100))
+    inside = f'<div class="inside"><div class="charts">{"".join(drawn)}</div></div>'
+    summary = f"<details><summary>{len(drawn)} more curves</summary>{inside}</details>"
+    return f"<h2>Everything else</h2>{summary}" if drawn else ""

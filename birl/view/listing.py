@@ -24,11 +24,14 @@ def routes(runs: Runs) -> list[Route]:
         return Answer({"folders": [str(root) for root in runs.roots], "runs": [_row(run, kept) for run in runs]})
 
     def told(request: Request) -> Response:
-        """The report as of now, without waiting for the run's end. Nothing in it can run, whatever the run wrote."""
-        from birl.track.report import POLICY, report  # loads rich
+        """The report as of now, without waiting for the run's end. Only its own script runs, whatever the run wrote."""
+        from birl.track.charts import POLICY  # loads rich
+        from birl.track.report import report
 
         html = report(runs[request.query_params.get("run", "")].folder)
-        return HTMLResponse(html, headers={"content-security-policy": f"{POLICY}; sandbox; frame-ancestors 'none'"})
+        return HTMLResponse(
+            html, headers={"content-security-policy": f"{POLICY}; sandbox allow-scripts; frame-ancestors 'none'"}
+        )
 
     return [Route("/api/runs", answer, methods=["GET"]), Route("/report", told, methods=["GET"])]
 

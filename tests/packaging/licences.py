@@ -26,6 +26,9 @@ birl contains no code of these packages: `pip` installs them beside it, for the 
 writes this page from the metadata of what is installed; a test refuses a licence that is not on the list in
 `tests/packaging/licences.py`. The texts are in the packages' own `*.dist-info` folders.
 
+`birl/view/static/vendor/` is uPlot 1.6.32 as npm has it, which draws the charts of page, reports and notebooks:
+MIT, with its licence beside it.
+
 | package | licence | home |
 |---|---|---|
 """

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from birl.track import chart
 from birl.track.console import Terminal, step_line, validation_line
 from birl.track.notebook import NotebookView
-from birl.track.panel import ProgressPanel
+from birl.track.panel import ProgressPanel, sparkline
 from birl.track.progress import Progress
 from birl.track.units import count, counted, duration, figure
 from tests.track import runs
@@ -165,11 +164,11 @@ def test_characters_that_the_terminal_lacks_are_no_error(monkeypatch: pytest.Mon
 
 
 def test_sparkline() -> None:
-    assert chart.sparkline([0, 1, 2, 3], 4) == ["▁▃▆█"]
-    assert chart.sparkline([0, math.nan, 3], 3) == ["▁ █"]
-    assert chart.sparkline([1, 1], 2) == ["▄▄"]
-    assert chart.sparkline([], 5, height=2) == ["", ""]
-    assert len(chart.sparkline(range(1000), 37)[0]) == 37
+    assert sparkline([0, 1, 2, 3], 4) == ["▁▃▆█"]
+    assert sparkline([0, math.nan, 3], 3) == ["▁ █"]
+    assert sparkline([1, 1], 2) == ["▄▄"]
+    assert sparkline([], 5, height=2) == ["", ""]
+    assert len(sparkline(range(1000), 37)[0]) == 37
 
 
 def test_units() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+import html
 import json
 import os
 import re
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 
 from birl import BirlError, Trainer, signals
+from birl.track.charts import plot
 from birl.track.console import NoView, PlainView, Terminal, open_view
 from birl.track.notebook import LINES, NotebookView
-from birl.track.plots import plot
 from birl.track.progress import Progress
 from birl.track.records import Records
 from tests.track import runs
@@ -109,12 +110,18 @@ def test_files_are_sequences_and_tables(tmp_path: Path) -> None:
 
 def test_curves(tmp_path: Path) -> None:
     run = finished(tmp_path)
-    figure = plot(run)
-    titles = [ax.get_title(loc="left") for ax in figure.axes if ax.get_title(loc="left")]
-    assert titles[:2] == ["reward/mean", "length/mean"] and len(titles) == 5
-    (ax,) = plot(run, ["validation/all/pass@1"]).axes
-    assert list(ax.lines[0].get_xdata()) == [0, 5]
-    assert list(plot(run, ["grad_norm"]).axes[0].lines[0].get_xdata()) == [1, 2, 3, 4, 5, 6]
+    curves = plot(run)
+    assert curves.names[:2] == ("reward/mean", "length/mean") and len(curves.names) == 5
+    curves.save(tmp_path / "curves.html")
+    assert (tmp_path / "curves.html").read_text() == curves.html and curves.html.count("data-chart=") == 5
+    (shown,) = re.findall('srcdoc="(.*)"></iframe>', curves._repr_html_(), re.S)
+    assert html.unescape(shown) == curves.html and "reward/mean" in repr(curves)
+
+    def steps(name: str) -> list[int]:
+        data = plot(run, [name]).html.partition('id="data">')[2].partition("</script>")[0]
+        return json.loads(data)[0]["lines"][0]["x"]
+
+    assert steps("validation/all/pass@1") == [0, 5] and steps("grad_norm") == [1, 2, 3, 4, 5, 6]
     with pytest.raises(BirlError, match=r"no metric 'klx'.*kl"):
         plot(run, ["klx"])
     (tmp_path / "new").mkdir()
@@ -122,18 +129,17 @@ def test_curves(tmp_path: Path) -> None:
         plot(tmp_path / "new")
 
 
-@pytest.mark.parametrize("package", ["pandas", "matplotlib"])
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, real = finished(tmp_path), builtins.__import__
 
     def without(name: str, *words: Any, **more: Any) -> Any:
-        if name.split(".")[0] == package:
+        if name.split(".")[0] == "pandas":
             raise ImportError(name)
         return real(name, *words, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BirlError, match=r'pip install "birl\[notebook\]"'):
-        plot(run) if package == "matplotlib" else Records(run / "metrics.jsonl").to_pandas()
+        Records(run / "metrics.jsonl").to_pandas()
 
 
 def test_an_interrupted_cell_saves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,4 +48,4 @@ def values(page: Any, metric: str) -> str:
 
 
 def slider(page: Any, metric: str) -> Any:
-    return page.locator(f'[data-metric="{metric}"] canvas[role=slider]')
+    return page.locator(f'[data-metric="{metric}"] [role=slider]')

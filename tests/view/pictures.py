@@ -55,7 +55,7 @@ def pictures(page: Any, out: Path) -> None:
         page.wait_for_selector(f"[aria-current=page][href^='#/{view}']")
         page.wait_for_timeout(2500)
         if view == "curves":
-            box = page.locator("canvas[role=slider]").first.bounding_box()
+            box = page.locator("[role=slider]").first.bounding_box()
             page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 60)
             page.wait_for_timeout(400)
         page.screenshot(path=out / f"view_{view}.png")

@@ -1,7 +1,6 @@
 // Which runs a view shows, and the controls above the curves.
-import { look } from "./chart.js";
+import { AXES, look } from "./chart.js";
 import { el, fill, name, visible } from "./dom.js";
-import { AXES } from "./ticks.js";
 
 /** The runs of the address; where it names none, the one that was written last. */
 export async function choose(params, api) {

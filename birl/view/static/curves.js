@@ -1,10 +1,9 @@
 // Curves of one or more runs, drawn again as they go on.
-import { chart, look, palette } from "./chart.js";
+import { AXES, chart, look, palette } from "./chart.js";
 import { bar, choose, legend, place, recolor } from "./chosen.js";
 import { el, fill, keep, repeat, say, trouble, visible } from "./dom.js";
 import { figure } from "./figures.js";
-import { band, beyond, nearest, smoothed } from "./smooth.js";
-import { AXES } from "./ticks.js";
+import { band, smoothed } from "./smooth.js";
 
 const FLAT = "Unchanged", OPEN = ["Overview", "Other figures"], JUDGED = /^(reward\/mean|loss|nll|accuracy|validation\/all\/score)$/;
 // Seconds between questions to the server: while a run goes on, when none does, and while files are read.
@@ -273,17 +272,14 @@ async function figures(it, x) {
 }
 
 function values(it, name) {
-  const { state, mark: tell } = it.charts.get(name), x = it.at;
+  const { state, at, mark: tell } = it.charts.get(name), x = it.at;
   if (!state) return;
-  const found = state.series.map((one) => {
-    const i = x === null ? one.points.x.length - 1 : nearest(one.points.x, x);
-    const known = one.members ? null : it.exact?.[one.run.id]?.values;
-    const value = known ? own(known, name) : (one.members ? one.line : one.points.y)[i];
-    const there = x === null || !beyond(one.points.x, x);
-    return { ...one, there, value: there ? value : null, x: one.points.x[i] };
+  const told = at(x).map((one) => {
+    const known = one.there && !one.members ? it.exact?.[one.run.id]?.values : null;
+    return known ? { ...one, value: own(known, name) } : one;
   });
-  if (x === null) return tell(null, found, "");
-  const one = found.find((each) => each.there), exactly = one && it.exact?.[one.run.id];
+  if (x === null) return tell(null, told, "");
+  const one = told.find((each) => each.there), exactly = one && it.exact?.[one.run.id];
   const where = exactly && it.view.axis === "step" ? (name.startsWith("validation/") ? exactly.validation_step : exactly.step) : one?.x;
-  tell(x, found, found.length ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
+  tell(x, told, told.length ? `${AXES[it.view.axis].name} ${AXES[it.view.axis].exact(where ?? x)}` : "");
 }

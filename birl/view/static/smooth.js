@@ -41,21 +41,3 @@ function between(x, y, places) {
     return y[i] + ((at - x[i]) / (x[i + 1] - x[i])) * (y[i + 1] - y[i]);
   });
 }
-
-/** Index of the x that is nearest to `at`; x rises. -1: there is none. */
-export function nearest(x, at) {
-  if (!x.length) return -1;
-  let low = 0, high = x.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (x[middle] < at) low = middle; else high = middle;
-  }
-  return Math.abs(x[low] - at) <= Math.abs(x[high] - at) ? low : high;
-}
-
-/** Whether `at` is farther from both ends of a curve than the points there are from one another: it has no value there. */
-export function beyond(x, at) {
-  const last = x.length - 1;
-  if (last < 1) return false;
-  return at < x[0] - (x[1] - x[0]) || at > x[last] + (x[last] - x[last - 1]);
-}
