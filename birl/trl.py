@@ -235,14 +235,14 @@ def _lora(names: Names) -> dict[str, Any]:
     peft = names.get("peft_config")
     if peft is None:
         return {}
-    said = peft if isinstance(peft, Mapping) else vars(peft)
-    result = {"lora.rank": said.get("r", 8), "lora.alpha": said.get("lora_alpha", 8)}
-    targets = said.get("target_modules")
+    options = peft if isinstance(peft, Mapping) else vars(peft)
+    result = {"lora.rank": options.get("r", 8), "lora.alpha": options.get("lora_alpha", 8)}
+    targets = options.get("target_modules")
     if targets:
         result["lora.targets"] = [targets] if isinstance(targets, str) else sorted(targets)
-    if said.get("lora_dropout"):
-        warnings.warn(f"peft_config.lora_dropout={said['lora_dropout']}: there is no dropout here.", stacklevel=5)
-    return result | ({"lora.dora": True} if said.get("use_dora") else {})
+    if options.get("lora_dropout"):
+        warnings.warn(f"peft_config.lora_dropout={options['lora_dropout']}: there is no dropout here.", stacklevel=5)
+    return result | ({"lora.dora": True} if options.get("use_dora") else {})
 
 
 def _loss(names: Names) -> dict[str, Any]:

@@ -215,9 +215,9 @@ class Sample:
     """One flat list of ids for the learner, and parallel lists. `mask` is True where the model itself produced the
     token: only those are trained. `logprobs` and `versions` are the engine's; they are 0.0 and -1 where mask is False.
     `advantage` is one number for all trained tokens, or a list beside the others, as are `returns` and `values`, what a
-    critic aims at and what it said (empty without one), and `proximal`, the learner's own log-probs before the batch's
-    first update (empty where they are not asked for). `routes`: which experts computed each token, equally many bytes
-    for each; empty where not asked for. `group` and `episode` say where the sample comes from.
+    critic aims at and what it predicts (empty without one), and `proximal`, the learner's own log-probs before the
+    batch's first update (empty where they are not asked for). `routes`: which experts computed each token, equally
+    many bytes for each; empty where not asked for. `group` and `episode` say where the sample comes from.
 
     Example: Sample(tokens=(1, 9, 4, 45, 2), mask=(False, False, False, True, True), logprobs=(0., 0., 0., -.1, -.02),
                     versions=(-1, -1, -1, 3, 3), advantage=0.5, group=12, episode=0)
@@ -251,7 +251,7 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
     """An environment's answer to one reply: new messages, and what the reply was worth. `prompt`, where it is given, is
-    all that the model sees next, instead of what was said so far and `messages`.
+    all that the model sees next, instead of the conversation so far and `messages`.
 
     Example: Feedback(messages=(Message(role="user", content="Too low."),), reward=0.0, done=False)
     """
@@ -281,7 +281,9 @@ class Model(Protocol):
     begins a new one; `agent` names the speaker. `base_url` is the same for a client of OpenAI's or Anthropic's API, in
     this process or another; `reward` is what such a client has sent to base_url/reward."""
 
-    async def ask(self, said: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), agent: str = "") -> Message: ...
+    async def ask(
+        self, conversation: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), agent: str = ""
+    ) -> Message: ...
     @property
     def base_url(self) -> str: ...
     @property

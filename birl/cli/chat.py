@@ -95,7 +95,7 @@ async def _converse(target: str, settings: dict, compute: Executor) -> None:
                 continue
             completion = await engine.generate(ids, params)
             messages.append(policy.chat.parse(completion.tokens, prompt=ids))
-            print(policy.chat.said(completion.tokens))
+            print(policy.chat.reply_text(completion.tokens))
     finally:
         await engine.close()
 

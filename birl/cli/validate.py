@@ -72,7 +72,7 @@ class Gold:
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
         return self.replies[tokens[0] - 1]
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def reply_text(self, tokens: Sequence[int]) -> str:
         return self.replies[tokens[0] - 1].content
 
 
@@ -146,8 +146,8 @@ def replies(env: Env | Agent, task: Task) -> list[Message]:
     gold = getattr(env, "gold", None)
     if gold is None and task.answer is None:
         raise BirlError("has no answer, and the environment has no `gold`")
-    said = [task.answer] if gold is None else gold(task)
-    return [m if isinstance(m, Message) else Message(role="assistant", content=str(m)) for m in said]
+    answers = [task.answer] if gold is None else gold(task)
+    return [m if isinstance(m, Message) else Message(role="assistant", content=str(m)) for m in answers]
 
 
 def verdict(played: Trajectory, gold: Gold, right: float) -> str:
@@ -164,8 +164,8 @@ def verdict(played: Trajectory, gold: Gold, right: float) -> str:
 
 
 def short(reply: Message) -> str:
-    said = reply.content or " ".join(f"{c.name}({c.arguments})" for c in reply.tool_calls)
-    return said if len(said) <= 60 else f"{said[:57]}..."
+    text = reply.content or " ".join(f"{c.name}({c.arguments})" for c in reply.tool_calls)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def text(prompt: Conversation) -> str:

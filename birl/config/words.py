@@ -17,19 +17,19 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-def said(config: Config, key: str) -> str:
+def setting(config: Config, key: str) -> str:
     return f"{key}={written(value_of(config, key))}"
 
 
-def said_capacity(config: RL | Stage) -> str:
+def capacity_setting(config: RL | Stage) -> str:
     """How many tokens a packed row may have, and why."""
-    each, keys = said(config, "learner.tokens_per_microbatch"), config.parallel
+    each, keys = setting(config, "learner.tokens_per_microbatch"), config.parallel
     axes = {"cp": keys.cp, "tp": keys.splits // keys.cp}
     factors = "".join(f" x parallel.{axis}={n}" for axis, n in axes.items() if n > 1)
     return f"{each}{factors} ({config.capacity} tokens)" if factors else each
 
 
-def said_needed(config: RL | Stage, tokens: int) -> str:
+def needed_setting(config: RL | Stage, tokens: int) -> str:
     """The setting that lets a packed row have so many tokens."""
     return f"learner.tokens_per_microbatch={-(-tokens // config.parallel.splits)}"
 
@@ -40,4 +40,4 @@ def changed(config: Config, key: str) -> bool:
 
 def without_effect(config: Config, key: str, reason: str) -> list[str]:
     """A key that was set and that nothing would read: the user believes in it, so it is refused."""
-    return [f"{said(config, key)}: has no effect because {reason}."] if changed(config, key) else []
+    return [f"{setting(config, key)}: has no effect because {reason}."] if changed(config, key) else []

@@ -130,15 +130,15 @@ class Texts:
     form: TextForm
 
     def example(self, name: str, row: dict[str, Any], where: str) -> Example:
-        prompt, said = self.form.read(row, where)
+        prompt, answer = self.form.read(row, where)
         roles = self.form.roles
-        if isinstance(said, str):
-            key = _key(said if prompt is None else prompt)
-            result = self.encoder.text(said) if prompt is None else self.encoder.answered(prompt, said, roles)
+        if isinstance(answer, str):
+            key = _key(answer if prompt is None else prompt)
+            result = self.encoder.text(answer) if prompt is None else self.encoder.answered(prompt, answer, roles)
         elif prompt is None:
-            key, result = _key(said[:-1]), self.encoder.spoken(self.encoder.led(said), roles, where)
+            key, result = _key(answer[:-1]), self.encoder.spoken(self.encoder.led(answer), roles, where)
         else:
-            key, result = _key(prompt), self._continued(prompt, said, where)
+            key, result = _key(prompt), self._continued(prompt, answer, where)
         return Example(id=name, key=key, sequences=(self.encoder.tokens(result, where, roles),))
 
     def _continued(self, prompt: Conversation, talk: tuple[Message, ...], where: str) -> Encoded:
@@ -165,7 +165,7 @@ class Pairs:
     def example(self, name: str, row: dict[str, Any], where: str) -> Example:
         columns = self.form.columns
         pair = self.form.read(row, where)
-        sides = [self._side(pair.prompt, said, where) for said in pair.said]
+        sides = [self._side(pair.prompt, answer, where) for answer in pair.answers]
         if len(sides) == 2:
             if sides[0][0] == sides[1][0]:
                 if len(sides[0][0]) > self.encoder.limit:
@@ -182,13 +182,13 @@ class Pairs:
             good=pair.good,
         )
 
-    def _side(self, prompt: Conversation | None, said: Conversation, where: str) -> Encoded:
-        if isinstance(said, str):
+    def _side(self, prompt: Conversation | None, answer: Conversation, where: str) -> Encoded:
+        if isinstance(answer, str):
             assert prompt is not None  # the form has refused it
-            return self.encoder.answered(prompt, said, ["assistant"])
+            return self.encoder.answered(prompt, answer, ["assistant"])
         if prompt is not None:
-            said = _behind((Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt, said)
-        return self.encoder.spoken(self.encoder.led(said), ["assistant"], where)
+            answer = _behind((Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt, answer)
+        return self.encoder.spoken(self.encoder.led(answer), ["assistant"], where)
 
 
 def _behind(prompt: tuple[Message, ...], talk: tuple[Message, ...]) -> tuple[Message, ...]:

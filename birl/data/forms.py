@@ -130,11 +130,11 @@ class TextForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What a row says: `said` is the chosen and the rejected answer, or the only one, which is `good` or not; each is
+    """What a row says: `answers`: the chosen and the rejected answer, or the only one, which is `good` or not; each is
     text, or messages that may repeat the prompt."""
 
     prompt: Conversation | None
-    said: tuple[Conversation, ...]
+    answers: tuple[Conversation, ...]
     margin: float
     good: bool
 
@@ -167,7 +167,7 @@ class PairForm:
             prompt, answers = _same_beginning(*answers)
         return Pair(
             prompt=prompt,
-            said=tuple(self._answer(prompt, a, where, c) for a, c in zip(answers, self.columns, strict=True)),
+            answers=tuple(self._answer(prompt, a, where, c) for a, c in zip(answers, self.columns, strict=True)),
             margin=self._margin(row, where),
             good=_truth(pick(row, self.label), where, self.label) if self.label else True,
         )

@@ -38,8 +38,8 @@ class Batch:
     tokens, positions [T]; trees: (prefix, branch lengths) of each stretch of the row;
     source [N]: which packed token's hidden state predicts the trained token; targets [N]: its id;
     logprobs [N]: the engine's; proximal [N]: the learner's before the batch's first update, or the engine's;
-    versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; said [N]: what a critic on the
-    same backbone says now, with its gradient;
+    versions [N]; advantages [N]; returns, values [N]: a critic's, zeros without one; predicted [N]: values of now
+    of a critic on the same backbone, with their gradient;
     sample [N]: index of its sample in the step; group [N]: of its sample; turn [N]: counts the stretches of trained
     tokens within a sample;
     weights [N]: the global denominator of the optimizer step, so that a loss is `(per_token * weights).sum()`;
@@ -63,7 +63,7 @@ class Batch:
     sample: Tensor
     group: Tensor
     turn: Tensor
-    said: Tensor | None = None
+    predicted: Tensor | None = None
     routes: Tensor | None = None
 
     @property
@@ -73,7 +73,7 @@ class Batch:
         return _floats(n for p, b, t in trees for n in (*(b,) * p, *(1,) * t)).to(self.tokens.device)
 
     def to(self, device: torch.device | str) -> "Batch":
-        tensors = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor) and f.name != "said"]
+        tensors = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor) and f.name != "predicted"]
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 

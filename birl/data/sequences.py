@@ -68,16 +68,16 @@ class Encoder:
     def answered(self, prompt: str | tuple[Message, ...], answer: str, roles: Sequence[str]) -> Encoded:
         """A prompt and its answer, which is learned together with the token that ends it."""
         asked = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
-        said = Message(role="assistant", content=answer)
+        reply = Message(role="assistant", content=answer)
         if isinstance(prompt, str) and not (self.chat.has_template and self.config.apply_chat_template):
             if self.config.system_prompt:
                 raise BirlError("data.system_prompt is set, but raw text has no place for it.")
-            talk = (*asked, said)
+            talk = (*asked, reply)
             heard = self._bounded(talk)
             before, own = self.chat.render(heard[0].content), self.chat.encode("".join(m.content for m in heard[1:]))
             own = (*own, *self._end(heard == talk))
             return (*before, *own), (*(_all(roles),) * len(before), *(True,) * len(own))
-        return self.spoken((*self.led(asked), said), roles if _all(roles) else ["assistant"], "", last=not _all(roles))
+        return self.spoken((*self.led(asked), reply), roles if _all(roles) else ["assistant"], "", last=not _all(roles))
 
     def spoken(self, talk: Sequence[Message], roles: Sequence[str], where: str, last: bool = False) -> Encoded:
         """A conversation; `last`: only what its last message says is learned."""
@@ -107,15 +107,15 @@ class Encoder:
             raise BirlError(f"{where}: no message of {', '.join(roles)}, so there is nothing to learn. Remove the row.")
         return Tokens(ids=array("i", ids), mask=bytes(mask))
 
-    def fits(self, said: Conversation) -> bool:
-        return not cannot_fit(said, self.limit)
+    def fits(self, conversation: Conversation) -> bool:
+        return not cannot_fit(conversation, self.limit)
 
-    def _bounded(self, said: C) -> C:
-        if self.fits(said):
-            return said
+    def _bounded(self, conversation: C) -> C:
+        if self.fits(conversation):
+            return conversation
         if not self.cuts:
             raise Unfit
-        return beginning(said, self.limit)
+        return beginning(conversation, self.limit)
 
     def _end(self, whole: bool) -> tuple[int, ...]:
         return (self.chat.end,) if whole else ()

@@ -177,8 +177,8 @@ def refusal(what: str, response: httpx.Response, found: Any) -> EngineDown | Bir
     """What an answer that is none means: the engine is not well, or the request was not."""
     status, told = response.status_code, found.get("error") if isinstance(found, dict) else None
     error: Mapping[str, Any] = told if isinstance(told, dict) else {}
-    said = _first(error["message"], 1000) if "message" in error else _first(response.text)
-    message = f"{what}: {status} {said}"
+    why = _first(error["message"], 1000) if "message" in error else _first(response.text)
+    message = f"{what}: {status} {why}"
     if status == 409 and error.get("type") == "weights":
         return WeightsFailed(str(error.get("cause", "mismatch")), message)
     if status < 300:

@@ -57,8 +57,8 @@ class ServedTeacher:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:300]
-            raise BirlError(f"algorithm.teacher={self.address}: the server says {error.code}: {said}") from error
+            why = error.read().decode(errors="replace")[:300]
+            raise BirlError(f"algorithm.teacher={self.address}: the server says {error.code}: {why}") from error
         except OSError as error:
             raise BirlError(f"algorithm.teacher={self.address}: cannot be reached ({error}).") from error
         except (HTTPException, ValueError) as error:

@@ -47,8 +47,8 @@ class FunctionAgent:
 
 def row(task: Task) -> dict[str, Any]:
     """A task as plain data."""
-    said = (Message(role="user", content=task.prompt),) if isinstance(task.prompt, str) else task.prompt
-    messages = [as_openai(m) for m in said]
+    asked = (Message(role="user", content=task.prompt),) if isinstance(task.prompt, str) else task.prompt
+    messages = [as_openai(m) for m in asked]
     return {**task.columns, "prompt": prompt(task), "messages": messages, "answer": task.answer}
 
 

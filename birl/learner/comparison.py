@@ -41,9 +41,9 @@ def compare(past: Past, samples: Sequence[Sample], computed: int, done: Collecti
             for version, few_ in chosen.items():
                 put(version)
                 batches = pack(few_, [1.0] * len(few_), size, learner.ranks.shares)
-                said = [values.cpu() for values in learner.each(batches, learner.forward)]
-                apart = sum(float((own - b.logprobs).abs().sum()) for b, own in zip(batches, said, strict=True))
-                compared = sum(map(len, said))
+                logprobs = [values.cpu() for values in learner.each(batches, learner.forward)]
+                apart = sum(float((own - b.logprobs).abs().sum()) for b, own in zip(batches, logprobs, strict=True))
+                compared = sum(map(len, logprobs))
                 gaps[version] = apart / compared, compared
     return Compared(gaps, sum(count[v] for v in present if v not in held))
 

@@ -9,12 +9,12 @@ from birl.data.pack import Batch
 from birl.learner.learner import Loss
 
 
-def critic_figures(said: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+def critic_figures(predicted: Tensor, returns: Tensor, each: Tensor, clipped: Tensor) -> dict[str, Tensor]:
     return {
         "critic/loss": each,
         "critic/clip_fraction": clipped.float(),
-        "critic/value": said,
-        "critic/error": (said - returns).abs(),
+        "critic/value": predicted,
+        "critic/error": (predicted - returns).abs(),
     }
 
 

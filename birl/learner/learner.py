@@ -228,9 +228,9 @@ class Learner:
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """[N] float32: what the critic on this backbone says of the state before each trained token."""
-        said = self._outputs(batch.to(self.device))[2].said
-        assert said is not None, "this learner has no critic on its backbone"
-        return said
+        predicted = self._outputs(batch.to(self.device))[2].predicted
+        assert predicted is not None, "this learner has no critic on its backbone"
+        return predicted
 
     @torch.no_grad()
     def measure(self, batch: Batch, loss: Loss, stats: Stats) -> None:
@@ -296,8 +296,8 @@ class Learner:
         """The same, and what the routers did, where `router_aux_coef` asks for it."""
         watching = nullcontext({}) if self.watched is None else self.watched.watching()
         with self._routed(batch), watching as seen:
-            logp, entropy, said = self.outputs(batch)
-        return logp, entropy, batch if said is None else replace(batch, said=said), seen
+            logp, entropy, predicted = self.outputs(batch)
+        return logp, entropy, batch if predicted is None else replace(batch, predicted=predicted), seen
 
     def _routed(self, batch: Batch) -> AbstractContextManager[None]:
         return nullcontext() if self.replays is None else self.replays.replaying(batch.routes)

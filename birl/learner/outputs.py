@@ -40,8 +40,8 @@ class Outputs(nn.Module):
         figures = list(token_logprobs(hidden, head(model), part.targets, self.temperature, decoder=decoder))
         if value := score_head(model, "value"):
             figures.append(scores(hidden, value))
-        logp, entropy, *said = part.joined(*figures)
-        return logp, entropy, said[0] if said else None
+        logp, entropy, *predicted = part.joined(*figures)
+        return logp, entropy, predicted[0] if predicted else None
 
 
 def padded(batch: Batch, multiple: int) -> Batch:

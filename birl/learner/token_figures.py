@@ -1,4 +1,4 @@
-"""What rollouts.jsonl says of single tokens beside what the engine said of them: the advantage where an episode has
+"""What rollouts.jsonl says of single tokens beside the engine's figures: the advantage where an episode has
 more than one, the entropy, and how far the learner's log-prob is from the engine's.
 
 The learner's figures are those of the pass in which a sample was first trained: they come out of the loss and cost no
@@ -51,7 +51,7 @@ class Watch:
 
 def token_figures(samples: Sequence[Sample], seen: Mapping[Key, Tensor]) -> Callable[[Sample], dict[str, Any]]:
     """What the record of a sample says besides its tokens; values are of the trained tokens alone. `samples` have
-    advantages, `seen` is what the learner said."""
+    advantages, `seen`: the learner's figures."""
     credited = {key(s): s for s in samples if isinstance(s.advantage, tuple)}
 
     def of(sample: Sample) -> dict[str, Any]:

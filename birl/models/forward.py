@@ -83,13 +83,13 @@ def prove(config: Any, device: torch.device, kind: type | None = None) -> None:
     check_positions(small)
     if kind is not None and type(small) is not kind:
         return
-    said = twin.proved(small, device)
-    if said.exists():
+    proof = twin.proved(small, device)
+    if proof.exists():
         return
     compare(small.to(device), Tree(21, (14, 9)), Tree(30))
     with suppress(OSError):
-        said.parent.mkdir(parents=True, exist_ok=True)
-        said.touch()
+        proof.parent.mkdir(parents=True, exist_ok=True)
+        proof.touch()
 
 
 @torch.no_grad()

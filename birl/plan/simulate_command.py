@@ -22,11 +22,11 @@ def run(words: list[str], *, measured: str = "", as_json: bool = False) -> dict[
     if measured and not scenario.result.seconds_per_step:
         raise BirlError(f"{measured}: has no result.seconds_per_step to compare with.")
     compared = compare(scenario) if scenario.result.seconds_per_step else None
-    draws, said = Draws(scenario.episodes, scenario.run.group_size, scenario.run.seed), _progress()
-    rows = [row for gpus in dict.fromkeys(scenario.run.gpus) for row in sweep(scenario, gpus, draws, said)]
+    draws, progress = Draws(scenario.episodes, scenario.run.group_size, scenario.run.seed), _progress()
+    rows = [row for gpus in dict.fromkeys(scenario.run.gpus) for row in sweep(scenario, gpus, draws, progress)]
     best = [best_of([r for r in rows if r.gpus == gpus]) for gpus in dict.fromkeys(scenario.run.gpus)]
     advised = [(row, advice(row, compared_with(scenario, row, draws))) for row in best]
-    said("")
+    progress("")
     result = {
         "figures": {key: {"value": value, "source": source(scenario, key)} for key, value in figures(scenario)},
         "measured": compared,
@@ -66,16 +66,16 @@ def advice(row: Row, faster: Callable[..., bool]) -> str:
     if max(row.learners_waiting, row.engines_waiting) < LITTLE:
         return "Balanced: no part waits for long."
     if row.max_staleness == 0:
-        said = f"They take turns: learners wait {learners}, engines {engines} of the time; "
-        return said + ("raise max_staleness." if faster(max_staleness=1) else "a max_staleness of 1 is no faster.")
+        text = f"They take turns: learners wait {learners}, engines {engines} of the time; "
+        return text + ("raise max_staleness." if faster(max_staleness=1) else "a max_staleness of 1 is no faster.")
     if row.learners_waiting >= row.engines_waiting:
         if row.engines_working_while_learners_wait < 0.5:
-            said = (
+            text = (
                 f"A few long answers hold up the steps: learners wait {learners} of the time, and the engines work "
                 f"{row.engines_working_while_learners_wait:.0%} of that; "
             )
             more = faster(max_staleness=row.max_staleness + 1)
-            return said + ("raise max_staleness." if more else "a larger max_staleness is no faster.")
+            return text + ("raise max_staleness." if more else "a larger max_staleness is no faster.")
         if faster(engines=_more(row.engines)):
             return f"With more GPUs, add engines first: learners wait {learners} of the time."
         return f"Learners wait {learners} of the time, and more engines are no faster: long answers stay long."

@@ -39,10 +39,10 @@ class Row:
     staleness_max: int
 
 
-def sweep(scenario: Scenario, gpus: int, draws: Draws, said: Callable[[str], None]) -> list[Row]:
+def sweep(scenario: Scenario, gpus: int, draws: Draws, report: Callable[[str], None]) -> list[Row]:
     """All splits at the first staleness; at each further one the splits beside the best, as long as that gets faster.
-    First the synchronous way on shared GPUs, where generation and training take turns. `said` is called with what comes
-    next. Raises `BirlError` where the GPUs cannot be split."""
+    First the synchronous way on shared GPUs, where generation and training take turns. `report` is called with
+    what comes next. Raises `BirlError` where the GPUs cannot be split."""
     prompts = scenario.run.prompts or max(round(scenario.run.prompts_per_gpu * gpus), 1)
     possible = splits(scenario, gpus)
     staleness = [e for e in scenario.run.max_staleness if e >= scenario.sync.every - 1]
@@ -51,7 +51,7 @@ def sweep(scenario: Scenario, gpus: int, draws: Draws, said: Callable[[str], Non
 
     def row(engines: int, learners: int, most: int, shared: bool = False) -> Row:
         begun[0] += 1
-        said(f"{gpus:,} GPUs, max_staleness {most}, {engines:,} engines + {learners:,} learners ({begun[0]})")
+        report(f"{gpus:,} GPUs, max_staleness {most}, {engines:,} engines + {learners:,} learners ({begun[0]})")
         split = Split(engines=engines, learners=learners, max_staleness=most, prompts=prompts, shared=shared)
         return simulate(scenario, split, gpus, draws)
 

@@ -67,7 +67,7 @@ async def judge(
     files = {words: kept(place, body) for words, body in bodies.items()}
     known = {words: found for words, file in files.items() if cache and (found := recall(file)) is not None}
     new = [words for words in bodies if words not in known]
-    replies = await ask_all(place, [bodies[w] for w in new], said, concurrency=concurrency, timeout=timeout)
+    replies = await ask_all(place, [bodies[w] for w in new], reply_text, concurrency=concurrency, timeout=timeout)
     scores: dict[str, float | NoAnswer] = {words: score(reply) for words, reply in known.items()}
     for words, reply in zip(new, replies, strict=True):
         try:
@@ -91,7 +91,7 @@ def text(prompt: Any) -> str:
     return "\n".join(m["content"] if m["role"] == "user" else f"({m['role']}) {m['content']}" for m in prompt)
 
 
-def said(found: Any) -> str:
+def reply_text(found: Any) -> str:
     """What the judge says. Raises `ValueError`."""
     try:
         choice = found["choices"][0]

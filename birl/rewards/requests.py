@@ -90,16 +90,16 @@ async def answer(client: httpx.AsyncClient, address: str, body: dict[str, Any]) 
         raise Hiccup(f"{address}: {type(error).__name__}: {error}") from error
     except (httpx.InvalidURL, httpx.DecodingError) as error:
         raise NoAnswer(f"{address}: {error}") from error
-    said = data[:200].decode(errors="replace").replace("\n", " ")
+    start = data[:200].decode(errors="replace").replace("\n", " ")
     if reply.status_code in AGAIN:
-        raise Hiccup(f"{address} says {reply.status_code}: {said}", seconds(reply.headers.get("retry-after", "")))
+        raise Hiccup(f"{address} says {reply.status_code}: {start}", seconds(reply.headers.get("retry-after", "")))
     if reply.status_code != 200:
         hint = f" Its token goes into {TOKEN}." if reply.status_code in (401, 403) else ""
-        raise NoAnswer(f"{address} says {reply.status_code}: {said}{hint}")
+        raise NoAnswer(f"{address} says {reply.status_code}: {start}{hint}")
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise Hiccup(f"{address} gave no JSON: {said}") from None
+        raise Hiccup(f"{address} gave no JSON: {start}") from None
 
 
 def headers() -> dict[str, str]:

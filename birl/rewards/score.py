@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What one completion is worth. `value` is NaN unless the outcome is ok; `parts` holds what each function gave, as
-    far as it gave anything; `detail` is the first line of what went wrong. `extra`: what the functions said of this
+    far as it gave anything; `detail` is the first line of what went wrong. `extra`: what the functions reported of this
     completion by `log_extra`; `logged`: the mean of what `log_metric` was given in the calls that judged it.
 
     Example: Score(value=1.5, parts={"math": 1.0, "format": 0.5}, outcome=Outcome.OK)
@@ -196,7 +196,7 @@ class Rewards:
         """One completion's parts, in the order of the functions; the first problem decides about the outcome."""
         by_name = dict(zip(self.names, parts, strict=True))
         good = {name: part.value for name, part in by_name.items() if isinstance(part.value, float)}
-        said = {
+        shared = {
             "parts": good,
             "extra": {name: value for part in parts for name, value in part.extra.items()},
             "logged": {name: value for part in parts for name, value in part.logged.items()},
@@ -204,14 +204,14 @@ class Rewards:
         for name, part in by_name.items():
             if isinstance(part.value, CallFailed):
                 detail = f"reward {name}: {part.value.detail}"
-                return Score(value=math.nan, outcome=part.value.outcome, detail=detail, **said)
+                return Score(value=math.nan, outcome=part.value.outcome, detail=detail, **shared)
         if not good:
-            return Score(value=math.nan, outcome=Outcome.ENV_ERROR, detail=UNSCORED, **said)
+            return Score(value=math.nan, outcome=Outcome.ENV_ERROR, detail=UNSCORED, **shared)
         value = sum(weight * good[name] for weight, name in zip(self.weights, self.names, strict=True) if name in good)
         if not math.isfinite(value):
             detail = f"the weighted sum of the rewards is {value}"
-            return Score(value=math.nan, outcome=Outcome.ENV_ERROR, detail=detail, **said)
-        return Score(value=value, **said)
+            return Score(value=math.nan, outcome=Outcome.ENV_ERROR, detail=detail, **shared)
+        return Score(value=value, **shared)
 
     def _warn(self, scores: list[Score], offered: Mapping[str, Any]) -> None:
         """Once, of a completion that no function judges."""

@@ -83,10 +83,10 @@ def unopened(error: BaseException) -> Trajectory:
 
 async def _play(env: Env, session: Session, played: Played) -> None:
     tools = tuple(getattr(env, "tools", ()))
-    said: Conversation = await _in(env.start, session, "start")
+    conversation: Conversation = await _in(env.start, session, "start")
     for _ in range(session.limits.turns):
         try:
-            reply, turn = await session.answer(said, session.params, tools=tools, keep_end=True)
+            reply, turn = await session.answer(conversation, session.params, tools=tools, keep_end=True)
         except TooLong as error:
             if not session.turns:  # there is no reply that could have a reward
                 raise
@@ -104,7 +104,7 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         if feedback.done:
             played.outcome = Outcome.OK
             return
-        said = following(said, reply, feedback.messages) if feedback.prompt is None else feedback.prompt
+        conversation = following(conversation, reply, feedback.messages) if feedback.prompt is None else feedback.prompt
 
 
 def _checked(found: Any) -> Feedback:

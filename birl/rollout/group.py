@@ -144,4 +144,4 @@ async def first(n: int, work: Sequence[Coroutine[Any, Any, Trajectory]]) -> list
 
 def last_reply(trajectory: Trajectory, chat: Translator) -> Message:
     """The model's whole last reply, its thinking included: reward functions may judge that too."""
-    return Message(role="assistant", content=chat.said(trajectory.turns[-1].completion.tokens))
+    return Message(role="assistant", content=chat.reply_text(trajectory.turns[-1].completion.tokens))

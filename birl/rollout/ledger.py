@@ -119,14 +119,14 @@ def audit(run: Path) -> Audit:
             open_tokens[life, group] = open_tokens.get((life, group), 0) + row["tokens"]
             result.sampled += row["tokens"]
         elif row["event"] == "settled":
-            have, said = open_tokens.pop((life, group), None), sum(row["tokens"].values())
-            if have != said:
+            have, settled = open_tokens.pop((life, group), None), sum(row["tokens"].values())
+            if have != settled:
                 result.problems.append(
-                    f"life {life}, step {row['step']}: group {group} sampled {have} tokens, settled {said}"
+                    f"life {life}, step {row['step']}: group {group} sampled {have} tokens, settled {settled}"
                 )
             kept = min((began[later] for later in began if later > life), default=row["step"])
             if row["step"] > kept:
-                result.tokens["redone"] += said
+                result.tokens["redone"] += settled
                 continue
             if group in trained_in:
                 result.problems.append(

@@ -86,13 +86,13 @@ async def resample(steps: list[Step], version: int, engine: Engine, params: Samp
     ]
 
     async def one(index: int, episode: int, number: int, turn: Turn, first: int, last: int) -> int:
-        said = turn.completion
-        whole = last == len(said.tokens) and said.stop is not Stop.LENGTH
+        recorded = turn.completion
+        whole = last == len(recorded.tokens) and recorded.stop is not Stop.LENGTH
         limit = params.max_tokens if whole else last
-        own = replace(params, seed=derive_seed(seed, index, episode, number), forced=said.tokens[:first])
+        own = replace(params, seed=derive_seed(seed, index, episode, number), forced=recorded.tokens[:first])
         result = await engine.generate(turn.prompt, replace(own, max_tokens=limit))
         for name in ("tokens", "logprobs"):
-            now, then = getattr(result, name)[first:last], getattr(said, name)[first:last]
+            now, then = getattr(result, name)[first:last], getattr(recorded, name)[first:last]
             if now != then:
                 place = next(
                     (i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), min(len(now), len(then))

@@ -2,7 +2,7 @@
 sees is tokens, and those that it saw or sampled before are never made again from text.
 
     known     each answer's conversation, and its ids
-    ask       the longest known beginning of what is said -> its ids, extended; or, without one, all of it rendered
+    ask       the longest known beginning of a conversation -> its ids, extended; or, without one, all of it rendered
     turns     what was asked and answered, in order: `assemble.py` makes Samples of them
 """
 
@@ -35,7 +35,7 @@ class Translator(Protocol):
         self, ids: tuple[int, ...], reply_tokens: tuple[int, ...], text: str, keep_end: bool = False
     ) -> tuple[int, ...]: ...
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message: ...
-    def said(self, tokens: Sequence[int]) -> str: ...
+    def reply_text(self, tokens: Sequence[int]) -> str: ...
 
 
 class Gateway(Protocol):
@@ -47,10 +47,10 @@ class Gateway(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """A conversation that ended with an answer, and the ids of both. `talk`: its messages as they were, thinking
-    included."""
+    """A conversation that ended with an answer, and the ids of both. `key`: what is compared of it (`plain`); `talk`:
+    its messages as they were, thinking included."""
 
-    said: tuple[Any, ...] | str
+    key: tuple[Any, ...] | str
     talk: Conversation
     owner: tuple[str, str]
     turn: Turn
@@ -114,13 +114,13 @@ class Session:
         self._url = self._url or self.gateway.enter(self)
         return self._url
 
-    async def ask(self, said: Conversation, *, tools: Tools = (), agent: str = "") -> Message:
+    async def ask(self, conversation: Conversation, *, tools: Tools = (), agent: str = "") -> Message:
         """The model's reply. Raises `EngineFailed`, `Aborted` and `TooLong`, which end the episode."""
-        return (await self.answer(said, self.params, tools=tools, agent=agent))[0]
+        return (await self.answer(conversation, self.params, tools=tools, agent=agent))[0]
 
     async def answer(
         self,
-        said: Conversation,
+        conversation: Conversation,
         params: SamplingParams,
         *,
         tools: Tools = (),
@@ -131,7 +131,7 @@ class Session:
         answer goes on behind its end token, so that both are one sequence. Of stop strings that are not the run's the
         reply is returned without them, as APIs do; the recorded tokens have them."""
         try:
-            return await self._answer(said, params, tools, agent, keep_end)
+            return await self._answer(conversation, params, tools, agent, keep_end)
         except (EngineFailed, Aborted) as error:
             if not isinstance(self.failure, EngineFailed | Aborted):
                 self.failure = error
@@ -141,21 +141,21 @@ class Session:
             raise
 
     async def _answer(
-        self, said: Conversation, params: SamplingParams, tools: Tools, agent: str, keep_end: bool
+        self, conversation: Conversation, params: SamplingParams, tools: Tools, agent: str, keep_end: bool
     ) -> tuple[Message, Turn]:
         if self._closed:  # what was left behind when its time was over
             raise Aborted
         number, self.asked = self.asked, self.asked + 1
         if len(self._turns) + self._open >= self.limits.turns:
             raise TooLong(f"the episode asked more than env.max_turns={self.limits.turns} times")
-        said = checked(said)
-        if cannot_fit(said, self.limits.tokens):
+        conversation = checked(conversation)
+        if cannot_fit(conversation, self.limits.tokens):
             raise TooLong(
                 f"a prompt has more characters than {self.limits.tokens} tokens hold, and leaves no room for an answer "
                 "(model.max_length, at most the model's context)"
             )
         owner = (agent, json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
-        prompt, talk = self.prompt(said, tools, owner, keep_end)
+        prompt, talk = self.prompt(conversation, tools, owner, keep_end)
         room = self.limits.tokens - len(prompt)
         if room < 1:
             raise TooLong(
@@ -173,40 +173,43 @@ class Session:
         turn = self._turns[number] = Turn(prompt=prompt, completion=completion, agent=agent)
         if completion.stop is Stop.ABORT:
             raise Aborted
-        reply = before_stop(self.reply(said, prompt, completion.tokens, tools), own_stop)
+        reply = before_stop(self.reply(conversation, prompt, completion.tokens, tools), own_stop)
         self.known.append(
-            Known(said=plain(following(said, reply)), talk=following(talk, reply), owner=owner, turn=turn)
+            Known(key=plain(following(conversation, reply)), talk=following(talk, reply), owner=owner, turn=turn)
         )
         return reply, turn
 
-    def reply(self, said: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools) -> Message:
+    def reply(
+        self, conversation: Conversation, prompt: tuple[int, ...], answer: tuple[int, ...], tools: Tools
+    ) -> Message:
         """A text continues all model output, so nothing of that is set apart."""
         result = self.chat.parse(answer, tools, prompt)
-        if isinstance(said, str):
-            return Message(role="assistant", content=self.chat.said(answer), tool_calls=result.tool_calls)
+        if isinstance(conversation, str):
+            return Message(role="assistant", content=self.chat.reply_text(answer), tool_calls=result.tool_calls)
         return result
 
-    def longest(self, said: Conversation, owner: tuple[str, str]) -> Known | None:
+    def longest(self, conversation: Conversation, owner: tuple[str, str]) -> Known | None:
         """The longest known beginning of the conversation."""
-        own = plain(said)
-        fitting = [k for k in self.known if k.owner == owner and type(k.said) is type(own) and begins(own, k.said)]
-        return max(fitting, key=lambda k: len(k.said), default=None)
+        own = plain(conversation)
+        fitting = [k for k in self.known if k.owner == owner and type(k.key) is type(own) and begins(own, k.key)]
+        return max(fitting, key=lambda k: len(k.key), default=None)
 
     def prompt(
-        self, said: Conversation, tools: Tools, owner: tuple[str, str], keep_end: bool = False
+        self, conversation: Conversation, tools: Tools, owner: tuple[str, str], keep_end: bool = False
     ) -> tuple[tuple[int, ...], Conversation]:
-        """Ids of what is said, what is known of it as it was, and the rest of it; and the conversation that they are
-        of: clients drop what the model thought, which the ids still have."""
-        best = self.longest(said, owner)
+        """Ids of the conversation, those that are known as they were, and the rest; and the conversation that they
+        are of: clients drop what the model thought, which the ids still have."""
+        best = self.longest(conversation, owner)
         if best is None:
-            return self.chat.render(said, tools), said
-        if isinstance(said, str) or isinstance(best.talk, str):
-            return self.chat.append(best.prompt, best.answer, said[len(best.said) :], keep_end), said  # pyright: ignore
-        new = said[len(best.said) :]
+            return self.chat.render(conversation, tools), conversation
+        if isinstance(conversation, str) or isinstance(best.talk, str):
+            new = conversation[len(best.key) :]
+            return self.chat.append(best.prompt, best.answer, new, keep_end), conversation  # pyright: ignore
+        new = conversation[len(best.key) :]
         try:
             return self.chat.extend(best.prompt, best.answer, new, tools, best.talk[:-1]), (*best.talk, *new)
         except HistoryRewritten:
-            return self.chat.render(said, tools), said
+            return self.chat.render(conversation, tools), conversation
 
     def forget(self, turn: Turn) -> None:
         """The caller never received this answer."""
@@ -236,16 +239,16 @@ class Session:
             raise EngineFailed from error
 
 
-def checked(said: Any) -> Conversation:
+def checked(conversation: Any) -> Conversation:
     """What a user's code asks the model. Raises `BirlError`."""
-    if isinstance(said, str) and said:
-        return said
-    if isinstance(said, list | tuple) and said:
-        messages = [m if isinstance(m, Message) else message(m) for m in said]
+    if isinstance(conversation, str) and conversation:
+        return conversation
+    if isinstance(conversation, list | tuple) and conversation:
+        messages = [m if isinstance(m, Message) else message(m) for m in conversation]
         if all(m is not None for m in messages):
             return tuple(m for m in messages if m is not None)
     raise BirlError(
-        f"The model is asked {said!r:.100}; it must be text, or messages such as "
+        f"The model is asked {conversation!r:.100}; it must be text, or messages such as "
         '(birl.types.Message(role="user", content="Hi"),) or [{"role": "user", "content": "Hi"}].'
     )
 
@@ -269,11 +272,11 @@ def message(given: Any) -> Message | None:
     return Message(**text, tool_calls=result)
 
 
-def following(said: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:
+def following(conversation: Conversation, reply: Message, messages: tuple[Message, ...] = ()) -> Conversation:
     """The conversation with a reply, and with what came after it."""
-    if isinstance(said, str):
-        return said + reply.content + "".join(m.content for m in messages)
-    return (*said, reply, *messages)
+    if isinstance(conversation, str):
+        return conversation + reply.content + "".join(m.content for m in messages)
+    return (*conversation, reply, *messages)
 
 
 def before_stop(reply: Message, stop: Sequence[str]) -> Message:
@@ -282,13 +285,14 @@ def before_stop(reply: Message, stop: Sequence[str]) -> Message:
     return reply if cut is None else replace(reply, content=reply.content[:cut])
 
 
-def plain(said: Conversation) -> tuple[Any, ...] | str:
+def plain(conversation: Conversation) -> tuple[Any, ...] | str:
     """What makes two conversations the same: clients drop what the model thought, empty fields, ids of calls and outer
     blanks."""
-    if isinstance(said, str):
-        return said
+    if isinstance(conversation, str):
+        return conversation
     return tuple(
-        (m.role, m.content.strip(), m.name, tuple((c.name, arguments(c.arguments)) for c in m.tool_calls)) for m in said
+        (m.role, m.content.strip(), m.name, tuple((c.name, arguments(c.arguments)) for c in m.tool_calls))
+        for m in conversation
     )
 
 

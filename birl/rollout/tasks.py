@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from birl.config import schema
-from birl.config.words import said_capacity, said_needed
+from birl.config.words import capacity_setting, needed_setting
 from birl.data.tasks import Tasks, filter_by_length, load_tasks, overlap, split_validation
 from birl.errors import BirlError
 from birl.given import Given
@@ -131,7 +131,7 @@ def context_of(config: schema.RL, world: "World", limit: int) -> int:
     asked = config.model.max_length
     if world.turns and not asked and config.capacity < limit:
         print(
-            f"Episodes have at most {config.capacity} tokens, as {said_capacity(config)} says; "
+            f"Episodes have at most {config.capacity} tokens, as {capacity_setting(config)} says; "
             "model.max_length=N sets another limit.",
             flush=True,
         )
@@ -152,8 +152,8 @@ def check_lengths(config: schema.RL, world: "World", train: Sequence[Tasks], cha
     need = longest + config.rollout.max_tokens
     if need > config.capacity:
         raise BirlError(
-            f"{said_capacity(config)} cannot hold the longest possible sample, {need} tokens: a prompt of {longest} "
-            f"and rollout.max_tokens={config.rollout.max_tokens}. Set {said_needed(config, need)}, or lower "
+            f"{capacity_setting(config)} cannot hold the longest possible sample, {need} tokens: a prompt of {longest} "
+            f"and rollout.max_tokens={config.rollout.max_tokens}. Set {needed_setting(config, need)}, or lower "
             "data.max_prompt_tokens or rollout.max_tokens."
         )
 

@@ -203,8 +203,8 @@ def _verdict(result: Result, failure: str) -> Verdict:
 
 def _failure_of_output(result: Result, case: Case) -> str:
     if result.exit_code != 0:
-        said = result.stderr.decode(errors="replace").strip().splitlines()
-        return f"exit code {result.exit_code}: {said[-1][:200] if said else ''}"
+        errors = result.stderr.decode(errors="replace").strip().splitlines()
+        return f"exit code {result.exit_code}: {errors[-1][:200] if errors else ''}"
     printed = result.stdout.decode(errors="replace")
     return "" if same_output(printed, case.expected) else f"printed {printed[:100]!r}, not {case.expected[:100]!r}"
 

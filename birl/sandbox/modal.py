@@ -102,13 +102,13 @@ class ModalSandbox:
             process.stdin.write(job)
             process.stdin.write_eof()
             await process.stdin.drain.aio()
-            said = await process.stdout.read.aio()
+            output = await process.stdout.read.aio()
             code = await process.wait.aio()
         finally:
             with contextlib.suppress(self.client.exception.Error):
                 await box.terminate.aio()
         try:
-            reply = json.loads(said)
+            reply = json.loads(output)
         except (ValueError, RecursionError):
             # by a signal, as where the container's memory is used up; with an error of its own the sandbox has failed
             ending = Ending.KILLED if code < 0 or code > 128 else Ending.ERROR

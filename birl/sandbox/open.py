@@ -106,8 +106,8 @@ async def problem(kind: str, python: str) -> str:
 def _seen(result: Result, kind: str) -> str:
     """What is wrong with a kind in which the probe came to this. Empty: nothing."""
     if not result.good:
-        said = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return result.detail or f"the trial run ended with exit code {result.exit_code}: {' '.join(said)}"
+        errors = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return result.detail or f"the trial run ended with exit code {result.exit_code}: {' '.join(errors)}"
     try:
         found: dict[str, Any] = json.loads(result.stdout)
     except ValueError:

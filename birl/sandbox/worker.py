@@ -192,8 +192,8 @@ class Worker:
             except (TimeoutError, GuestFailed) as error:
                 self.kill()
                 errors.seek(0)
-                said = errors.read(2000).decode(errors="replace").strip() or str(error) or "it does not answer"
-                raise GuestFailed(f"{self.kind} cannot be started: {said}") from None
+                why = errors.read(2000).decode(errors="replace").strip() or str(error) or "it does not answer"
+                raise GuestFailed(f"{self.kind} cannot be started: {why}") from None
 
     def _words(self, control: int, limits: Limits, opened: contextlib.ExitStack) -> tuple[list[str], list[int]]:
         if self.kind not in NAMESPACES:

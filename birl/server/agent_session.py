@@ -29,7 +29,7 @@ class Session(Protocol):
     failure: Exception | None
 
     async def answer(
-        self, said: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
+        self, conversation: Conversation, params: SamplingParams, *, tools: Tools = (), agent: str = ""
     ) -> tuple[Message, Turn]: ...
     def forget(self, turn: Turn) -> None: ...
     def rewarded(self, reward: float, agent: str = "") -> None: ...
@@ -41,7 +41,7 @@ class Reply:
     without a meaning."""
 
     chat: Chat
-    said: Conversation
+    conversation: Conversation
     params: SamplingParams
     tools: Tools = ()
     agent: str = ""
@@ -88,7 +88,7 @@ class Visit:
             task.cancel()
 
     async def one(self, reply: Reply) -> tuple[Message, Turn]:
-        return await self.session.answer(reply.said, reply.params, tools=reply.tools, agent=reply.agent)
+        return await self.session.answer(reply.conversation, reply.params, tools=reply.tools, agent=reply.agent)
 
     async def _answers(self, reply: Reply) -> Answers:
         asked = [asyncio.ensure_future(self.one(reply)) for _ in range(reply.n)]

@@ -53,10 +53,10 @@ class Direct(Visit):
         (params,) = service.seeded(reply.params)
         with service.gate.enter(1):
             result = await service.answering(grammar)(prompt, params)
-        said = service.chat.parse(result.tokens, reply.tools, prompt)
-        cut = min((at for s in params.stop if (at := said.content.find(s)) >= 0), default=None)
-        said = said if cut is None else replace(said, content=said.content[:cut])
-        return said, Turn(prompt=prompt, completion=result)
+        message = service.chat.parse(result.tokens, reply.tools, prompt)
+        cut = min((at for s in params.stop if (at := message.content.find(s)) >= 0), default=None)
+        message = message if cut is None else replace(message, content=message.content[:cut])
+        return message, Turn(prompt=prompt, completion=result)
 
 
 async def messages(service: Service, request: Request) -> Response:
@@ -68,7 +68,7 @@ async def messages(service: Service, request: Request) -> Response:
         check_bulk(data, context)
         ask.known({"model": data.get("model")}, ("model",), service)
         reply = gateway_anthropic.message(data, service.terms, visit)
-        visit.prompt = service.chat.render(reply.said, reply.tools)
+        visit.prompt = service.chat.render(reply.conversation, reply.tools)
         service.check_prompt(visit.prompt)
         return reply
 

@@ -35,15 +35,15 @@ class AnthropicReply(Reply):
         }  # fmt: skip
 
     def whole(self, answers: Answers) -> Block:
-        ((said, turn),) = answers
+        ((reply, turn),) = answers
         usage = {"input_tokens": len(turn.prompt), "output_tokens": len(turn.completion.tokens)}
-        return self.head(turn) | {"content": blocks(said), "usage": usage} | self.end(said, turn)
+        return self.head(turn) | {"content": blocks(reply), "usage": usage} | self.end(reply, turn)
 
-    def end(self, said: Message, turn: Turn) -> Block:
+    def end(self, reply: Message, turn: Turn) -> Block:
         reason, stop = "end_turn", None
         if turn.completion.stop is Stop.LENGTH:
             reason = "max_tokens"
-        elif said.tool_calls:
+        elif reply.tool_calls:
             reason = "tool_use"
         elif stop := self.stopped(turn):
             reason = "stop_sequence"
@@ -58,15 +58,15 @@ class AnthropicReply(Reply):
         return min(result)[1] if result else None
 
     def chunks(self, answers: Answers) -> Iterator[bytes]:
-        ((said, turn),) = answers
+        ((reply, turn),) = answers
         yield event("message_start", message=self.head(turn))
-        for i, block in enumerate(blocks(said)):
+        for i, block in enumerate(blocks(reply)):
             empty, delta = opened(block)
             yield event("content_block_start", index=i, content_block=empty)
             yield event("content_block_delta", index=i, delta=delta)
             yield event("content_block_stop", index=i)
         usage = {"output_tokens": len(turn.completion.tokens)}
-        yield event("message_delta", delta=self.end(said, turn), usage=usage)
+        yield event("message_delta", delta=self.end(reply, turn), usage=usage)
         yield event("message_stop")
 
     def failed(self, refused: Refused) -> bytes:
@@ -76,7 +76,7 @@ class AnthropicReply(Reply):
 def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicReply:
     """POST /messages. Raises `Refused`."""
     terms.check(data, (*KNOWN, *(("seed", "output_format", "output_config") if terms.served else ())))
-    said, tools = conversation(data)
+    messages, tools = conversation(data)
     stop = typed(data, "stop_sequences", list, [])
     if not all(isinstance(s, str) for s in stop):
         raise invalid("stop_sequences", "must be a list of texts")
@@ -86,7 +86,7 @@ def message(data: Mapping[str, Any], terms: Terms, visit: Visit) -> AnthropicRep
     params = terms.params(data, visit.session.params, stop, "max_tokens")
     seen, form = terms.tools(openai_form(data, choice), tools, wanted)
     return AnthropicReply(
-        said=said,
+        conversation=messages,
         params=params,
         tools=seen,
         form=form,
@@ -129,12 +129,12 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
     """A message as birl has it; the results of tools are messages of their own, and come first."""
     if not isinstance(content, list):
         return [Message(role=role, content=text(content, f"{where}.content"))]
-    results, said, thinking, calls = [], "", "", []
+    results, written, thinking, calls = [], "", "", []
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
         match block:
             case {"type": "text", "text": str(words)}:
-                said += words
+                written += words
             case {"type": "thinking", "thinking": str(words)}:
                 thinking += words
             case {"type": "redacted_thinking"}:
@@ -148,9 +148,9 @@ def spoken(role: str, content: Any, where: str) -> list[Message]:
             case _:
                 kind = block.get("type") if isinstance(block, dict) else block
                 raise invalid(place, f"is of type {kind!r}; the model reads text, tool_use and tool_result"[:200])
-    if results and not said:
+    if results and not written:
         return results
-    return [*results, Message(role=role, content=said, thinking=thinking, tool_calls=tuple(calls))]
+    return [*results, Message(role=role, content=written, thinking=thinking, tool_calls=tuple(calls))]
 
 
 def tool(given: Any, place: int) -> Block:
@@ -161,13 +161,13 @@ def tool(given: Any, place: int) -> Block:
     return {"type": "function", "function": function}
 
 
-def blocks(said: Message) -> list[Block]:
+def blocks(reply: Message) -> list[Block]:
     result: list[Block] = []
-    if said.thinking:
-        result.append({"type": "thinking", "thinking": said.thinking, "signature": ""})
-    if said.content.strip() or not said.tool_calls:
-        result.append({"type": "text", "text": said.content})
-    for call in said.tool_calls:
+    if reply.thinking:
+        result.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
+    if reply.content.strip() or not reply.tool_calls:
+        result.append({"type": "text", "text": reply.content})
+    for call in reply.tool_calls:
         arguments = json.loads(call.arguments)
         result.append({"type": "tool_use", "id": call.id or call_id(), "name": call.name, "input": arguments})
     return result

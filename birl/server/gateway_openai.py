@@ -50,23 +50,23 @@ class OpenAIReply(Reply):
     def whole(self, answers: Answers) -> dict[str, Any]:
         pieces = self.pieces(answers)
         choices = [
-            pieces.spoken(i, turn.completion, said.content, said.tool_calls, said.thinking)
-            for i, (said, turn) in enumerate(answers)
+            pieces.spoken(i, turn.completion, reply.content, reply.tool_calls, reply.thinking)
+            for i, (reply, turn) in enumerate(answers)
         ]
         usage = pieces.usage([turn.completion for _, turn in answers])
         return pieces.head(chunk=False) | {"choices": choices, "usage": usage}
 
     def chunks(self, answers: Answers) -> Iterator[bytes]:
         pieces = self.pieces(answers)
-        for i, (said, turn) in enumerate(answers):
+        for i, (reply, turn) in enumerate(answers):
             done = turn.completion
-            yield event(pieces.delta(i, "", first=True, thinking=said.thinking))
+            yield event(pieces.delta(i, "", first=True, thinking=reply.thinking))
             yield event(
-                pieces.delta(i, said.content, tokens=done.tokens, logprobs=done.logprobs, versions=done.versions)
+                pieces.delta(i, reply.content, tokens=done.tokens, logprobs=done.logprobs, versions=done.versions)
             )
-            if said.tool_calls:
-                yield event(pieces.delta(i, "", calls=said.tool_calls))
-            yield event(pieces.delta(i, "", reason=pieces.reason(done.stop, said.tool_calls)))
+            if reply.tool_calls:
+                yield event(pieces.delta(i, "", calls=reply.tool_calls))
+            yield event(pieces.delta(i, "", reason=pieces.reason(done.stop, reply.tool_calls)))
         if self.usage:
             usage = pieces.usage([turn.completion for _, turn in answers])
             yield event(pieces.head(chunk=True) | {"choices": [], "usage": usage})
@@ -79,11 +79,11 @@ class OpenAIReply(Reply):
 def chat(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
     """POST /chat/completions. Raises `Refused`."""
     terms.check(data, (*KNOWN, "messages", "tools", "tool_choice", "max_completion_tokens"))
-    said = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
-    if not said:
+    messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
+    if not messages:
         raise invalid("messages", "is empty")
     logprobs = typed(data, "logprobs", bool, False)
-    return _reply(data, terms, visit, said=said, limit=limit_of(data), logprobs=logprobs, talk=True)
+    return _reply(data, terms, visit, conversation=messages, limit=limit_of(data), logprobs=logprobs, talk=True)
 
 
 def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIReply:
@@ -95,7 +95,7 @@ def completion(data: Mapping[str, Any], terms: Terms, visit: Visit) -> OpenAIRep
     if not isinstance(prompt, str):
         raise invalid("prompt", "must be text: an episode keeps the token ids itself")
     return _reply(
-        data, terms, visit, said=prompt, limit="max_tokens", logprobs=sampled_logprobs(data, terms), talk=False
+        data, terms, visit, conversation=prompt, limit="max_tokens", logprobs=sampled_logprobs(data, terms), talk=False
     )
 
 

@@ -189,8 +189,8 @@ def intruder(headers: Mapping[str, str], token: str) -> Refused | None:
             403, f"Host {host[:100]!r} is not this machine's own name: use 127.0.0.1 or localhost, or start the server "
             "with BIRL_TOKEN set.", "forbidden",
         )  # fmt: skip
-    kind, _, said = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(" ")
-    if kind.lower() == "bearer" and hmac.compare_digest(said.strip().encode(), token.encode()):
+    kind, _, credentials = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(" ")
+    if kind.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), token.encode()):
         return None
     return Refused(
         401, "The token is missing or wrong: send `Authorization: Bearer TOKEN`, with the server's BIRL_TOKEN.",

@@ -62,8 +62,8 @@ class Pieces:
         """A finished one."""
         shown = self.visible()
         shown.feed(completion.tokens)
-        said = self.said(index, shown.whole())
-        return self.spoken(index, completion, said.content, said.calls, said.thinking or "")
+        reply = self.parsed(index, shown.whole())
+        return self.spoken(index, completion, reply.content, reply.calls, reply.thinking or "")
 
     def spoken(
         self, index: int, completion: Completion, content: str, calls: Sequence[ToolCall], thinking: str = ""
@@ -136,7 +136,7 @@ class Pieces:
         extra |= {"usage": None} if self.asked.usage else {}
         return self.head(chunk=True) | {"choices": [result]} | extra
 
-    def said(self, index: int, text: str) -> ParsedReply:
+    def parsed(self, index: int, text: str) -> ParsedReply:
         if not self.asked.chat:
             return ParsedReply(content=text)
         return self.speaker.chat.parts(text, self.asked.tools, self.opened(index))

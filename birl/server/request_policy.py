@@ -25,15 +25,15 @@ class Terms:
     sampling: str = "run"
     vocabulary: int = 0  # valid token ids; 0: the tokenizer's
     seen: dict[str, str] = field(default_factory=dict)  # bodies of grammars, and what is wrong with each
-    said: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
 
     @property
     def served(self) -> bool:
         return self.sampling == "client"
 
     def note(self, key: str, what: str) -> None:
-        if key not in self.said:
-            self.said.add(key)
+        if key not in self.noted:
+            self.noted.add(key)
             print(f"{'A client' if self.served else 'An agent'} asks for {key}={what}", flush=True)
 
     def vain(self, key: str, value: Any) -> None:

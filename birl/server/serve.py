@@ -124,7 +124,7 @@ async def look(service: Service, root: Path) -> None:
     """Take whatever is announced in `root` (weights.method=volume). A failure is reported once and tried
     again when something else is announced. An engine that sleeps takes it when it is awake."""
     tried: Update | None = None
-    said = ""
+    shown = ""
     while True:
         try:
             update = await asyncio.to_thread(folder.latest, root)
@@ -135,9 +135,9 @@ async def look(service: Service, root: Path) -> None:
                     await service.load(update)
         except Exception as error:
             known = isinstance(error, (WeightsFailed, Refused, OSError))
-            if (why := str(error) if known else f"{type(error).__name__}: {error}") != said:
-                said = why
-                print(f"birl serve: volume={root}: {said}", flush=True)
+            if (why := str(error) if known else f"{type(error).__name__}: {error}") != shown:
+                shown = why
+                print(f"birl serve: volume={root}: {shown}", flush=True)
         await asyncio.sleep(LOOK)
 
 

@@ -150,12 +150,12 @@ class Growing:
 
     def end(self, completion: Completion) -> list[dict]:
         """What was held back, the tool calls, and why it ended."""
-        said = self.pieces.said(self.index, self.shown.whole())
+        reply = self.pieces.parsed(self.index, self.shown.whole())
         thinking, content = (
-            (s or "")[len(t) :] for s, t in zip((said.thinking, said.content), self.thoughts.told, strict=True)
+            (s or "")[len(t) :] for s, t in zip((reply.thinking, reply.content), self.thoughts.told, strict=True)
         )
         chunks = [self.pieces.delta(self.index, content, thinking=thinking)] if thinking or content else []
-        if said.calls:
-            chunks.append(self.pieces.delta(self.index, "", calls=said.calls))
-        reason = self.pieces.reason(completion.stop, said.calls)
+        if reply.calls:
+            chunks.append(self.pieces.delta(self.index, "", calls=reply.calls))
+        reason = self.pieces.reason(completion.stop, reply.calls)
         return [*chunks, self.pieces.delta(self.index, "", reason=reason, first=self.fresh and not chunks)]

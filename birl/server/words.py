@@ -24,8 +24,8 @@ async def tokenize(service: Service, request: Request) -> Response:
         check_bulk(data, service.engine.context)
         ask.known(data, NAMES, service)
         if "messages" in data:
-            said = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
-            return service.chat.render(said, service.terms.tools({}, typed(data, "tools", list, []), None)[0])
+            messages = tuple(message(m, i) for i, m in enumerate(typed(data, "messages", list, None)))
+            return service.chat.render(messages, service.terms.tools({}, typed(data, "tools", list, []), None)[0])
         prompt = typed(data, "prompt", str, None)
         if prompt is None:
             raise invalid("prompt", "is missing; so are messages")

@@ -11,21 +11,21 @@ C = TypeVar("C", str, tuple[Message, ...])
 CHARACTERS = 64
 
 
-def cannot_fit(said: Conversation, tokens: int) -> bool:
+def cannot_fit(conversation: Conversation, tokens: int) -> bool:
     """Whether a conversation has more characters than so many tokens hold, which is known before it is encoded."""
-    if isinstance(said, str):
-        return len(said) > CHARACTERS * tokens
-    texts = (t for m in said for t in (m.content, m.thinking, *(call.arguments for call in m.tool_calls)))
-    return len(said) > tokens or sum(map(len, texts)) > CHARACTERS * tokens
+    if isinstance(conversation, str):
+        return len(conversation) > CHARACTERS * tokens
+    texts = (t for m in conversation for t in (m.content, m.thinking, *(call.arguments for call in m.tool_calls)))
+    return len(conversation) > tokens or sum(map(len, texts)) > CHARACTERS * tokens
 
 
-def beginning(said: C, tokens: int) -> C:
+def beginning(conversation: C, tokens: int) -> C:
     """Of a conversation that cannot fit, its first characters: as many as so many tokens hold at most."""
     room = CHARACTERS * tokens
-    if isinstance(said, str):
-        return said[:room]
+    if isinstance(conversation, str):
+        return conversation[:room]
     kept: list[Message] = []
-    for message in said[: tokens + 1]:
+    for message in conversation[: tokens + 1]:
         kept.append(replace(message, content=message.content[:room]))
         room -= len(message.content)
         if room < 0:

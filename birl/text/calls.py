@@ -64,12 +64,12 @@ def qwen_coder(text: str, tools: Tools) -> Read:
 def llama(text: str, tools: Tools) -> Read:
     """{"name": "add", "parameters": {"a": 3}}, several with ; between. Such JSON is a call behind <|python_tag|>, and
     where it is the whole reply and names a declared tool."""
-    said, tag, rest = text.partition("<|python_tag|>")
+    before, tag, rest = text.partition("<|python_tag|>")
     calls = list(_objects(rest if tag else text))
     if not calls or None in calls:
         return text, ()
     known = {c.name for c in calls if c} <= set(schemas(tools))
-    return (said.rstrip() if tag else "", tuple(c for c in calls if c)) if tag or known else (text, ())
+    return (before.rstrip() if tag else "", tuple(c for c in calls if c)) if tag or known else (text, ())
 
 
 def _objects(text: str) -> Iterator[ToolCall | None]:

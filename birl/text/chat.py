@@ -171,7 +171,7 @@ class Chat:
     def parse(self, tokens: Sequence[int], tools: Tools = (), prompt: Sequence[int] | None = None) -> Message:
         """The model's reply, without the end token; calls are looked for where there are `tools`. `prompt`: what it
         saw, which may have begun its thinking; without it, what the template always puts there."""
-        return self.parts(self.said(tokens), tools, self.thinks(prompt)).message()
+        return self.parts(self.reply_text(tokens), tools, self.thinks(prompt)).message()
 
     def parts(self, text: str, tools: Tools = (), opened: bool = False) -> ParsedReply:
         """What a reply's text says. `opened`: it begins within the model's thinking."""
@@ -181,7 +181,7 @@ class Chat:
         """Where something may begin that is not shown while it grows: a call, or what stands on channels."""
         return self.format.openings if self.format is not None and (tools or self._channels) else ()
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def reply_text(self, tokens: Sequence[int]) -> str:
         """The text of a reply, all of it but the token that ends it."""
         tokens = list(tokens)
         while tokens and tokens[-1] in self.end_ids:
@@ -218,7 +218,7 @@ class Chat:
         template puts behind a mark in the reply's place. Checks that the template only appends, and says again what the
         model said."""
         opened = self.thinks(ids)
-        reply = self.parts(self.said(reply_tokens), tools, opened)
+        reply = self.parts(self.reply_text(reply_tokens), tools, opened)
         before, after = ([templates.as_dict(m) for m in talk] for talk in (history, messages))
         own = templates.as_dict(reply.message())
         start = templates.text(self, before, tools)

@@ -135,8 +135,8 @@ def parts(
     if form is not None and form.channels is not None:
         return form.channels(text, tools)
     thinking, rest, closed = split(text, tags, opened)
-    said, result = form.read(rest, tools) if form is not None and form.read is not None and tools else (rest, ())
-    return ParsedReply(thinking=thinking, content=said, calls=result, closed=closed)
+    content, result = form.read(rest, tools) if form is not None and form.read is not None and tools else (rest, ())
+    return ParsedReply(thinking=thinking, content=content, calls=result, closed=closed)
 
 
 def _json(arguments: Any) -> str:

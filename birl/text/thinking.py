@@ -36,8 +36,8 @@ def split(text: str, tags: tuple[str, str] | None, opened: bool = False) -> tupl
     start = text.lstrip()
     if not opened and not start.startswith(tags[0]):
         return None, text, True
-    said, close, rest = (text if opened else start[len(tags[0]) :]).partition(tags[1])
-    return said.strip("\n"), rest.lstrip("\n"), bool(close)
+    thought, close, rest = (text if opened else start[len(tags[0]) :]).partition(tags[1])
+    return thought.strip("\n"), rest.lstrip("\n"), bool(close)
 
 
 class Growing:

@@ -140,8 +140,8 @@ def check(chat: "Chat", messages: Sequence[Mapping[str, Any]], tools: Tools) -> 
         )
         for m in messages
     )
-    said = repr(shape) + (json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
-    key = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
+    written = repr(shape) + (json.dumps(list(tools), sort_keys=True, default=str) if tools else "")
+    key = hashlib.sha256(written.encode(errors="surrogatepass")).digest()
     if key in chat.checked:
         return
     probe = [_probe(m, place) for place, m in enumerate(messages)]
@@ -193,9 +193,9 @@ def _left_out(probe: Sequence[Mapping[str, Any]], made: str) -> Iterator[str]:
 def without_tools(chat: "Chat") -> str:
     """Which message the tools are written into, system or user, as the template has neither tools nor a place for
     their results; empty where it has them, or where it cannot be told."""
-    asked, said = {"role": "user", "content": "birl-probe-question"}, {"role": "system", "content": MARK}
+    asked, system = {"role": "user", "content": "birl-probe-question"}, {"role": "system", "content": MARK}
     place = ""
-    for name, talk in (("user", [asked]), ("system", [said, asked])):
+    for name, talk in (("user", [asked]), ("system", [system, asked])):
         try:
             plain = _apply(chat, talk, (), True)
             if plain != _apply(chat, talk, [TOOL], True):
@@ -225,10 +225,10 @@ def template_of(chat: "Chat") -> str:
 
 def _reads_back(chat: "Chat", form: Format) -> bool:
     asked = [{"role": "user", "content": "birl-probe-question"}]
-    said = {"role": "assistant", "content": "", "tool_calls": [call(MARK)]}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call(MARK)]}
     try:
         before, made = (
-            apply(chat, asked, [TOOL], True, form), apply(chat, [*asked, said], [TOOL], False, form)
+            apply(chat, asked, [TOOL], True, form), apply(chat, [*asked, reply], [TOOL], False, form)
         )  # fmt: skip
     except BirlError:
         raise

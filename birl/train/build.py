@@ -228,7 +228,7 @@ def publisher_of(
     if crew.ranks.sharded:
         gather = partial(call, RLWorker.gathered)
         publisher.gathered = Gathered(learner.model, DTYPES[config.model.dtype], gather)
-        publisher.canary.together = partial(call, RLWorker.said)
+        publisher.canary.together = partial(call, RLWorker.logprobs_of)
         publisher.canary.parts = crew.ranks.shares
     return publisher
 

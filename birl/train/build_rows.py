@@ -12,7 +12,7 @@ from typing import Any
 from birl.algorithms import preference
 from birl.algorithms.custom import part
 from birl.config import schema
-from birl.config.words import said_capacity, said_needed
+from birl.config.words import capacity_setting, needed_setting
 from birl.data.examples import Examples, load_pairs, load_texts
 from birl.data.tasks import split_validation
 from birl.errors import BirlError
@@ -98,8 +98,8 @@ def check_lengths(config: schema.Stage, rows: Sequence[Any]) -> None:
     longest = room - 1 if isinstance(config, schema.SFT) else room
     if longest > config.capacity:
         raise BirlError(
-            f"{said_capacity(config)} cannot hold the longest {what}, {longest} tokens. Set "
-            f"{said_needed(config, longest)}, or a smaller model.max_length, beyond which rows are dropped."
+            f"{capacity_setting(config)} cannot hold the longest {what}, {longest} tokens. Set "
+            f"{needed_setting(config, longest)}, or a smaller model.max_length, beyond which rows are dropped."
         )
 
 

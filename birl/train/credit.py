@@ -201,7 +201,7 @@ class Credit:
         sizes = [sum(s.mask) for s in samples]
         each = [torch.full((n,), r, dtype=torch.float32) for n, r in zip(sizes, rewards.tolist(), strict=True)]
         if kl is not None:
-            later = torch.zeros(int(owner.max()) + 1, dtype=torch.float32)  # the KL of what the episode said afterwards
+            later = torch.zeros(int(owner.max()) + 1, dtype=torch.float32)  # the KL of the episode's later tokens
             for i in reversed(range(len(samples))):
                 ahead = kl[i].flip(0).cumsum(0).flip(0) + later[owner[i]]
                 each[i] = each[i] - kl_coef * ahead

@@ -143,10 +143,10 @@ class Objective:
         fresh = batch.versions.to(logp.device) == self.learner.version  # sampled by these very weights
         figures["gap"] = (logp - batch.logprobs).abs() * fresh
         figures["fresh"] = fresh.float()
-        if batch.said is not None:
-            each, clipped = value_loss(batch.said, batch.values, batch.returns, clip=self.critic_keys.clip)
+        if batch.predicted is not None:
+            each, clipped = value_loss(batch.predicted, batch.values, batch.returns, clip=self.critic_keys.clip)
             loss = loss + self.critic_keys.coef * value_weight * each.sum()
-            figures |= critic_figures(batch.said, batch.returns, each, clipped)
+            figures |= critic_figures(batch.predicted, batch.returns, each, clipped)
         return loss, figures
 
     def proximal(self, logp: Tensor, batch: Batch) -> Tensor:

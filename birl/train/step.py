@@ -31,7 +31,7 @@ from birl.train.credit import Credit, Credited
 from birl.train.objective import Objective
 from birl.train.worker import Worker
 from birl.types import Group, Sample
-from birl.weights.canary import said
+from birl.weights.canary import logprobs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class RLWorker(Worker):
     ages: Ages = field(default_factory=Ages)
     step: int = 0  # finished steps
     sampling: bool = True  # engines have the weights that the step begins with
-    seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # what the learner said of the step's tokens
+    seen: dict[Key, Tensor] = field(default_factory=dict[Key, Tensor])  # the learner's figures of the step's tokens
 
     def begin(self, folder: Path, total_steps: int | None, weights: Mapping[str, float]) -> None:
         """What only rank 0 knows, as it has the data and the rewards; `weights` of each reward function."""
@@ -199,6 +199,6 @@ class RLWorker(Worker):
                 result.append(whole)
         return result
 
-    def said(self, batches: list[Batch]) -> list[list[float]]:
+    def logprobs_of(self, batches: list[Batch]) -> list[list[float]]:
         """What engines are compared with."""
-        return said(self.learner, batches)
+        return logprobs_of(self.learner, batches)

@@ -40,7 +40,9 @@ class Canary:
     prompts: Sequence[tuple[int, ...]]
     max_gap: float
     expected: list[list[float]] = field(default_factory=list)  # log-probs of the scored tokens
-    together: Callable[[list[Batch]], list[list[float]]] | None = None  # `said` of all ranks, where each has parts
+    together: Callable[[list[Batch]], list[list[float]]] | None = (
+        None  # `logprobs_of` of all ranks, where each has parts
+    )
     parts: int = 1  # shares of the ranks
     past: deque[list[list[float]]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # `expected`, newest first
     usual: float = 0.0  # largest gap of the first proof [nats a token]
@@ -64,7 +66,7 @@ class Canary:
         ]
         result: list[list[float]] = [[] for _ in samples]
         batches = pack(samples, [1.0] * len(samples), LONGEST * 4, parts=self.parts)
-        ask = self.together or partial(said, self.learner)
+        ask = self.together or partial(logprobs_of, self.learner)
         for batch, values in zip(batches, ask(batches), strict=True):
             for sample, value in zip(batch.group.tolist(), values, strict=True):
                 result[sample].append(value)
@@ -80,7 +82,9 @@ class Canary:
             asyncio.gather(*(self.scored(engine, name, ids) for ids in self.prompts)),
             asyncio.gather(*(self.drawn(engine, name, ids) for ids in self.prompts)),
         )
-        pairs = [pair for own, said in zip(heard, self.expected, strict=True) for pair in zip(own, said, strict=True)]
+        pairs = [
+            pair for own, wanted in zip(heard, self.expected, strict=True) for pair in zip(own, wanted, strict=True)
+        ]
         gap, most = _mean(pairs), self.allowed(len(pairs))
         ago = self.stale([value for own in heard for value in own])
         if ago:
@@ -148,7 +152,7 @@ class Canary:
         return f"{most:.3g} by the first proof of this run, which showed {self.usual:.3g},"
 
     def stale(self, heard: list[float]) -> int:
-        """How many updates ago the learner said what the engine says now; 0 where it cannot be told from now.
+        """How many updates ago the learner's log-probs were the engine's of now; 0 where they cannot be told apart.
 
         Of e = engine - now and p = past - now, the share of p in e is c = <e, p> / <p, p>: 0 for an engine that is up
         to date, 1 for one that is not. Rounding moves it by about |e - c p| / (|p| sqrt(N)), of N tokens.
@@ -183,7 +187,7 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(abs(a - b) for a, b in pairs) / max(len(pairs), 1)
 
 
-def said(learner: Learner, batches: list[Batch]) -> list[list[float]]:
+def logprobs_of(learner: Learner, batches: list[Batch]) -> list[list[float]]:
     """(every rank) Log-probs at temperature 1."""
     before, learner.outputs.temperature = learner.outputs.temperature, 1.0
     try:

@@ -95,8 +95,8 @@ def geometric(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict
 
 def with_values(logp: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     loss, figures = reinforce(logp, entropy, batch)
-    assert batch.said is not None
-    return loss + ((batch.said - batch.advantages).square() * batch.weights).sum(), figures
+    assert batch.predicted is not None
+    return loss + ((batch.predicted - batch.advantages).square() * batch.weights).sum(), figures
 
 
 def ranking(scores: Tensor, _: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

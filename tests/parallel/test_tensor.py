@@ -116,8 +116,8 @@ def test_bfloat16_is_as_far_from_float32_as_on_one_rank() -> None:
 
 def valued(logp: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The policy's loss and the critic's on its backbone; or, of scores, the critic's alone."""
-    said = logp if batch.said is None else batch.said
-    policy = 0.0 if batch.said is None else logp * batch.advantages
+    said = logp if batch.predicted is None else batch.predicted
+    policy = 0.0 if batch.predicted is None else logp * batch.advantages
     return ((0.5 * (said - batch.advantages).square() - policy) * batch.weights).sum(), {"said": said}
 
 

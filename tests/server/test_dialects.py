@@ -160,7 +160,7 @@ def test_arguments_that_no_schema_names_are_not_made_up() -> None:
 
 
 def test_a_server_says_once_what_has_no_effect(client: openai.OpenAI, server: Running, capsys) -> None:
-    server.service.terms.said.clear()
+    server.service.terms.noted.clear()
     first, second = (ask(client, frequency_penalty=p, max_tokens=4) for p in (0.7, 0.8))
     assert first.choices[0].message.content == second.choices[0].message.content
     assert capsys.readouterr().out == "A client asks for frequency_penalty=0.7; that has no effect.\n"
@@ -223,7 +223,7 @@ def test_a_forced_call_is_read_as_a_call(name: str) -> None:
         tokens.append(token)
         if guide.take(token) or token in own.end_ids:
             break
-    said = own.parts(own.said(tokens), [ADD, SUB], opened)
+    said = own.parts(own.reply_text(tokens), [ADD, SUB], opened)
     if said.thinking is None or opened:  # else it still thinks, at random
         assert [c.name for c in said.calls] in (["add"], ["sub"]) and json.loads(said.calls[0].arguments)["a"] in (3, 4)
 

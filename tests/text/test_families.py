@@ -172,7 +172,7 @@ def test_hostile_words_never_change_what_was_there(name: str, said: str, content
     tokens = own.encode(said)[:cut]
     message = own.parse(tokens, tools, prompt)
     if not message.thinking and not message.tool_calls and not own.thinks(prompt) and name != "gpt_oss":
-        assert message.content == own.said(tokens) or own.parts(own.said(tokens), tools).thinking == ""
+        assert message.content == own.reply_text(tokens) or own.parts(own.reply_text(tokens), tools).thinking == ""
     try:
         longer = own.extend(prompt, tokens, (user(content),), tools, (user("Hi"),))
     except BirlError:
@@ -189,7 +189,7 @@ def test_a_call_that_was_cut_is_no_call(name: str, message: Message, share: floa
         fitted(name, replace(message, content="", thinking="", tool_calls=message.tool_calls[:1])),
     )
     assume(not ambiguous(name, message))
-    text = own.said(own.encode(reply(name, message)))
+    text = own.reply_text(own.encode(reply(name, message)))
     cut = text[: int(share * len(text))]
     prompt = own.render((user("Hi"),), TOOLS)
     assert own.parse(own.encode(cut), TOOLS, prompt).tool_calls == ()

@@ -5,7 +5,7 @@ from birl.config.rules.computed import COMPUTED
 from birl.config.rules.conflicts import CONFLICTS
 from birl.config.rules.unread import UNREAD
 from birl.config.schema import Config
-from birl.config.words import said, value_of
+from birl.config.words import setting, value_of
 
 
 def rules(config: Config) -> list[str]:
@@ -29,7 +29,7 @@ def _unread(config: Config) -> list[str]:
     for kind, keys, read, reason in UNREAD:
         if isinstance(config, kind) and (idle := [key for key in changed if _named(key, keys)]) and not read(config):
             why = dict.fromkeys(idle, reason.format(c=config)) | why  # the first reason of each key
-    return [f"{said(config, key)}: has no effect because {reason}." for key, reason in why.items()]
+    return [f"{setting(config, key)}: has no effect because {reason}." for key, reason in why.items()]
 
 
 def _named(key: str, keys: str) -> bool:

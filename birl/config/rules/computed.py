@@ -11,7 +11,7 @@ from birl.config.decided import ENGINES, NAME, at_once, kind_of, most_answers, t
 from birl.config.keys import documentation, written
 from birl.config.rules.unread import SINGLE
 from birl.config.schema import RL, SFT, Config, Eval, Stage, reward_functions
-from birl.config.words import command, said, said_capacity, said_needed, value_of
+from birl.config.words import capacity_setting, command, needed_setting, setting, value_of
 from birl.errors import did_you_mean
 
 ADDRESSES = {  # where a tracker's address stands, with track.NAME=online
@@ -48,9 +48,9 @@ def _options(c: RL | Eval) -> Iterator[str]:
 def _weights(c: Config, key: str, number: int, of: str, zero: str) -> Iterator[str]:
     weights = value_of(c, key)
     if weights and len(weights) != number:
-        yield f"{said(c, key)}: {len(weights)} weights for {number} {of}; give one for each."
+        yield f"{setting(c, key)}: {len(weights)} weights for {number} {of}; give one for each."
     if weights and not any(weights):
-        yield f"{said(c, key)}: all weights are 0, so {zero}."
+        yield f"{setting(c, key)}: all weights are 0, so {zero}."
 
 
 def _data(c: RL | Stage) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _eval(c: Eval) -> Iterator[str]:
 
 def _roles(c: SFT) -> Iterator[str]:
     if "all" in c.data.train_on and len(c.data.train_on) > 1:
-        yield f"{said(c, 'data.train_on')}: all includes every role; use data.train_on=[all]."
+        yield f"{setting(c, 'data.train_on')}: all includes every role; use data.train_on=[all]."
 
 
 def _rewards(c: RL | Eval) -> Iterator[str]:
@@ -86,13 +86,13 @@ def _rewards(c: RL | Eval) -> Iterator[str]:
         yield f"reward.format_pattern={c.reward.format_pattern}: is not a regular expression: {error}."
     if "code" in functions and 0 < c.reward.timeout < (needed := tests_seconds(c)):
         yield (
-            f"{said(c, 'reward.timeout')}: the tests of {most_answers(c)} answers, {at_once(c)} at once, may take "
+            f"{setting(c, 'reward.timeout')}: the tests of {most_answers(c)} answers, {at_once(c)} at once, may take "
             f"{needed:g} s by sandbox.total_seconds={c.sandbox.total_seconds:g}; set "
             f"reward.timeout={needed:g} or more, or 0."
         )
     if (most := max(c.validation.k, default=1)) > c.validation.samples:
         yield (
-            f"{said(c, 'validation.k')}: pass@{most} needs at least {most} answers per prompt; set "
+            f"{setting(c, 'validation.k')}: pass@{most} needs at least {most} answers per prompt; set "
             f"validation.samples={most} or more (it is {c.validation.samples})."
         )
 
@@ -101,8 +101,8 @@ def _sampling(c: RL) -> Iterator[str]:
     for key, off in (("rollout.top_p", 1), ("rollout.top_k", 0), ("rollout.min_p", 0)):
         if value_of(c, key) != off:
             yield (
-                f"{said(c, key)}: training samples from the whole distribution; the learner's log-probs would belong "
-                f"to another one, and the importance ratios would be wrong. Set {key}={off}."
+                f"{setting(c, key)}: training samples from the whole distribution; the learner's log-probs would "
+                f"belong to another one, and the importance ratios would be wrong. Set {key}={off}."
             )
     buffer, answer, longest, prompt = (
         *(c.algorithm.overlong_buffer, c.rollout.max_tokens),
@@ -121,8 +121,8 @@ def _sampling(c: RL) -> Iterator[str]:
     if c.capacity < (needed := longest or prompt + answer):
         why = f"model.max_length={longest}" if longest else f"data.max_prompt_tokens + rollout.max_tokens = {needed}"
         yield (
-            f"{said_capacity(c)}: the longest sequence ({why}) does not fit into one micro-batch; set "
-            f"{said_needed(c, needed)} or more."
+            f"{capacity_setting(c)}: the longest sequence ({why}) does not fit into one micro-batch; set "
+            f"{needed_setting(c, needed)} or more."
         )
 
 
@@ -158,7 +158,7 @@ def _whole_rows(c: RL | Stage) -> Iterator[str]:
         for axis, n in (("cp", c.parallel.cp), ("tp", c.parallel.tp)):
             if n > 1:
                 yield (
-                    f"{said(c, key)}: reads the routers of whole rows, which parallel.{axis}={n} splits; set "
+                    f"{setting(c, key)}: reads the routers of whole rows, which parallel.{axis}={n} splits; set "
                     f"parallel.{axis}=1."
                 )
 

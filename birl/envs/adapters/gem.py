@@ -46,14 +46,14 @@ class Gem:
         with self.random:
             self.env = imported("gem", KIND).make(self.config.task, **arguments(self.config.parameters))
             seen, info = self.env.reset(seed=self.seed)
-        return (said(seen, info),)
+        return (message_of(seen, info),)
 
     def step(self, reply: Message) -> Feedback:
         # What is no game judges code or mathematics, which may take long, and draws nothing.
         game = self.config.task.startswith("game:")
         with self.random if game else nullcontext():
             seen, reward, terminated, truncated, info = self.env.step(reply.content)
-        return Feedback(messages=(said(seen, info),), reward=float(reward), done=bool(terminated or truncated))
+        return Feedback(messages=(message_of(seen, info),), reward=float(reward), done=bool(terminated or truncated))
 
     def close(self) -> None:
         close = getattr(self.env, "close", None)
@@ -61,7 +61,7 @@ class Gem:
             close()
 
 
-def said(seen: str, info: dict[str, Any]) -> Message:
+def message_of(seen: str, info: dict[str, Any]) -> Message:
     """An observation, between what GEM wants before and behind it."""
     parts = (str(info.get("prefix", "")), str(seen), str(info.get("suffix", "")))
     return Message(role="user", content="\n".join(p.strip("\n") for p in parts if p))

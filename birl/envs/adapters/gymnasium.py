@@ -92,11 +92,11 @@ class Gymnasium:
         space = self.env.action_space
         if not hasattr(space, "n"):
             return text if space.contains(text) else None
-        said = text.strip().strip(".").lower()
+        choice = text.strip().strip(".").lower()
         names = [name.lower() for name in self.config.actions]
         if names:
-            return int(space.start) + names.index(said) if said in names else None
-        result = int(said) if re.fullmatch(r"-?\d{1,9}", said) else None
+            return int(space.start) + names.index(choice) if choice in names else None
+        result = int(choice) if re.fullmatch(r"-?\d{1,9}", choice) else None
         return result if result is not None and space.contains(result) else None
 
     def shown(self, seen: Any) -> str:

@@ -36,18 +36,18 @@ class SelfPlay:
 
     async def run(self, model: Model) -> dict[str, float]:
         game: Game = await called(Game, self.config.id, self.config.players, self.seed)
-        said: dict[int, tuple[Message, ...]] = dict.fromkeys(range(self.config.players), ())
-        rewards, done = dict.fromkeys(said, 0.0), False
+        talks: dict[int, tuple[Message, ...]] = dict.fromkeys(range(self.config.players), ())
+        rewards, done = dict.fromkeys(talks, 0.0), False
         while not done:
             me, text = game.seen()
-            said[me] += (Message(role="user", content=text),)
+            talks[me] += (Message(role="user", content=text),)
             try:
-                reply = await model.ask(said[me], agent=f"player_{me}")
+                reply = await model.ask(talks[me], agent=f"player_{me}")
             except TooLong:
-                if all(len(talk) < 2 for talk in said.values()):  # no move was made that could have a reward
+                if all(len(talk) < 2 for talk in talks.values()):  # no move was made that could have a reward
                     raise
                 break
-            said[me] += (reply,)
+            talks[me] += (reply,)
             done = await called(game.act, reply.content)
         if done:
             rewards = game.rewards()

@@ -24,7 +24,7 @@ def client_of(model: Model) -> Any:
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
         ) -> Any:
             try:
-                reply = await self.client.ask(said(prompt), tools=[schema(tool) for tool in tools or ()])
+                reply = await self.client.ask(messages_of(prompt), tools=[schema(tool) for tool in tools or ()])
             except TooLong as error:  # the environment ends its rollout then, and scores what there is
                 raise imported("verifiers.errors", KIND).OverlongPromptError(str(error)) from error
             return response(reply, model)
@@ -41,7 +41,7 @@ def client_of(model: Model) -> Any:
     return Session(model)
 
 
-def said(prompt: Any) -> tuple[Message, ...]:
+def messages_of(prompt: Any) -> tuple[Message, ...]:
     """verifiers' messages as birl's. A tool's answer gets the tool's name, which templates want."""
     names: dict[str, str] = {}
     result = []

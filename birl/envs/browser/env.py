@@ -123,7 +123,7 @@ class Web:
     def __init__(self, task: Task, config: Any, shared: Pool) -> None:
         self.task, self.config, self.pool = task, config, shared
         self.page: Page | None = None
-        self.said: list[Message] = []  # the conversation with every page in it
+        self.talk: list[Message] = []  # the conversation with every page in it
         self.shown = ""  # the page as it is now
         self.invalid = 0
         self.pictures: list[str] = []
@@ -134,8 +134,8 @@ class Web:
             raise BirlError(f"{where(self.task)} has no column `task`, which names a task of {self.benchmark}")
         self.page = await self.pool.open(str(columns["task"]), int(columns.get("seed") or 0))
         self.shown = self.page.first["page"]
-        self.said = [Message(role="user", content=self._first(self.shown))]
-        return tuple(self.said)
+        self.talk = [Message(role="user", content=self._first(self.shown))]
+        return tuple(self.talk)
 
     def _first(self, page: str) -> str:
         actions = self.pool.hello["actions"]
@@ -153,7 +153,7 @@ class Web:
             self.shown = result["page"]
         done = result.get("done", False)
         new = Message(role="user", content=(f"Error: {error}\n\n" if error else "") + told(self.shown))
-        self.said += [reply, new]
+        self.talk += [reply, new]
         return Feedback(
             messages=(new,),
             prompt=None if done or not self.config.history else self._recent(),
@@ -164,13 +164,13 @@ class Web:
 
     def _recent(self) -> tuple[Message, ...] | None:
         """The conversation without the older pages; None while there are none."""
-        pages = (len(self.said) + 1) // 2
+        pages = (len(self.talk) + 1) // 2
         old = pages - self.config.history
         if old <= 0:
             return None
         first = Message(role="user", content=self._first(LEFT_OUT))
         hidden = Message(role="user", content=told(LEFT_OUT))
-        return tuple(first if i == 0 else hidden if i % 2 == 0 and i // 2 < old else m for i, m in enumerate(self.said))
+        return tuple(first if i == 0 else hidden if i % 2 == 0 and i // 2 < old else m for i, m in enumerate(self.talk))
 
     async def close(self) -> None:
         page, self.page = self.page, None

@@ -41,7 +41,7 @@ class Worker:
         self.killed = False
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.ids = count()
-        self.said: deque[str] = deque(maxlen=3)  # the last lines of stderr
+        self.stderr: deque[str] = deque(maxlen=3)  # the last lines of stderr
         self.tasks = [asyncio.create_task(self._listen())]
 
     @classmethod
@@ -87,7 +87,7 @@ class Worker:
             await asyncio.wait_for(asyncio.gather(self.process.wait(), *self.tasks), 1.0)
         if (self.process.returncode or 0) < 0:
             raise Lost("the browser's process was killed while it started")
-        raise BirlError(_problem(self.python, self.hello.get("problem") or " ".join(self.said)))
+        raise BirlError(_problem(self.python, self.hello.get("problem") or " ".join(self.stderr)))
 
     @property
     def alive(self) -> bool:
@@ -158,21 +158,23 @@ class Worker:
         assert self.process.stderr is not None
         with suppress(ValueError, OSError):
             while line := await self.process.stderr.readline():
-                self.said.append(line.decode(errors="replace").strip())
+                self.stderr.append(line.decode(errors="replace").strip())
 
     def _end_waits(self) -> None:
         for future in self.answers.values():
             if not future.done():
-                future.set_exception(Lost(f"the browser's process died. Its last output: {' '.join(self.said)[-300:]}"))
+                future.set_exception(
+                    Lost(f"the browser's process died. Its last output: {' '.join(self.stderr)[-300:]}")
+                )
 
 
-def _problem(python: str, said: str) -> str:
-    if "No module named" in said or not said:
+def _problem(python: str, output: str) -> str:
+    if "No module named" in output or not output:
         return (
             f"Browser tasks need BrowserGym, in an environment of its own: run `make setup-browser`, or name an "
-            f"interpreter that has it, env.python=PATH. ({python}: {said or 'ended without a word'})"
+            f"interpreter that has it, env.python=PATH. ({python}: {output or 'ended without a word'})"
         )
-    return said.removeprefix("LookupError: ").strip("'\"")
+    return output.removeprefix("LookupError: ").strip("'\"")
 
 
 def kill_marked(folder: str) -> None:

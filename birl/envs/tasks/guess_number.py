@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from birl.envs.tasks.rows import Drawn, Row, answered, at_least, said
+from birl.envs.tasks.rows import Drawn, Row, answered, at_least, user_message
 from birl.types import Conversation, Feedback, Message, Task
 
 GUESS = "\nGuess: "  # what a model without a chat template goes on from
@@ -81,9 +81,9 @@ class GuessNumber:
         """A game that ends with its second guess, up to that."""
         low, high = self.config.low, self.config.high
         first = (low + high) // 2
-        told = self._said("Higher.", first + 1, high)
-        said = (("user", asked), ("assistant", str(first)), ("user", told), ("assistant", str((first + 1 + high) // 2)))
-        return tuple(Message(role=role, content=content) for role, content in said)
+        told = self._told("Higher.", first + 1, high)
+        talk = (("user", asked), ("assistant", str(first)), ("user", told), ("assistant", str((first + 1 + high) // 2)))
+        return tuple(Message(role=role, content=content) for role, content in talk)
 
     async def step(self, reply: Message) -> Feedback:
         self.turn += 1
@@ -94,7 +94,7 @@ class GuessNumber:
         wasted = guess is None or not self.low <= guess <= self.high
         hint = self._hint(guess)
         return Feedback(
-            messages=said(hint if not isinstance(self.task.prompt, str) else f"\n{hint}{GUESS}"),
+            messages=user_message(hint if not isinstance(self.task.prompt, str) else f"\n{hint}{GUESS}"),
             reward=-self.config.wasted if wasted else 0.0,
             score=0.0,
             done=self.turn >= self.config.turns,
@@ -107,9 +107,9 @@ class GuessNumber:
             hint, self.low = "Higher.", max(self.low, guess + 1)
         else:
             hint, self.high = "Lower.", min(self.high, guess - 1)
-        return self._said(hint, self.low, self.high)
+        return self._told(hint, self.low, self.high)
 
-    def _said(self, hint: str, low: int, high: int) -> str:
+    def _told(self, hint: str, low: int, high: int) -> str:
         left = f"Guess from {low} to {high}." if low < high else f"Guess {low}."
         return f"{hint} {left}" if self.config.remind else hint
 

@@ -83,7 +83,7 @@ def answered_number(task: Task) -> Fraction:
     return value
 
 
-def said(text: str) -> tuple[Message, ...]:
+def user_message(text: str) -> tuple[Message, ...]:
     """What the environment says, as messages."""
     return (Message(role="user", content=text),)
 

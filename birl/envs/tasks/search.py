@@ -11,7 +11,7 @@ from typing import Any
 from birl.data.parse import parse_json
 from birl.envs.tasks.answer import normal
 from birl.envs.tasks.invented import passages, questions
-from birl.envs.tasks.rows import Row, answered, at_least, check_keys, held_out, said
+from birl.envs.tasks.rows import Row, answered, at_least, check_keys, held_out, user_message
 from birl.errors import BirlError
 from birl.types import Conversation, Feedback, Message, Task
 
@@ -104,7 +104,7 @@ class Search:
             told = AGAIN
         if isinstance(self.task.prompt, str):
             told = f"\n{told}\n"
-        return Feedback(messages=said(told), done=self.turn >= self.config.turns)
+        return Feedback(messages=user_message(told), done=self.turn >= self.config.turns)
 
     async def close(self) -> None:
         pass

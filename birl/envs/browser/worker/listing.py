@@ -21,7 +21,7 @@ def listed(tree: Any, extra: Any, acted: Collection[str], ignored: Collection[st
     not shown."""
     nodes = {node["nodeId"]: node for node in tree["nodes"]}
     lines: list[str] = []
-    said = ""  # the text of the last line: labels often stand twice
+    previous = ""  # the text of the last line: labels often stand twice
     for node, above in _walk(tree["nodes"][0], nodes, acted):
         text = " ".join(_value(node, "name").split())
         number = node.get("browsergym_id")
@@ -29,11 +29,11 @@ def listed(tree: Any, extra: Any, acted: Collection[str], ignored: Collection[st
             kind = node["role"]["value"]
             about = [] if kind in SILENT else [kind]
             lines.append(" ".join([*([text] if text else []), f"[{number}]", *about, *_properties(node, ignored)]))
-        elif text and text != said and text not in above and _speaks(node, nodes):
+        elif text and text != previous and text not in above and _speaks(node, nodes):
             lines.append(text)
         else:
             continue
-        said = text
+        previous = text
     return "\n".join(lines)
 
 

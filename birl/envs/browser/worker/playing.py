@@ -174,9 +174,9 @@ def name_clickable(tree: Any, extra: Any) -> None:
             continue
         if role["value"] == "generic" and "name" in node:
             inside = [nodes[i] for i in node.get("childIds", ()) if i in nodes]
-            said = [n["name"]["value"].strip() for n in inside if n["role"]["value"] == "StaticText" and "name" in n]
+            texts = [n["name"]["value"].strip() for n in inside if n["role"]["value"] == "StaticText" and "name" in n]
             role["value"] = "clickable"
-            node["name"]["value"] = node["name"]["value"] or " ".join(said)
+            node["name"]["value"] = node["name"]["value"] or " ".join(texts)
         if role["value"] in CLICKABLE:
             result["clickable"] = False
 

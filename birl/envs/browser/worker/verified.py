@@ -47,11 +47,11 @@ class Task(AbstractBrowserTask):
 
     def evaluate(self, messages: list[dict[str, Any]]) -> float:
         last = messages[-1]
-        said = last["message"]
+        answer = last["message"]
         if last["role"] == "infeasible":
-            said = json.dumps({"task_type": "RETRIEVE", "status": "UNKNOWN_ERROR", "error_details": said})
+            answer = json.dumps({"task_type": "RETRIEVE", "status": "UNKNOWN_ERROR", "error_details": answer})
         self._drop_blocked()
-        result = self.judge.evaluate_task(task_id=self.task.task_id, agent_response=said, network_trace=self.record)
+        result = self.judge.evaluate_task(task_id=self.task.task_id, agent_response=answer, network_trace=self.record)
         if result.status.value == "error":
             raise RuntimeError(f"WebArena-Verified could not judge: {result.error_msg}")
         return float(result.score)
