@@ -27,7 +27,7 @@ MODEL = (
     *("training_args.bin", "optimizer.pt", "adapter_config.json", "adapter_model.bin", "model.gguf"),
 )
 RUN = (
-    *("config.yaml", "metrics.jsonl", "validation.jsonl", "rollouts.jsonl", "ledger.jsonl", "trace.jsonl"),
+    *("config.yaml", "metrics.jsonl", "validation.jsonl", "rollouts.jsonl", "ledger.jsonl", "trace.json"),
     *(
         "summary.json",
         "record.jsonl",

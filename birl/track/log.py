@@ -84,19 +84,19 @@ def parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def _is_record(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(json.loads(line.removesuffix(b",")), dict)
     except (ValueError, RecursionError):
         return False
 
 
 class JsonLog:
-    """An append-only file of JSON lines.
+    """An append-only file of JSON lines. `array`: the lines of a JSON array whose end is missing, each with a comma.
 
     Example: log = JsonLog(run / "metrics.jsonl"); log.append([{"step": 1}]); size = log.sync()
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, array: bool = False) -> None:
+        self.path, self.array = path, array
         with writing(path):
             # Unbuffered: a failed write leaves nothing behind that a later close would try to write again.
             self._file = path.open("ab", buffering=0)
@@ -118,9 +118,12 @@ class JsonLog:
 
     def append(self, records: Iterable[object], exact: bool = False) -> None:
         """Write the records as whole lines, or none of them."""
-        data = memoryview(b"".join(encode(record, exact) for record in records))
+        lines = [encode(record, exact) for record in records]
         with writing(self.path):
             start = os.path.getsize(self.path)
+            if self.array:
+                lines = [b"[\n"] * (start == 0) + [line[:-1] + b",\n" for line in lines]
+            data = memoryview(b"".join(lines))
             try:
                 while data:
                     data = data[self._file.write(data) or 0 :]

@@ -4,7 +4,6 @@ timeline = Timeline(run); timeline.read()
 timeline.start[timeline.of("learner", "loop")]          starts of what the loop did [s since 1970]
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from birl.errors import BirlError
 from birl.track.growing import Growing
-from birl.track.trace import FILE
+from birl.track.trace import FILE, files, parsed
 
 COLUMNS: dict[str, tuple[type, Any]] = {
     "start": (np.float64, 0.0),
@@ -44,6 +43,7 @@ class Timeline:
         self.broken: list[str] = []
         self._files: dict[Path, Growing] = {}
         self._lines: dict[Path, int] = {}
+        self._processes: dict[tuple[Path, int], str] = {}
         self._places: dict[tuple[str, str], int] = {}
         self._names: dict[str, int] = {}
         self.place = self.name = np.zeros(0, np.int32)
@@ -69,15 +69,15 @@ class Timeline:
     def read(self) -> bool:
         """Read what is new; says whether there was anything. A last line without its end waits. Raises `BirlError`
         where the run has no trace."""
-        files = [self.run / FILE, *sorted(self.run.glob("trace-rank-*.jsonl"))]
-        if not files[0].is_file():
+        paths = files(self.run)
+        if not paths[0].is_file():
             raise BirlError(
                 f"{self.run} has no {FILE}: it is no folder of a run, or the run was started with track.trace=false."
             )
         if not all(file.goes_on for file in self._files.values()):
             self._forget()
         rows: list[dict[str, Any]] = []
-        for path in files:
+        for path in paths:
             rows += self._new(path)
         if rows:
             self._append(rows)
@@ -87,10 +87,31 @@ class Timeline:
         for lines in self._files.setdefault(path, Growing(path)).new():
             for line in lines:
                 self._lines[path] = self._lines.get(path, 0) + 1
-                if (row := parsed(line)) is not None:
-                    yield row
-                else:
+                try:
+                    if row := self._row(path, parsed(line)):
+                        yield row
+                except (KeyError, TypeError, ValueError, OverflowError):
                     self.broken.append(f"{path.name}, line {self._lines[path]}")
+
+    def _row(self, path: Path, event: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A span; None for a name or a count. Raises `ValueError`, `KeyError` or `TypeError` for what is no event."""
+        if event is None:
+            raise ValueError
+        if event.get("ph") == "M" and event["name"] == "process_name" and isinstance(event["args"]["name"], str):
+            self._processes[path, event["pid"]] = event["args"]["name"]
+        if event.get("ph", "M") in ("M", "C"):
+            return None
+        times = {"start": event["ts"] / 1e6, "seconds": event["dur"] / 1e6}
+        row = {"process": self._processes[path, event["pid"]], "lane": event["cat"], "name": event["name"]}
+        numbers = times | {name: event["args"][name] for name in COLUMNS if name in event["args"]}
+        good = all(isinstance(text, str) for text in row.values())
+        if (
+            not good
+            or not all(type(n) in (int, float) and abs(n) < 2**53 for n in numbers.values())
+            or times["seconds"] < 0
+        ):
+            raise ValueError
+        return row | numbers
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         for column, (kind, default) in COLUMNS.items():
@@ -122,18 +143,6 @@ class Timeline:
         order = {"learner": 0, "engine": 1, "rollout": 2}
         result = dict.fromkeys(process for process, _ in self.places)
         return sorted(result, key=lambda process: (order.get(process.split(" ")[0], 3), len(process), process))
-
-
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """A span as it was written; None where the line is none."""
-    try:
-        result = json.loads(line)
-        texts = (result["process"], result["lane"], result["name"])
-        numbers = [result["start"], result["seconds"], *(result[name] for name in COLUMNS if name in result)]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    good = all(type(text) is str for text in texts) and all(type(n) in (int, float) and n == n for n in numbers)
-    return result if good and result["seconds"] >= 0 and max(map(abs, numbers)) < 2**53 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

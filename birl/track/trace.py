@@ -1,18 +1,24 @@
-"""A run writes down who did what from when to when: `trace.jsonl` in its folder, one line for each span.
+"""A run writes down who did what from when to when: `trace.json` in its folder, as Chrome and Perfetto
+(ui.perfetto.dev) read it: an array of events, a line each, whose closing bracket may be missing.
 
-    {"process":"learner","lane":"loop","name":"train","start":1760000000.123,"seconds":2.5,"step":3,"version":3}
+    {"ph":"X","name":"train","cat":"loop","ts":1760000000123000,"dur":2500000,"pid":7,"tid":1,"args":{"step":3,"version":3}},
 
-`start` is in seconds since 1970, `step` is the line of metrics.jsonl in which the time is counted. Each process of the
-run's life begins with a span `started`. Spans are recorded by `birl.spans` and written in the order of their ends, a
-few seconds at a time, in whole lines: after a `kill -9` the last two seconds are missing, and nothing else. At a resume
-the file is cut back to its checkpoint, as metrics.jsonl is.
+`ts` is in microseconds since 1970, `cat` is the lane, `step` is the line of metrics.jsonl in which the time is counted.
+Names of processes and threads ("M") stand before their first span; counters ("C") are versions, staleness and queues.
+Each process of the run's life begins with a span `started`. Spans are recorded by `birl.spans` and written in the order
+of their ends, a few seconds at a time, in whole lines: after a `kill -9` the last two seconds are missing, and nothing
+else. At a resume the file is cut back to its checkpoint, as metrics.jsonl is.
 """
 
 import atexit
+import heapq
 import json
+import math
 import sys
 import threading
 import time
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,29 +29,111 @@ from birl.regular import open_regular
 from birl.spans import LISTENERS, Span
 from birl.track.log import JsonLog
 
-FILE = "trace.jsonl"
+FILE = "trace.json"
 FLUSH = 2.0  # s that a span may wait to be written
 JOINED = 0.02  # s; the engine's slices of work with no longer pauses between them are one span
 END = 1 << 16  # bytes at the end of a file, in which its last spans are
 FIELDS = ("version", "tokens", "group", "busy", "paused")
+PROCESSES = ("learner", "engine", "rollout")  # and lanes, as they are shown from top to bottom
+LANES = ("loop", "calls", "compute", "requests", "weights", "admission", "groups", "environments", "rewards")
+NESTED = (
+    "loop",
+    "calls",
+)  # lanes whose spans lie beside or inside of each other; others have a thread for each overlap
+SLACK = 10  # us; spans that follow one another may overlap by so much: clocks are read one after the other
+REMEMBERED = 256  # spans of a thread that one which ends later may contain
+COUNTED = {"staleness": ("staleness/mean", "staleness/max"), "queue": ("queue/ready", "queue/running")}
+Event = dict[str, Any]
 
 
 def rank_file(run: Path, rank: int) -> Path:
     """What ranks but 0 write, each its own."""
-    return run / f"trace-rank-{rank}.jsonl"
+    return run / f"trace-rank-{rank}.json"
+
+
+class Threads:
+    """Which process and thread each span is on. On one thread spans lie beside or inside of each other, as the format
+    wants it: spans that overlap lie on several threads of their lane."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[str, str], tuple[int, list[Any]]] = {}  # place among the lanes; state of its threads
+
+    def events(self, span: Span, args: Event) -> Iterator[Event]:
+        """The span as an event, behind the names of what is new about it."""
+        start, pid, key = round(span.start * 1e6), pid_of(span.process), (span.process, span.lane)
+        end = start + max(round(span.seconds * 1e6), 0)
+        if key not in self._lanes:
+            kind = span.process.split(" ")[0]
+            if not any(process == span.process for process, _ in self._lanes):
+                order = PROCESSES.index(kind) if kind in PROCESSES else len(PROCESSES)
+                yield from _named("process", span.process, pid, 0, order)
+            place = LANES.index(span.lane) if span.lane in LANES else len(LANES) + len(self._lanes)
+            self._lanes[key] = place, []
+        place, threads = self._lanes[key]
+        known = len(threads)
+        number, start = (_inside if span.lane in NESTED else _beside)(threads, start, end)
+        tid = 1000 * place + number + 1
+        if number == known:
+            yield from _named("thread", f"{span.lane} {number + 1}" if number else span.lane, pid, tid, tid)
+        where = {"ts": start, "dur": end - start, "pid": pid, "tid": tid}
+        yield {"ph": "X", "name": span.name, "cat": span.lane, **where, "args": args}
+
+
+def _beside(threads: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
+    """The number of a thread that is free, and the start of the span on it. `threads`: a heap of their ends."""
+    if not threads or threads[0][0] > min(start + SLACK, end):
+        heapq.heappush(threads, (end, len(threads)))
+        return len(threads) - 1, start
+    before, number = threads[0]
+    heapq.heapreplace(threads, (end, number))
+    return number, max(start, before)
+
+
+def _inside(threads: list[list[tuple[int, int]]], start: int, end: int) -> tuple[int, int]:
+    """The same for a span that may contain those before it. `threads`: the latest spans of each, as (start, end)."""
+
+    def free(spans: list[tuple[int, int]]) -> bool:
+        before = next((one for one in reversed(spans) if one[0] < start), None)
+        return before is None or before[1] <= min(start + SLACK, end)
+
+    number = next((number for number, spans in enumerate(threads) if free(spans)), len(threads))
+    if number == len(threads):
+        threads.append([])
+    spans = threads[number]
+    while spans and spans[-1][0] >= start < spans[-1][1]:
+        start -= spans.pop()[0] == start  # what contains another begins before it
+    start = max(start, spans[-1][1]) if spans else start
+    spans.append((start, end))
+    del spans[:-REMEMBERED]
+    return number, start
+
+
+def pid_of(process: str) -> int:
+    """The same in all files of a run, and after a resume."""
+    return zlib.crc32(process.encode("utf-8", "replace")) >> 1
+
+
+def _named(kind: str, name: str, pid: int, tid: int, order: int) -> Iterator[Event]:
+    yield {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": order}}
+
+
+def counter(name: str, process: str, moment: float, values: Event) -> Event:
+    return {"ph": "C", "name": name, "pid": pid_of(process), "tid": 0, "ts": round(moment * 1e6), "args": values}
 
 
 class Trace:
     """Listens from `begin` to `close`.
 
-    Example: trace = Trace(run / "trace.jsonl"); trace.begin(None, step=0); ...; trace.close()
+    Example: trace = Trace(run / "trace.json"); trace.begin(None, step=0); ...; trace.close()
     """
 
     def __init__(self, path: Path, process: str = "learner") -> None:
         self.path, self.process = path, process
         self.step = 0  # the line of metrics.jsonl that time goes into now
         self._log: JsonLog | None = None
-        self._rows: list[dict[str, Any]] = []
+        self._threads = Threads()
+        self._events: list[Event] = []
         self._slices: dict[str, tuple[Span, int]] = {}  # by process: slices of work to be joined, and their step
         self._lock = threading.Lock()  # the engine tells from its thread
         self._written = 0.0
@@ -54,7 +142,7 @@ class Trace:
     def begin(self, offset: int | None, step: int) -> float:
         """Open the file and listen. What lies behind `offset` [bytes] goes; None: everything. `step` are finished.
         Gives the end of what is left [s since 1970]."""
-        self._log, self.step = JsonLog(self.path), step + 1
+        self._log, self.step = JsonLog(self.path, array=True), step + 1
         self._log.cut(offset or 0)
         kept = last_moment(self.path)
         self._start()
@@ -62,7 +150,7 @@ class Trace:
 
     def go_on(self, until: float) -> None:
         """As `begin`, but what goes is what began at `until` [s since 1970] or later."""
-        self._log = JsonLog(self.path)
+        self._log = JsonLog(self.path, array=True)
         self._log.cut(sys.maxsize)  # a torn line
         self._log.cut(size_before(self.path, until))
         self._start()
@@ -81,7 +169,7 @@ class Trace:
             if span.lane == "compute":
                 self._join(span)
             else:
-                self._rows.append(row(span, self.step))
+                self._note(span, self.step)
         if time.monotonic() - self._written > FLUSH:
             self._try()
 
@@ -90,12 +178,27 @@ class Trace:
         gap = span.start - before.start - before.seconds
         if before is span or gap > JOINED or before.version != span.version or step != self.step:
             if before is not span:
-                self._rows.append(row(before, step))
+                self._note(before, step)
             self._slices[span.process] = replace(span, busy=span.seconds), self.step
             return
         end = max(span.start + span.seconds, before.start + before.seconds)
         tokens, busy = (before.tokens or 0) + (span.tokens or 0), (before.busy or 0.0) + span.seconds
         self._slices[span.process] = replace(before, seconds=end - before.start, tokens=tokens, busy=busy), step
+
+    def _note(self, span: Span, step: int) -> None:
+        self._events += self._threads.events(span, about(span, step))
+        if span.version is not None and (
+            span.name == "load" or (span.process == self.process == "learner" and span.name == "train")
+        ):
+            moment = span.start + span.seconds
+            self._events.append(counter("version", span.process, moment, {"version": span.version}))
+
+    def count(self, metrics: Mapping[str, float]) -> None:
+        """Staleness and queues of a step."""
+        for name, keys in COUNTED.items():
+            if values := {key.split("/")[1]: metrics[key] for key in keys if math.isfinite(metrics.get(key, math.nan))}:
+                with self._lock:
+                    self._events.append(counter(name, self.process, time.time(), values))
 
     def next_step(self, step: int) -> None:
         """`step` has its line in metrics.jsonl; what comes belongs to the next one."""
@@ -111,11 +214,13 @@ class Trace:
     def flush(self) -> None:
         """Hand everything to the operating system. Raises `BirlError` where the disk is full."""
         with self._lock:
-            rows = self._rows + [row(span, step) for span, step in self._slices.values()]
-            self._rows, self._slices, self._written = [], {}, time.monotonic()
+            for span, step in self._slices.values():
+                self._note(span, step)
+            events, self._events = self._events, []
+            self._slices, self._written = {}, time.monotonic()
             error, self._error = self._error, None
-            if self._log is not None and rows:
-                self._log.append(rows)
+            if self._log is not None and events:
+                self._log.append(events)
         if error is not None:
             raise error
 
@@ -135,22 +240,19 @@ class Trace:
             self._log = None
 
 
-def row(span: Span, step: int) -> dict[str, Any]:
-    """As it is written: to the microsecond, without what is not known."""
-    result: dict[str, Any] = {
-        "process": span.process,
-        "lane": span.lane,
-        "name": span.name,
-        "start": round(span.start, 6),
-        "seconds": round(span.seconds, 6),
-    }
-    if step:
-        result["step"] = step
-    for name in FIELDS:
-        value = getattr(span, name)
-        if value is not None:
-            result[name] = round(value, 6) if isinstance(value, float) else value
-    return result
+def about(span: Span, step: int) -> Event:
+    """What is known of a span besides its place."""
+    known = {"step": step or None, **{name: getattr(span, name) for name in FIELDS}}
+    return {k: round(v, 6) if isinstance(v, float) else v for k, v in known.items() if v is not None}
+
+
+def parsed(line: bytes) -> Event | None:
+    """The event of a line; None where it is none. A bracket of the array is an empty one."""
+    try:
+        event = {} if line.strip() in (b"[", b"]") else json.loads(line.removesuffix(b","))
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def last_moment(path: Path) -> float:
@@ -161,9 +263,9 @@ def last_moment(path: Path) -> float:
         size = path.stat().st_size
         file.seek(max(size - END, 0))
         for line in file.read().split(b"\n")[size > END : -1]:
-            with suppress(ValueError, KeyError, TypeError):
-                span = json.loads(line)
-                result = max(result, span["start"] + span["seconds"])
+            with suppress(KeyError, TypeError):
+                event = parsed(line) or {}
+                result = max(result, (event["ts"] + event["dur"]) / 1e6)
     return result
 
 
@@ -172,10 +274,28 @@ def size_before(path: Path, until: float) -> int:
     size = 0
     with open_regular(path) as file:
         for line in file:
+            event = parsed(line.rstrip())
             try:
-                if json.loads(line)["start"] >= until:
+                if event is None or event.get("ts", 0) >= until * 1e6:
                     break
-            except (ValueError, KeyError, TypeError):
+            except TypeError:
                 break
             size += len(line)
     return size
+
+
+def files(run: Path) -> list[Path]:
+    """Of rank 0, and of the other ranks."""
+    return [run / FILE, *sorted(run.glob("trace-rank-*.json"))]
+
+
+def joined(run: Path) -> Iterator[bytes]:
+    """The trace of all ranks as one array, with its end."""
+    before = b"[\n"
+    for path in files(run):
+        with open_regular(path) as file:
+            for line in file:
+                if line.endswith(b",\n") and parsed(line[:-1]):
+                    yield before + line[:-2]
+                    before = b",\n"
+    yield b"\n]\n" if before[0] == b","[0] else b"[]\n"

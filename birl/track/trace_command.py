@@ -6,18 +6,19 @@ from textwrap import wrap
 
 from birl.errors import BirlError
 from birl.flags import Flag, taken
-from birl.track.chrome import events, write
+from birl.regular import writing
 from birl.track.limit import limit, said
 from birl.track.runs import config
 from birl.track.shares import Shares, shares_of
 from birl.track.timeline import Timeline, steps_of
+from birl.track.trace import joined
 from birl.track.units import count, duration
 from birl.visible import visible
 
 USAGE = (
     "Usage: birl trace RUN [--output FILE.json]\n\n"
     "Where the time of a run went: the share of each wait in every process, and which side limits it. RUN may go on\n"
-    "meanwhile. --output writes the trace for chrome://tracing or ui.perfetto.dev, too."
+    "meanwhile. chrome://tracing and ui.perfetto.dev open RUN/trace.json; --output has that of all ranks in one file."
 )
 OUTPUT = Flag(
     name="--output", value="FILE", takes="a file, as in `birl trace runs/demo --output trace.json`", read=Path
@@ -37,8 +38,9 @@ def run(words: list[str]) -> int:
     for line in describe(timeline):
         print(line)
     if output is not None:
-        written = write(output, events(timeline))
-        print(f"\n{count(written)} events in {output}: open it in chrome://tracing or https://ui.perfetto.dev.")
+        with writing(output), output.open("wb") as file:
+            file.writelines(joined(folder))
+        print(f"\n{count(len(timeline))} spans in {output}: open it in chrome://tracing or https://ui.perfetto.dev.")
     return 0
 
 

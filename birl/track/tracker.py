@@ -103,6 +103,7 @@ class Tracker:
         self._logs["metrics.jsonl"].append([{"step": step, "time": _now(), **metrics}])
         self._send("log", step, metrics)
         if self._trace:
+            self._trace.count(metrics)
             self._trace.next_step(step)
         self._progress.add(step, metrics)
         with only_shown("the console"):

@@ -14,10 +14,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from birl.errors import BirlError
-from birl.track.chrome import events, lines
 from birl.track.limit import limit, said
 from birl.track.shares import Shares, shares_of
 from birl.track.timeline import Timeline
+from birl.track.trace import joined
 from birl.view.answer import Answer
 from birl.view.folders import Run, Runs
 
@@ -47,11 +47,10 @@ def routes(runs: Runs) -> list[Route]:
 
     def trace(request: Request) -> Response:
         run = runs[request.query_params.get("run", "")]
-        timeline = Timeline(run.folder)
-        timeline.read()
+        Timeline(run.folder).read()  # says what is wrong with it
         name = f"{Path(run.folder).name}.trace.json".encode("ascii", "replace").decode().replace('"', "")
         headers = {"content-disposition": f'attachment; filename="{name}"'}
-        return StreamingResponse(lines(events(timeline)), media_type="application/json", headers=headers)
+        return StreamingResponse(joined(run.folder), media_type="application/json", headers=headers)
 
     return [Route("/api/waiting", answer, methods=["GET"]), Route("/api/waiting/trace", trace, methods=["GET"])]
 

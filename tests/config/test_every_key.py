@@ -531,7 +531,7 @@ RL_CASES = {
         "false", lambda s: [x for r in s.lines("rollouts.jsonl") for x in r["samples"] if "gaps" in x], []
     ),
     "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
-    "track.trace": Case("false", lambda s: (s.run / "trace.jsonl").is_file(), False),
+    "track.trace": Case("false", lambda s: (s.run / "trace.json").is_file(), False),
     "steps": Case("2", lambda s: len(s.metrics), 2),
     "epochs": Case("2", lambda s: len(s.metrics), 6, "steps=0"),
     "seed": Case("1", answers),

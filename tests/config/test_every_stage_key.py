@@ -157,7 +157,7 @@ CASES = {
     "track.tensorboard": Case("true", lambda s: (s.run / "tensorboard").is_dir(), True),
     **{f"track.{name}": Case("offline", refused=f"birl.{name}.") for name in ("wandb", "mlflow", "trackio", "swanlab")},
     "track.report": Case("true", lambda s: (s.run / "report.html").is_file(), True),
-    "track.trace": Case("false", lambda s: (s.run / "trace.jsonl").is_file(), False),
+    "track.trace": Case("false", lambda s: (s.run / "trace.json").is_file(), False),
     "batch_size": Case("3", last("rows"), 3.0),
     "steps": Case("3", lambda s: len(s.metrics), 3),
     "epochs": Case("2", lambda s: len(s.metrics), 6, "steps=0"),

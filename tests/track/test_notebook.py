@@ -218,7 +218,7 @@ def test_the_example_notebook_is_what_it_gives(tmp_path: Path, monkeypatch: pyte
     said = "".join("".join(o.get("text", "")) for _, new in pairs for o in new["outputs"])
     ((before, after),) = re.findall(r"rose from ([\d.]+) to ([\d.]+)", said)  # it does learn
     assert float(after) > float(before) + 0.3
-    assert "learner" in said and (tmp_path / "runs" / "notebook" / "run" / "trace.jsonl").is_file()
+    assert "learner" in said and (tmp_path / "runs" / "notebook" / "run" / "trace.json").is_file()
 
 
 def _package(name: str) -> Any:

@@ -10,10 +10,9 @@ import pytest
 from birl.cli import main
 from birl.config.keys import documentation
 from birl.config.schema import RL
-from birl.track.intervals import Intervals, union
 from birl.track.limit import Limit, limit
 from birl.track.runs import config
-from birl.track.shares import Shares, shares_of
+from birl.track.shares import Intervals, Shares, shares_of, union
 from birl.track.timeline import Timeline
 from birl.track.trace_command import describe
 from tests.track import traces
@@ -121,11 +120,12 @@ def test_a_stage_without_engines(tmp_path: Path) -> None:
 def test_the_summary_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spans = [*traces.ahead(), span("engine \x1b[2J", "requests", "generate", 0, 60)]
     run = traces.write(tmp_path / "demo", spans)
-    with (run / "trace.jsonl").open("a") as file:
+    with (run / "trace.json").open("a") as file:
         file.write("not a span\n")
+    lines = len((run / "trace.json").read_text().splitlines())
     assert main(["trace", str(run)]) == 0
     said = capsys.readouterr().out
-    assert said.splitlines()[0] == f"warning: trace.jsonl, line {len(spans) + 1} is no span and was passed over"
+    assert said.splitlines()[0] == f"warning: trace.json, line {lines} is no span and was passed over"
     assert "demo: steps 2 to 6, 50s in all" in said and "60.0%  ############........  waiting for groups" in said
     assert "\x1b" not in said and "⟪U+001B⟫" in said
     assert said.isprintable() or all(c == "\n" or c.isprintable() for c in said)
@@ -137,7 +137,7 @@ def test_mistakes_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "empty").mkdir()
     for words, says in {
         ("nowhere",): "There is no folder nowhere",
-        (str(tmp_path / "empty"),): "has no trace.jsonl",
+        (str(tmp_path / "empty"),): "has no trace.json",
         (): "takes one run",
         ("a", "b"): "takes one run",
         (str(tmp_path / "run"), "--output"): "--output takes a file",

@@ -1,4 +1,4 @@
-"""What a run writes into trace.jsonl, and that it is read as it was written."""
+"""What a run writes into trace.json, and that it is read as it was written."""
 
 import json
 import threading
@@ -9,17 +9,27 @@ from typing import Any
 import pytest
 
 from birl import spans
+from birl.cli import main
 from birl.errors import BirlError
 from birl.spans import Span, done
-from birl.track.timeline import Timeline, parsed, steps_of
+from birl.track.log import read_jsonl
+from birl.track.timeline import Timeline, steps_of
 from birl.track.trace import FILE, Trace, last_moment, size_before
 from birl.waits import waiting
 from tests.track import runs, traces
-from tests.track.traces import ZERO, span
+from tests.track.traces import ZERO, check, span
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    """The spans, flat."""
+    lines = [json.loads(line.removesuffix(b",")) for line in path.read_bytes().splitlines()[1:]]
+    names = {1: "x"} | {e["pid"]: e["args"]["name"] for e in lines if e["name"] == "process_name"}
+    return [
+        {"process": names[e["pid"]], "lane": e["cat"], "name": e["name"], **e["args"]}
+        | {"start": e["ts"] / 1e6, "seconds": e["dur"] / 1e6}
+        for e in lines
+        if e["ph"] == "X"
+    ]
 
 
 def slice_of_work(start: float, seconds: float, version: int = 0) -> Span:
@@ -53,7 +63,7 @@ def test_what_was_told_is_written(tmp_path: Path) -> None:
         "tokens": 100,
         "step": 1,
     }
-    assert save["seconds"] == 0.25 and save["step"] == 2 and "version" not in save
+    assert save["seconds"] == pytest.approx(0.25, abs=2e-6) and save["step"] == 2 and "version" not in save
     assert abs(save["start"] + (time.perf_counter() - began) - time.time()) < 30
 
 
@@ -135,12 +145,12 @@ def test_a_resume_cuts_it_back_as_it_does_the_metrics(tmp_path: Path) -> None:
             if step == 2:
                 offsets = tracker.offsets()
     with (tmp_path / FILE).open("a") as file:
-        file.write('{"process":"learner","la')  # killed in the middle
+        file.write('{"ph":"X","name":"tr')  # killed in the middle
     with runs.tracker(tmp_path) as tracker:
         tracker.rewind(offsets, 2)
         done("train", time.perf_counter(), version=30)
         tracker.step(3, runs.metrics(3))
-    assert [r["step"] for r in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     found = [(r["name"], r["step"], r.get("version")) for r in rows(tmp_path / FILE)]
     assert found == [
         *[("started", 1, None), ("train", 1, 1), ("train", 2, 2)],
@@ -159,53 +169,115 @@ def test_without_the_key_there_is_none(tmp_path: Path) -> None:
 
 def test_other_ranks_go_on_behind_what_rank_0_has_kept(tmp_path: Path) -> None:
     path = traces.write(tmp_path, [span("learner rank 1", "calls", "train", t, 1) for t in range(4)]) / FILE
-    until = last_moment(path) - 1.5  # within the third
-    assert size_before(path, until) == sum(len(line) + 1 for line in path.read_bytes().splitlines()[:3])
+    until = last_moment(path) - 1.5  # within the third; before the spans are a bracket and four names
+    assert size_before(path, until) == sum(len(line) + 1 for line in path.read_bytes().splitlines()[:8])
     trace = Trace(path, process="learner rank 1")
     trace.go_on(until)
     trace.close()
     assert [r["name"] for r in rows(path)] == ["train"] * 3 + ["started"]
     assert last_moment(tmp_path / "nothing") == 0
     with path.open("a") as file:  # joined slices are written late
-        file.write(json.dumps(span("engine", "compute", "generate", 1, 0.5)) + "\n")
+        file.write(json.dumps(SPAN | {"ts": int(ZERO * 1e6), "dur": 500_000}) + ",\n")
     assert last_moment(path) == pytest.approx(rows(path)[-2]["start"])
 
 
 def test_it_is_read_on(tmp_path: Path) -> None:
     everything = traces.write(tmp_path, traces.ahead()).joinpath(FILE).read_bytes()
-    path, half = tmp_path / FILE, everything.index(b"\n", 1000) - 20
+    path, half, whole = tmp_path / FILE, everything.index(b"\n", 9000) - 20, everything.count(b'"ph": "X"')
     path.write_bytes(everything[:half])
     timeline = Timeline(tmp_path)
     assert timeline.read() and not timeline.read()
     some = len(timeline)
     path.write_bytes(everything)  # the last line was half written
-    assert timeline.read() and len(timeline) == everything.count(b"\n") > some and not timeline.broken
-    path.write_bytes(everything[: everything.index(b"\n", 500) + 1])  # a resume cut it back,
+    assert timeline.read() and len(timeline) == whole > some and not timeline.broken
+    path.write_bytes(everything[: everything.index(b"\n", 5000) + 1])  # a resume cut it back,
     assert timeline.read() and len(timeline) < some
     path.write_bytes(everything.replace(b'"train"', b'"trial"'))  # and wrote something else from there on
-    assert timeline.read() and "trial" in timeline.names and len(timeline) == everything.count(b"\n")
+    assert timeline.read() and "trial" in timeline.names and len(timeline) == whole
+
+
+SPAN = {"ph": "X", "name": "train", "cat": "loop", "ts": 1, "dur": 1, "pid": 1, "tid": 1, "args": {}}
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        *["{", "[]", "null", '"x"', "{}", '{"process": "learner"}', "[" * 100_000],
-        json.dumps(span("learner", "loop", "train", 0, 1) | {"start": "now"}),
-        json.dumps(span("learner", "loop", "train", 0, 1) | {"seconds": -1}),
-        json.dumps(span("learner", "loop", "train", 0, 1) | {"seconds": float("nan")}),
-        json.dumps(span("learner", "loop", "train", 0, 1) | {"process": ["x"]}),
-        json.dumps(span("learner", "loop", "train", 0, 1) | {"tokens": 10**30}),
-        json.dumps(span("learner", "loop", "train", 0, 1) | {"version": None}),
+        *["{", "[]", "null", '"x"', '{"ph": "X"}', '{"ph": "M"}', "[" * 100_000],
+        *(
+            json.dumps(SPAN | wrong)
+            for wrong in (
+                *({"ts": "now"}, {"dur": -1}, {"dur": float("nan")}, {"pid": ["x"]}, {"pid": 7}, {"cat": None}),
+                *({"args": {"tokens": 10**30}}, {"args": {"version": None}}, {"args": None}, {"ts": 10**400}),
+            )
+        ),
     ],
 )
 def test_a_line_that_is_no_span_is_passed_over_and_named(tmp_path: Path, line: str) -> None:
-    assert parsed(line.encode()) is None
     good = traces.write(tmp_path, traces.ahead()).joinpath(FILE)
-    lines = good.read_bytes().splitlines()
-    good.write_bytes(b"\n".join([*lines[:2], line.encode(), *lines[2:]]) + b"\n")
+    name = json.dumps({"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "learner"}}).encode()
+    first, *rest = good.read_bytes().splitlines()
+    good.write_bytes(b"\n".join([first, name + b",", line.encode() + b",", *rest]) + b"\n")
     timeline = Timeline(tmp_path)
     timeline.read()
-    assert timeline.broken == ["trace.jsonl, line 3"] and len(timeline) == len(lines)
+    assert timeline.broken == [f"{FILE}, line 3"] and len(timeline) == len(traces.ahead())
+
+
+def test_every_span_is_an_event_for_perfetto(tmp_path: Path) -> None:
+    made = traces.ahead()
+    run = traces.write(tmp_path / "run", made)
+    assert main(["trace", str(run), "--output", str(tmp_path / "t.json")]) == 0
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert found == check(run) and (run / FILE).read_text().startswith("[\n")
+    complete = [e for e in found if e["ph"] == "X"]
+    assert len(complete) == len(made)
+    train = [e for e in complete if e["name"] == "train"]
+    zero = train[0]["ts"] - 6_000_000
+    assert [e["ts"] - zero for e in train] == [6_000_000 + 10_000_000 * n - (n < 0) for n in range(6)]
+    assert train[0]["args"] == {"step": 1, "version": 1, "tokens": 9000} and train[0]["cat"] == "loop"
+    names = {e["args"]["name"] for e in found if e["name"] == "process_name"}
+    assert names == {"learner", "engine 127.0.0.1:8000", "engine 127.0.0.1:8001", "rollout"}
+    threads = {e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert {"loop", "requests", "requests 4", "weights", "admission"} <= threads
+    assert len(train) == 6 and "loop 2" not in threads
+    traces.write(tmp_path, [])
+    assert check(tmp_path) == []
+
+
+def test_counters_and_files_of_other_ranks(tmp_path: Path) -> None:
+    with runs.tracker(tmp_path) as tracker:
+        tracker.rewind(None, 0)
+        for step in (1, 2):
+            done("train", time.perf_counter(), version=step)
+            done("load", time.perf_counter(), process="engine x", lane="weights", version=step)
+            figures = {"staleness/mean": 0.5, "staleness/max": 1.0, "queue/ready": float("nan")}
+            tracker.step(step, runs.metrics(step) | figures)
+        other = Trace(tmp_path / "trace-rank-1.json", "learner rank 1")
+        other.begin(None, 0)
+        other.close()
+    found = check(tmp_path)
+    counters = [(e["name"], e["args"]) for e in found if e["ph"] == "C"]
+    assert counters.count(("staleness", {"mean": 0.5, "max": 1.0})) == 2
+    assert [args["version"] for name, args in counters if name == "version"] == [1, 1, 2, 2] and len(counters) == 6
+    assert "learner rank 1" in {e["args"]["name"] for e in found if e["name"] == "process_name"}
+
+
+def test_spans_of_a_thread_lie_beside_or_inside_of_each_other(tmp_path: Path) -> None:
+    """A span that begins a microsecond before the one before it is over; a wait that ends after what it lies in."""
+    spans = [
+        span("learner", "loop", "wait:rollout", 0, 1.000001),
+        span("learner", "loop", "train", 1.0, 2.0),
+        span("learner", "loop", "wait:engines", 2.5, 0.500002),
+        span("learner", "loop", "sync", 2.999999, 1.0),
+        span("learner", "loop", "wait:engines", 4, 1),
+        span("learner", "loop", "sync", 4, 1.5),
+        span("engine", "requests", "generate", 0, 1.000001, busy=0.5),
+        span("engine", "requests", "generate", 1.0, 1.0),
+        span("engine", "requests", "generate", 0.5, 1.0),
+    ]
+    found = [e for e in check(traces.write(tmp_path, spans)) if e["ph"] == "X"]
+    assert len(found) == len(spans) and min(e["dur"] for e in found) > 400_000
+    requests = [(e["tid"] % 1000, e["args"].get("busy")) for e in found if e["cat"] == "requests"]
+    assert requests == [(1, 0.5), (2, None), (1, None)]
 
 
 def test_steps_have_the_time_of_their_lines(tmp_path: Path) -> None:

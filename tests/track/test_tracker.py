@@ -46,7 +46,7 @@ def test_offsets_are_the_sizes_of_the_files(tmp_path: Path) -> None:
         tracker.rewind(None, 0)
         assert sizes(tracker.offsets()) == dict.fromkeys(FILES, 0)
         runs.train(tracker, 1, 2)
-        assert tracker.offsets() == {name: (tmp_path / name).stat().st_size for name in (*FILES, "trace.jsonl")}
+        assert tracker.offsets() == {name: (tmp_path / name).stat().st_size for name in (*FILES, "trace.json")}
 
 
 def test_a_new_run_empties_what_is_there(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 """A trace of a run that never was, with figures that are known."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from birl.spans import Span
+from birl.track.trace import FILE, Threads, about, joined
 
 ZERO = 1_760_000_000.0
 CONFIG = {"engine.kind": "birl", "engine.count": 2, "rollout.max_staleness": 1}
@@ -19,8 +23,11 @@ def span(
 def write(run: Path, spans: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Path:
     """In the order of their ends, as a run does."""
     run.mkdir(parents=True, exist_ok=True)
-    spans = sorted(spans, key=lambda s: s["start"] + s["seconds"])
-    (run / "trace.jsonl").write_text("".join(json.dumps(s) + "\n" for s in spans))
+    threads, lines = Threads(), ["["]
+    for one in sorted(spans, key=lambda s: s["start"] + s["seconds"]):
+        told = Span(**{key: value for key, value in one.items() if key != "step"})
+        lines += [json.dumps(event) + "," for event in threads.events(told, about(told, one["step"]))]
+    (run / FILE).write_text("".join(line + "\n" for line in lines))
     (run / "metrics.jsonl").touch()
     (run / "config.json").write_text(json.dumps(CONFIG if config is None else config))
     return run
@@ -66,4 +73,33 @@ def ahead(
                 found.append(span("rollout", "rewards", "wait:reward workers", t + busy * length, reward, step))
             if environment:
                 found.append(span("rollout", "environments", "wait:environment", t, environment, step, group=group))
+    return found
+
+
+def check(run: Path) -> list[dict[str, Any]]:
+    """The events of a run, by the rules of "Trace Event Format" that Chrome and Perfetto read. Raises where a reader
+    would stumble."""
+    found = json.loads(b"".join(joined(run)))
+    processes, threads = {}, {}
+    open_until: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for event in found:
+        assert isinstance(event["name"], str) and event["name"] and event["ph"] in ("M", "X", "C")
+        assert type(event["pid"]) is int and type(event["tid"]) is int and isinstance(event["args"], dict)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            if event["name"] == "process_name":
+                processes[event["pid"]] = event["args"]["name"]
+            if event["name"] == "thread_name":
+                threads[event["pid"], event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            assert type(event["ts"]) is int and type(event["dur"]) is int and event["dur"] >= 0
+            assert event["pid"] in processes and (event["pid"], event["tid"]) in threads
+        else:
+            assert event["args"] and all(type(v) in (int, float) for v in event["args"].values())
+    for event in sorted((e for e in found if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):
+        stack, end = open_until[event["pid"], event["tid"]], event["ts"] + event["dur"]
+        while stack and stack[-1] <= event["ts"]:
+            stack.pop()
+        assert not stack or end <= stack[-1], "events of a thread overlap without lying inside of each other"
+        stack.append(end)
     return found

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from birl.config import schema
-from birl.track.chrome import events
 from birl.track.limit import limit
 from birl.track.runs import config
 from birl.track.shares import shares_of
 from birl.track.timeline import Timeline, exclusive, steps_of
-from tests.track.test_chrome import check
+from tests.track.traces import check
 from tests.train import test_offline as offline
 from tests.train.test_resume import command, finish, start
 from tests.train.test_rl import log, many_a, run
@@ -65,7 +64,7 @@ def test_the_trace_and_the_metrics_agree(tiny: Path, tmp_path: Path, words: tupl
     assert timeline.of("engine", "requests").sum() >= len(log(tmp_path, "rollouts"))
     assert timeline.version[timeline.of("learner", "loop", "train")].tolist() == [1, 2, 3, 4, 5, 6]
     assert timeline.of("learner", "loop", "validate").sum() == len(log(tmp_path, "validation"))
-    check(list(events(timeline)))
+    check(tmp_path / "run")
     shares = shares_of(timeline)
     assert shares is not None and sum(shares.learner.values()) == pytest.approx(1, abs=1e-6)
     assert limit(shares, config(tmp_path / "run")).sentence
@@ -99,7 +98,7 @@ def test_engines_in_other_processes_are_seen_from_here(tiny: Path, tmp_path: Pat
         assert requests.any() and (timeline.tokens[requests] > 0).all() and (timeline.version[requests] >= 0).all()
     sent = sums(timeline)
     assert all(sent[n]["sync"] > 0 and sent[n]["wait:engines"] > 0 for n in range(1, 5))
-    check(list(events(timeline)))
+    check(tmp_path / "run")
 
 
 @pytest.mark.timeout(240)
@@ -141,5 +140,5 @@ def test_killed_at_any_moment_it_goes_on_where_the_metrics_do(tiny: Path, tmp_pa
 
 def test_without_the_key_nothing_is_written(tiny: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path, "track.trace=false", "steps=1")
-    assert not (tmp_path / "run" / "trace.jsonl").exists() and len(log(tmp_path)) == 1
+    assert not (tmp_path / "run" / "trace.json").exists() and len(log(tmp_path)) == 1
     assert schema.Track().trace and json.loads((tmp_path / "run" / "config.json").read_text())["track.trace"] is False

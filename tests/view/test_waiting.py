@@ -67,16 +67,16 @@ def test_what_is_wrong_is_told(page: tuple[str, dict[str, str]], path: str, run:
 
 
 def test_a_run_that_goes_on_and_one_that_is_cut_back(tmp_path: Path) -> None:
-    path = traces.write(tmp_path / "run", traces.ahead()) / "trace.jsonl"
+    path = traces.write(tmp_path / "run", traces.ahead()) / "trace.json"
     whole, run = path.read_bytes(), next(iter(Runs([tmp_path]))).id
     lines = whole.splitlines(keepends=True)
     with serving(tmp_path) as url:
-        path.write_bytes(b"".join(lines[:40]) + lines[40][:20])
-        assert ask(url, run=run)["spans"] == 40
+        path.write_bytes(b"".join(lines[:60]) + lines[60][:20])
+        assert ask(url, run=run)["spans"] == b"".join(lines[:60]).count(b'"ph": "X"') > 20
         path.write_bytes(whole)
         assert ask(url, run=run)["shares"]["learner"]["train"] == pytest.approx(0.275)
-        path.write_bytes(b"".join(lines[:30]))
-        assert ask(url, run=run)["spans"] == 30
+        path.write_bytes(b"".join(lines[:50]))
+        assert ask(url, run=run)["spans"] == b"".join(lines[:50]).count(b'"ph": "X"')
         traces.write(tmp_path / "run", traces.ahead(wait=2.0, train=7.5, sync=0.5, busy=0.9))  # as many, and others
         assert ask(url, run=run)["shares"]["learner"]["train"] == pytest.approx(0.725)
         path.write_bytes(b"")

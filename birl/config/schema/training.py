@@ -145,7 +145,7 @@ class Reports(Section):
     report: bool = True
     """Write report.html at the end."""
     trace: bool = True
-    """Write who did what from when to when to trace.jsonl, for `birl trace` and the timeline of `birl view`."""
+    """Write who did what from when to when to trace.json, for `birl trace` and the timeline of `birl view`."""
 
 
 @dataclass(kw_only=True)
