@@ -168,7 +168,7 @@ def steps(job: Job, keys: Keys, machines: int, python: str) -> list[str]:
     """Shell lines of the head: wait for the machines, start. `machines` counts the head; `python`: of the environment
     that has vLLM or SGLang."""
     own = f' "engine.python={python}"' if package.engine(job, keys.vllm) else ""
-    return [f"python -m birl.launch.nodes {machines} {keys.wait}", shlex.join(command(job, keys)) + own]
+    return [f"python -m birl.launch.ray_cluster {machines} {keys.wait}", shlex.join(command(job, keys)) + own]
 
 
 def begin(handle: Handle, steps: Iterable[Sequence[str]], env: Mapping[str, str] | None = None) -> Handle:

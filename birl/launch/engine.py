@@ -12,6 +12,9 @@ import os
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from birl.allocator import keep_memory
 from birl.config import schema
@@ -20,6 +23,9 @@ from birl.config.load import load
 from birl.errors import BirlError, tell
 from birl.exits import code_of
 from birl.hosts import is_loopback
+
+if TYPE_CHECKING:
+    from birl.engines.kinds import Wanted
 
 USAGE = "python -m birl.launch.engine --name=EXPERIMENT/TRIAL rl WORDS"
 
@@ -61,7 +67,6 @@ def run(argv: list[str]) -> int:
 
 def own(config: schema.RL, name: str, host: str) -> int:
     """`birl serve`, in this process unless engine.python is another interpreter."""
-    from birl.launch.prepare import prepared
     from birl.named import module
     from birl.server import serve
 
@@ -82,15 +87,15 @@ async def other(config: schema.RL, name: str) -> int:
     """A server of another kind as our child, which ends with us."""
     from birl.engines import names
     from birl.engines.kinds import child, speak
-    from birl.launch.prepare import prepared
     from birl.process import free_port
 
     names.folder(name)
-    stop, told, loop = asyncio.Event(), [], asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[int] = loop.create_future()  # the exit code of the signal that came
 
     def signalled(number: int) -> None:
-        told.append(number)
-        stop.set()
+        if not stop.done():
+            stop.set_result(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled, number)
@@ -99,29 +104,52 @@ async def other(config: schema.RL, name: str) -> int:
     remote = speak(config.engine, wanted, address, token)
     process = child(config.engine, wanted, remote, port, token, f"{socket.gethostname()}-{os.getpid()}")
     print(f"{config.engine.kind} at {address}; what it prints is in {process.log}", flush=True)
-    stopped = asyncio.create_task(stop.wait())
     try:
         starting = asyncio.create_task(process.start())
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            return 128 + told[0]
+            return stop.result()
         await starting
         entry = names.register(name, address, os.getpid(), wanted.folder.name)
         beating = asyncio.create_task(names.beat(entry))
         try:
-            while process.alive and not stop.is_set():
-                await asyncio.wait({stopped}, timeout=0.2)
+            while process.alive and not stop.done():
+                await asyncio.wait({stop}, timeout=0.2)
         finally:
             beating.cancel()
             names.forget(entry)
-        return 128 + told[0] if told else 1
+        return stop.result() if stop.done() else 1
     finally:
-        stopped.cancel()
         with contextlib.suppress(Exception):
             await remote.close()
         await process.terminate()
+
+
+def prepared(config: schema.RL) -> "Wanted":
+    """What the engine needs to know, the same as in the run itself: from the model's files and the data, without
+    weights. Raises `BirlError`."""
+    from birl.engines.servers import wanted
+    from birl.envs.open import World
+    from birl.envs.single_turn import SingleTurn
+    from birl.learner.export import resolved
+    from birl.learner.policy import Policy, load_reader
+    from birl.models.load import skeleton
+    from birl.rollout.tasks import lengths, load_data
+
+    reader, folder = load_reader(config.model), resolved(config.model.path)
+    policy = Policy(
+        folder=folder, model=skeleton(folder), tokenizer=reader.chat.tokenizer, chat=reader.chat,
+        compute=ThreadPoolExecutor(1),
+    )  # fmt: skip
+    context = min(config.model.max_length or reader.context, reader.context)
+    asked = [(context, 0)]
+    if not config.engine.kv_cache_gb and config.env.kind == "single_turn":  # what bounds the memory for keys and values
+        world = World(kind="single_turn", open=SingleTurn, turns=False)
+        train, validation = load_data(config, world, policy.chat, context)
+        asked = lengths(config, world, policy, train, validation, context)
+    return wanted(config, policy, context, asked, Path(config.run))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, changed
 from birl.launch.ray_cluster import NAMESPACE, OPEN, connect, end, keep
-from birl.launch.ray_plan import RayPlan, actor_name, bundles, strategy
+from birl.launch.ray_spot import RayPlan, actor_name, bundles, strategy
 from birl.launch.ray_supervisor import ENDED, SAVE, create
 
 ANSWER = 60.0  # seconds that the supervisor may take to answer; Ray starts a lost one again in about 20

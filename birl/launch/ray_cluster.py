@@ -4,6 +4,9 @@ Every client of a Ray cluster may run anything on it. Ray asks for a token where
 start` sets only where it finds a token; a cluster that does not ask for one is refused, unless a key allows it.
 
 Ray reads RAY_AUTH_MODE when it is imported, and never again, so it is set before.
+
+python -m birl.launch.ray_cluster COUNT SECONDS returns when the cluster of this machine has so many machines, and fails
+when it has not in time: for the head of a cluster whose machines come one by one.
 """
 
 import atexit
@@ -215,3 +218,22 @@ def room(ray: Any) -> str:
     """What the cluster has, for messages."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return ", ".join(f"{free.get(n, 0):g} of {total.get(n, 0):g} {n} free" for n in ("CPU", "GPU") if total.get(n))
+
+
+def main() -> int:
+    count, seconds = int(sys.argv[1]), float(sys.argv[2])
+    ray, until = library(), time.monotonic() + seconds
+    ray.init(address="auto", log_to_driver=False, logging_level="error")
+    try:
+        while (there := sum(bool(node["Alive"]) for node in ray.nodes())) < count and time.monotonic() < until:
+            time.sleep(2.0)
+    finally:
+        ray.shutdown()
+    if there < count:
+        print(f"birl: {there} of {count} machines came within {seconds:g} s (launch.wait)", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,14 +1,52 @@
-"""One process of a job as its supervisor sees it: the actor that hosts it, and what was heard of it last."""
+"""What a supervisor on a Ray cluster is to do, and each process of the job as it sees it: the actor that hosts it, and
+what was heard of it last."""
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from birl.launch.job import Role
+from birl.launch.job import Job, Role
 from birl.launch.ray_host import Host, Order, Seen
 
 PATIENCE = 30.0  # seconds without an answer after which a node counts as lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayPlan:
+    """What the supervisor is to do. `folder`: where the processes run; times in seconds.
+
+    Example: RayPlan(job=derive("rl", ["recipe.yaml"], keys), folder="/home/me")
+    """
+
+    job: Job
+    folder: str
+    nodes: int = 1
+    restarts: int = 3
+    start_timeout: float = 600.0
+    keep: float = 3600.0
+    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    token: str = field(default="", repr=False)
+
+
+def actor_name(job: str, role: str = "", index: int = 0) -> str:
+    return f"birl:{job}:{role}:{index}" if role else f"birl:{job}"
+
+
+def bundles(job: Job) -> list[dict[str, float]]:
+    """What each process needs, in the order of the roles."""
+    return [needs(role) for role in job.roles for _ in range(role.count)]
+
+
+def needs(role: Role) -> dict[str, float]:
+    """In Ray's words."""
+    return {k: v for k, v in {"CPU": role.cpus, "GPU": role.gpus, "memory": role.memory_gb * 2**30}.items() if v}
+
+
+def strategy(nodes: int) -> str:
+    """One machine is one machine: engines listen on its loopback alone then."""
+    return "STRICT_PACK" if nodes == 1 else "SPREAD"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

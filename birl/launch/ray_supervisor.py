@@ -20,8 +20,7 @@ from birl.exits import MISTAKE, STOPPED
 from birl.launch.launcher import Status
 from birl.launch.ray_cluster import HEAD, NAMESPACE, library, room
 from birl.launch.ray_host import Order
-from birl.launch.ray_plan import RayPlan, actor_name, bundles, needs, strategy
-from birl.launch.ray_spot import Spot
+from birl.launch.ray_spot import RayPlan, Spot, actor_name, bundles, needs, strategy
 
 TICK = 0.5  # seconds between two looks
 SAVE = 600.0  # seconds that the learner may take to save

@@ -5,14 +5,17 @@ launch.node, from 0. They share the run folder.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from birl.errors import BirlError
 from birl.launch import local
 from birl.launch.job import Job
-from birl.launch.launcher import Handle, Status
+from birl.launch.launcher import Handle
+from birl.launch.local import logs as logs
+from birl.launch.local import scale as scale
+from birl.launch.local import status as status
+from birl.launch.local import stop as stop
 from birl.launch.plan import LaunchPlan
 from birl.process import free_port
 
@@ -65,19 +68,3 @@ def plan_of(job: Job, keys: Keys) -> LaunchPlan:
         )
     plan = local.supervised_plan(job, keys, words, job.learner.count // keys.nodes)
     return replace(plan, threads=keys.cpus, place=f"node-{keys.node}" if keys.node else "")
-
-
-def status(handle: Handle) -> Sequence[Status]:
-    return local.status(handle)
-
-
-def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
-    return local.logs(handle, role, follow)
-
-
-def stop(handle: Handle) -> str:
-    return local.stop(handle)
-
-
-def scale(handle: Handle, change: str) -> int:
-    return local.scale(handle, change)

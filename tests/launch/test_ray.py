@@ -24,8 +24,7 @@ from birl.launch import ray_supervisor
 from birl.launch.job import derive
 from birl.launch.launcher import WHERE
 from birl.launch.ray_host import Host, Order, Seen
-from birl.launch.ray_plan import RayPlan, bundles
-from birl.launch.ray_spot import Spot
+from birl.launch.ray_spot import RayPlan, Spot, bundles
 from birl.launch.ray_supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
