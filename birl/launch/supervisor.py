@@ -7,39 +7,99 @@
 It starts nothing but what is in the file, and imports nothing heavy. Its processes end with it, however it ends.
 """
 
+import asyncio
 import contextlib
 import os
 import secrets
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from birl.engines import names
 from birl.errors import BirlError
 from birl.exits import MISTAKE, STOPPED
 from birl.launch import plan as files
-from birl.launch.child import Child
-from birl.launch.plan import LaunchPlan, State
+from birl.launch.plan import LaunchPlan, ProcessState, State
+from birl.process import ProcessGroup
 from birl.regular import read_text
 from birl.track.runs import last_record
 
 POLL = 0.1  # s between two looks
 LONGEST = 30.0  # s before an engine or the learner is started again, at most
 STEADY = 60.0  # s after which an engine counts as well again
+PATIENCE = 15.0  # s between SIGTERM and SIGKILL; an engine answers what it has meanwhile
+SHOWN = 300  # characters of a process's last line
+
+
+class Child:
+    """A process that can be started again. What it prints is appended to `log`."""
+
+    def __init__(self, role: str, index: int, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        self.command, self.log, self.env = tuple(command), log, env
+        self.part = ProcessState(role=role, index=index, state="waiting")
+        self.began = 0.0  # its last start [s of the clock]
+        self.process: ProcessGroup | None = None
+        self.note("waiting")
+
+    def note(self, state: str, detail: str = "", pid: int = 0, again: int = 0) -> None:
+        since, restarts = round(time.time(), 3), self.part.restarts + again
+        self.part = replace(self.part, state=state, detail=detail, pid=pid, since=since, restarts=restarts)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process else 0
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive
+
+    def start(self) -> None:
+        again = int(self.process is not None)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
+        self.process, self.began = ProcessGroup(self.command, log=self.log, env=env), time.time()
+        self.note("running", pid=self.pid, again=again)
+
+    async def ended(self) -> int:
+        """Its exit code, once it and its group have ended."""
+        assert self.process is not None
+        while (code := self.process.code) is None:
+            await asyncio.sleep(POLL)
+        self.process.kill()
+        self.note("failed" if code else "done", self.process.how())
+        return code
+
+    def signal(self, number: int, instead: int = 0) -> None:
+        """To it, or to a process below it that leads."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(instead or self.pid, number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def last(self) -> str:
+        """The last line that it printed."""
+        with contextlib.suppress(OSError):
+            assert self.process is not None
+            lines = [line for line in self.process.tail(4096).splitlines() if line.strip()]
+            return lines[-1].strip()[:SHOWN] if lines else "it has printed nothing"
+        return "its log cannot be read"
 
 
 class Supervisor:
     """One job from its first process to its last."""
 
     def __init__(self, plan: LaunchPlan) -> None:
-        self.plan, self.asked, self.told = plan, 0, 0  # how often it was to stop, and the learner has heard that
-        self.count = plan.count
+        self.plan, self.asked = plan, 0  # how often it was to stop
         self.learner = self.child("learner", 0)
         self.engines = [self.child("engine", index) for index in range(plan.count)]
-        self.leaving: list[Child] = []  # engines that are to end
+        self.tasks: dict[Child, asyncio.Task[None]] = {}  # of the engines, those too that are to end
         self.lives = 0  # of the learner that failed
         self.state, self.detail = "running", ""
         self.written: State | None = None
@@ -53,60 +113,73 @@ class Supervisor:
             env["OMP_NUM_THREADS"] = str(self.plan.threads)
         return Child(role, index, own, self.plan.folder / f"{role}-{index}.log", env)
 
-    def run(self) -> int:
+    async def run(self) -> int:
         """Returns when nothing is left: 0 where the job is done or was stopped, else 1."""
         if self.plan.engines:
             os.environ.setdefault("BIRL_TOKEN", secrets.token_hex(16))
             forget(self.plan.engines)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.stop)
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)
         self.say(f"supervises {self.plan.name}")
         try:
-            for child in (*self.engines, self.learner):
-                self.start(child)
+            for engine in self.engines:
+                self.keep(engine)
+            self.start(self.learner)
+            learning = asyncio.create_task(self.learn())
             while self.state == "running":
-                self.look()
-                self.write()
-                time.sleep(POLL)
-            for child in self.engines:
-                child.end()
-            while any(child.alive for child in (*self.engines, *self.leaving)):
-                self.sweep()
-                self.write()
-                time.sleep(POLL)
+                if not self.asked and (count := files.wanted(self.plan.folder, self.plan.most_engines())) is not None:
+                    self.scale(count)
+                await self.look(learning)
+            learning.cancel()
+            self.learner.signal(signal.SIGTERM)  # where an engine's mistake ends the job
+            for engine in self.engines:
+                self.leave(engine)
+            while self.tasks:
+                await self.look()
         finally:
-            for child in (self.learner, *self.engines, *self.leaving):
+            for child in (self.learner, *self.engines, *self.tasks):
                 child.kill()
-            self.sweep()
             self.write()
         self.say(f"{self.state}{self.detail and ': '}{self.detail}")
         return 0 if self.state in ("done", "stopped") else 1
 
-    def stop(self, number: int, frame: object) -> None:
+    async def look(self, *more: "asyncio.Task[None]") -> None:
+        """What has happened until now is written; whatever went wrong in a task is raised."""
+        for task in (*self.tasks.values(), *more):
+            if task.done() and not task.cancelled():
+                task.result()
+        self.tasks = {child: task for child, task in self.tasks.items() if not task.done()}
+        self.write()
+        await asyncio.sleep(POLL)
+
+    def stop(self) -> None:
         """The first signal lets the learner save and end, the second ends it at once."""
         self.asked += 1
+        self.learner.signal(signal.SIGTERM, self.leader())
 
-    def look(self) -> None:
-        """Check all processes once, and act on the result."""
-        if not self.asked and (count := files.wanted(self.plan.folder, self.plan.most_engines())) is not None:
-            self.scale(count)
-        for engine in self.engines:
-            self.mend(engine)
-        self.sweep()
-        self.follow_learner()
+    def start(self, child: Child) -> None:
+        child.start()
+        self.say(f"{child.part.role} {child.part.index} is process {child.pid}")
 
-    def follow_learner(self) -> None:
-        learner = self.learner
-        code = learner.ended()
-        if code is None:
-            if learner.alive and self.told < self.asked:
-                self.told += 1
-                learner.signal(signal.SIGTERM, self.leader())
-            elif self.asked and not learner.alive:
+    # --- the learner
+
+    async def learn(self) -> None:
+        """To its end, started again where it fails. It waits for as many engines as there are then."""
+        while self.learned(await self.learner.ended()):
+            until = time.monotonic() + min(2.0 ** (self.lives - 1), LONGEST)
+            self.learner.note("restarting", f"{self.learner.part.detail}; again in {until - time.monotonic():.0f} s")
+            while not self.asked and time.monotonic() < until:
+                await asyncio.sleep(POLL)
+            if self.asked:
                 self.finish("stopped", "it was to be started again")
-            elif learner.due():
-                self.begin()
-            return
+                return
+            if self.plan.engine and len(self.engines) != self.plan.count:
+                self.learner.command = (*self.plan.learner, f"engine.count={len(self.engines)}")
+            self.start(self.learner)
+
+    def learned(self, code: int) -> bool:
+        """Whether it is to be started again after it ended with this exit code."""
+        learner, how = self.learner, self.learner.part.detail
         if code == 0 and not self.asked:
             self.finish("done")
         elif self.asked or code in STOPPED:
@@ -115,70 +188,15 @@ class Supervisor:
         elif code == MISTAKE and latest(self.plan.run)[1] < learner.began:
             self.finish("failed", f"the learner ended with exit code {MISTAKE} before its first step: {learner.last()}")
         elif self.lives >= self.plan.restarts:
-            self.finish("failed", f"the learner {learner.detail}, and launch.restarts={self.plan.restarts} is used up")
+            self.finish("failed", f"the learner {how}, and launch.restarts={self.plan.restarts} is used up")
         else:
             self.lives += 1
-            self.say(f"the learner {learner.detail}: {learner.last()}")
-            learner.later(min(2.0 ** (self.lives - 1), LONGEST))
+            self.say(f"the learner {how}: {learner.last()}")
+        return self.state == "running"
 
     def finish(self, state: str, detail: str = "") -> None:
         self.state, self.detail = state, detail
-        self.learner.state, self.learner.detail = state, detail
-
-    def begin(self) -> None:
-        """The learner once more, and it waits for as many engines as there are now."""
-        if self.plan.engine and self.count != self.plan.count:
-            self.learner.command = (*self.plan.learner, f"engine.count={self.count}")
-        self.start(self.learner)
-
-    def start(self, child: Child) -> None:
-        child.start()
-        self.say(f"{child.role} {child.index} is process {child.pid}")
-
-    def mend(self, engine: Child) -> None:
-        code = engine.ended()
-        if engine.alive and engine.restarts and time.time() - engine.since > STEADY:
-            engine.backoff = 1.0
-        if code is not None:
-            forget(self.plan.engines, engine.pid)
-            self.say(f"engine {engine.index} {engine.detail}: {engine.last()}")
-            if code == MISTAKE and not self.asked and latest(self.plan.run)[1] < self.learner.began:
-                self.finish("failed", f"engine {engine.index} ended with exit code {MISTAKE}: {engine.last()}")
-                self.learner.end()
-                return
-            if not self.asked:
-                engine.later(engine.backoff)
-                engine.backoff = min(2 * engine.backoff, LONGEST)
-        elif engine.due() and not self.asked:
-            self.start(engine)
-
-    def scale(self, count: int) -> None:
-        """Engines come at the end, and leave from there."""
-        if count == self.count:
-            return
-        self.say(f"{count} engines instead of {self.count}")
-        self.count = count
-        for engine in self.engines[count:]:
-            engine.end()
-            self.leaving.append(engine)
-        del self.engines[count:]
-        taken = {child.index for child in self.leaving if child.alive}
-        index = 0
-        while len(self.engines) < count:
-            if index not in taken | {child.index for child in self.engines}:
-                self.engines.append(self.child("engine", index))
-                self.start(self.engines[-1])
-            index += 1
-
-    def sweep(self) -> None:
-        """Engines that were to end, and have; those that do not in time are killed."""
-        for engine in (*self.leaving, *(self.engines if self.state != "running" else ())):
-            if engine.ended() is not None:
-                forget(self.plan.engines, engine.pid)
-                engine.state = "stopped"
-            elif engine.alive and engine.late():
-                engine.kill()
-        self.leaving = [engine for engine in self.leaving if engine.alive]
+        self.learner.note(state, detail)
 
     def leader(self) -> int:
         """Rank 0, where the learner is torchrun: it has the run folder."""
@@ -188,10 +206,64 @@ class Supervisor:
             return pid if parent == self.learner.pid else 0
         return 0
 
+    # --- engines
+
+    def keep(self, engine: Child) -> None:
+        self.start(engine)
+        self.tasks[engine] = asyncio.create_task(self.engine(engine))
+
+    async def engine(self, engine: Child) -> None:
+        """Start it again, later each time, as long as it is one of those that there are to be."""
+        backoff = 1.0
+        while True:
+            code, index = await engine.ended(), engine.part.index
+            forget(self.plan.engines, engine.pid)
+            if self.state != "running" or engine not in self.engines:
+                engine.note("stopped")
+                return
+            self.say(f"engine {index} {engine.part.detail}: {engine.last()}")
+            if self.asked:
+                return
+            if code == MISTAKE and latest(self.plan.run)[1] < self.learner.began:
+                self.finish("failed", f"engine {index} ended with exit code {MISTAKE}: {engine.last()}")
+                return
+            backoff = 1.0 if time.time() - engine.began > STEADY else backoff
+            engine.note("restarting", f"{engine.part.detail}; again in {backoff:g} s")
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LONGEST)
+            if self.asked:
+                return
+            self.start(engine)
+
+    def leave(self, engine: Child) -> None:
+        """SIGTERM, and SIGKILL where that is not enough in time."""
+        if engine.alive:
+            engine.signal(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(PATIENCE, engine.kill)
+        elif engine in self.tasks:
+            self.tasks[engine].cancel()
+            engine.note("stopped")
+
+    def scale(self, number: int) -> None:
+        """Engines come at the end, and leave from there."""
+        if number == len(self.engines):
+            return
+        self.say(f"{number} engines instead of {len(self.engines)}")
+        for engine in self.engines[number:]:
+            self.engines.remove(engine)
+            self.leave(engine)
+        taken = {engine.part.index for engine in self.tasks}
+        free = (index for index in count() if index not in taken)
+        while len(self.engines) < number:
+            self.engines.append(self.child("engine", next(free)))
+            self.keep(self.engines[-1])
+
+    # --- what others see of it
+
     def write(self) -> None:
-        children = (self.learner, *self.engines, *self.leaving)
-        parts = tuple(child.part() for child in children)
-        now = State(state=self.state, pid=os.getpid(), engines=self.count, parts=parts, detail=self.detail)
+        leaving = [engine for engine in self.tasks if engine not in self.engines]
+        parts = tuple(child.part for child in (self.learner, *self.engines, *leaving))
+        now = State(state=self.state, pid=os.getpid(), engines=len(self.engines), parts=parts, detail=self.detail)
         if now != self.written:
             try:
                 files.write(self.plan.folder / files.STATE, asdict(now))
@@ -230,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = files.load(file)
         with files.lock(plan.folder):
             (plan.folder / files.WANTED).unlink(missing_ok=True)
-            return Supervisor(plan).run()
+            return asyncio.run(Supervisor(plan).run())
     except BirlError as error:
         print(f"birl: {error}", file=sys.stderr)
         return MISTAKE

@@ -87,8 +87,8 @@ def test_a_learner_that_was_signalled_is_not_started_again(tmp_path: Path, code:
     job = derive("sft", [f"run={tmp_path}", "data.train=x.jsonl"], local.Keys())
     supervisor = Supervisor(local.plan_of(job, local.Keys()))
     supervisor.asked = asked
-    supervisor.learner.ended = lambda: code  # pyright: ignore[reportAttributeAccessIssue]
-    supervisor.follow_learner()
+    supervisor.learner.last = lambda: ""
+    assert supervisor.learned(code) is (state == "running")
     assert supervisor.state == state and supervisor.lives == (code == 1)
 
 
