@@ -7,7 +7,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
@@ -17,7 +17,10 @@ from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch import slurm_queue as queue
 from birl.launch.job import Job, derive, placed
-from birl.launch.launcher import FILE, Handle, Status, find
+from birl.launch.launcher import FILE, Handle, find
+from birl.launch.slurm_queue import logs as logs
+from birl.launch.slurm_queue import status as status
+from birl.launch.slurm_queue import stop as stop
 from birl.launch.slurm_script import Places, options, places, script
 
 SCRIPT = "slurm.sh"
@@ -27,7 +30,6 @@ PASSED = (
     *("PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "OMP_NUM_THREADS"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
 )
-PATIENCE = 900.0  # seconds that `stop` waits
 
 
 @dataclass(kw_only=True)
@@ -169,16 +171,3 @@ def environment(names: Sequence[str]) -> dict[str, str]:
     """What sbatch sees, and so the job: nothing that was not named. Raises `BirlError` for a name that is not set."""
     own = [name for name in os.environ if name in PASSED or name.startswith("SBATCH_")]
     return jobs.given((*own, *names))
-
-
-def status(handle: Handle) -> Sequence[Status]:
-    return queue.status(handle)
-
-
-def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
-    return queue.logs(handle, role, follow)
-
-
-def stop(handle: Handle) -> str:
-    """Returns when it has saved and ended. Raises `BirlError` where that takes longer than `PATIENCE`."""
-    return queue.stop(handle, PATIENCE)

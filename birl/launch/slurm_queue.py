@@ -15,6 +15,7 @@ from birl.regular import read_text
 
 STATE = "state"
 DEADLINE = 60.0  # seconds for one command; Slurm repeats by itself while its controller is away
+PATIENCE = 900.0  # seconds that `stop` waits
 ASK = 2.0  # seconds between two questions to the controller, which serves all users
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
@@ -165,13 +166,13 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
     return tail.lines(files, follow, over)
 
 
-def stop(handle: Handle, patience: float) -> str:
+def stop(handle: Handle) -> str:
     """Jobs that wait are taken away; those that run save and end. How it had ended where there are none of either,
-    else empty. Raises `BirlError`."""
+    else empty. Raises `BirlError` where that takes longer than `PATIENCE`."""
     ended = [last_word(Path(run))[0] for run in handle.more["folders"]]
     any_left = False
     told: set[str] = set()
-    until = time.monotonic() + patience
+    until = time.monotonic() + PATIENCE
     while jobs := [one for one in seen(handle) if one.state in (*WAITING, *RUNNING)]:
         any_left = True
         for job in jobs:
@@ -182,7 +183,7 @@ def stop(handle: Handle, patience: float) -> str:
                 told.add(job.job)
         if time.monotonic() > until:
             raise BirlError(
-                f"The job {handle.id} still saves after {patience:g} s; `scancel {handle.id}` ends it at once"
+                f"The job {handle.id} still saves after {PATIENCE:g} s; `scancel {handle.id}` ends it at once"
             )
         time.sleep(1.0)
     for run in handle.more["folders"]:

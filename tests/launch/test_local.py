@@ -20,8 +20,8 @@ from birl.launch import plan as files
 from birl.launch.command import keys_of
 from birl.launch.job import derive
 from birl.launch.launcher import changed, find
-from birl.launch.plan import FOLDER, LOCK, LaunchPlan, supervised
-from birl.launch.supervisor import Supervisor, latest
+from birl.launch.plan import LOCK, LaunchPlan, supervised
+from birl.launch.supervisor import latest
 from birl.rollout.ledger import audit
 from tests.launch.jobs import ENGINES, SMALL, Launched, alive
 
@@ -78,30 +78,6 @@ def test_a_job_goes_on_without_the_terminal_and_saves_when_it_is_stopped(
 
 
 TEXTS = (".json", ".jsonl", ".log", ".yaml", ".wanted")
-
-
-@pytest.mark.parametrize(("code", "asked", "state"), [
-    (0, 0, "done"), (130, 0, "stopped"), (143, 0, "stopped"), (0, 1, "stopped"), (143, 1, "stopped"), (1, 0, "running"),
-])  # fmt: skip
-def test_a_learner_that_was_signalled_is_not_started_again(tmp_path: Path, code: int, asked: int, state: str) -> None:
-    job = derive("sft", [f"run={tmp_path}", "data.train=x.jsonl"], local.Keys())
-    supervisor = Supervisor(local.plan_of(job, local.Keys()))
-    supervisor.asked = asked
-    supervisor.learner.last = lambda: ""
-    assert supervisor.learned(code) is (state == "running")
-    assert supervisor.state == state and supervisor.lives == (code == 1)
-
-
-@PATIENT
-@pytest.mark.parametrize("job", [(*SFT, "steps=3", "learner.tokens_per_microbatch=8")], indirect=True)
-def test_a_mistake_in_the_input_is_told_and_not_tried_again(job: Launched, capsys: pytest.CaptureFixture[str]) -> None:
-    job.launch()
-    job.wait(lambda: not supervised(job.run / FOLDER))
-    key, detail = "tokens_per_microbatch", job.state.detail
-    assert job.state.state == "failed" and "exit code 2" in detail and key in detail
-    capsys.readouterr()
-    assert main(["status", str(job.run)]) == 1 and key in capsys.readouterr().out
-    assert job.log("supervisor").count("learner 0 is process") == 1
 
 
 DRILL = ("local", "rl", *SMALL, *ENGINES, "engine.count=2", "rollout.max_staleness=1", "steps=100000")
