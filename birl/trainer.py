@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from birl import trl
 from birl.errors import BirlError
 from birl.given import Given
-from birl.track.records import Records
+from birl.track.log import Records
 from birl.trl import LOSS_TYPES, SCALES
 
 if TYPE_CHECKING:

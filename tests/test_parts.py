@@ -14,7 +14,7 @@ from birl.config.decided import ENGINES
 from birl.envs.open import BUILT_IN
 from birl.launch.launcher import WHERE
 from birl.server.dialects import DIALECTS
-from birl.track.sinks import KINDS
+from birl.track.sink import KINDS
 from tests.train.test_rl import log, run
 
 ROOT = Path(__file__).parents[1]

@@ -64,9 +64,8 @@ def _check(folder: Path) -> None:
 
 def changed_keys(first: Path, second: Path) -> list[tuple[str, Any, Any]]:
     """Keys with different values, in the order of the configuration; None where a run does not have the key."""
-    one, other = runs.config(first), runs.config(second)
-    keys = [key for key in {**one, **other} if key not in runs.ALWAYS_OTHER]
-    return [(key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]
+    rows = runs.differences([runs.config(first), runs.config(second)])
+    return [(row["key"], *row["values"]) for row in rows]
 
 
 def compared(first: Path, second: Path) -> list[tuple[str, float | None, float | None]]:

@@ -83,6 +83,17 @@ def config(run: Path) -> dict[str, Any]:
     return dict(_dotted(mapping(run / "config.json")))
 
 
+def differences(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The keys that differ, dotted, with the value of each run; "set" says which have the key at all. A run whose
+    configuration cannot be read has none and makes nothing differ."""
+    known = [config for config in configs if config]
+    return [
+        {"key": key, "values": [config.get(key) for config in configs], "set": [key in config for config in configs]}
+        for key in dict.fromkeys(key for config in known for key in config)
+        if key not in ALWAYS_OTHER and any(key not in c or c[key] != known[0].get(key) for c in known)
+    ]
+
+
 def problem(run: Path) -> str:
     """What is wrong with the folder, as a sentence; empty where nothing is."""
     return _problem(run, _mapping(run / "config.json")[1])

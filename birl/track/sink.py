@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from birl.named import module
+
 Figures = Mapping[str, float]
 
 
@@ -61,3 +63,27 @@ def _public(key: str, value: Any) -> Any:
     if value and _SECRET.search(key):
         return HIDDEN
     return _SECRET_IN_URL.sub(rf"\1{HIDDEN}", _USER_IN_URL.sub(f"{HIDDEN}@", value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A tracker that `track.NAME=offline` or `online` asks for."""
+
+    name: str
+    title: str
+    sink: str
+
+    def make(self) -> Sink:
+        place, _, name = self.sink.partition(":")
+        return getattr(module(f"track.{self.name}", place), name)()
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(name="wandb", title="Weights & Biases", sink="birl.track.wandb:WandbRun"),
+        Kind(name="mlflow", title="MLflow", sink="birl.track.mlflow:MlflowRun"),
+        Kind(name="trackio", title="Trackio", sink="birl.track.trackio:TrackioRun"),
+        Kind(name="swanlab", title="SwanLab", sink="birl.track.swanlab:SwanlabRun"),
+    )
+}

@@ -16,8 +16,7 @@ from birl.track.console import Terminal, only_shown, open_view
 from birl.track.log import JsonLog, encode
 from birl.track.outbox import PATIENCE, Marks, Outbox, Record
 from birl.track.progress import Progress, numbers, stored
-from birl.track.sink import Figures, Start, public
-from birl.track.sinks import KINDS
+from birl.track.sink import KINDS, Figures, Start, public
 from birl.track.summary import closing, facts, figures
 from birl.track.tensorboard import TensorBoard
 from birl.track.trace import FILE, Trace

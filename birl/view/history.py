@@ -1,7 +1,10 @@
 """What runs have measured, in memory: the steps and the validations of each, read on while it goes on."""
 
+import hashlib
+import json
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,16 +12,18 @@ from starlette.datastructures import QueryParams
 
 from birl.errors import BirlError
 from birl.track.progress import idle_words
+from birl.track.runs import ALWAYS_OTHER
 from birl.view.columns import STAMP, Columns
-from birl.view.curve import sampled, span
 from birl.view.folders import Run, Runs
-from birl.view.identity import family
 
 AXES = ("step", "time", "tokens")
 LARGE = 1 << 23  # bytes; what is longer is read in the background, and shown by a glimpse until then
 GLIMPSE = 1000  # rows of it
 LATER = 0.5  # s; the page gets its first curves before reading takes the processor
 _READER = threading.Lock()  # one long file after the other
+DIGITS = 6  # significant ones, in what is drawn; `/api/values` has all
+OWN = ("seed", "threads", *ALWAYS_OTHER)  # keys in which seeds of one configuration differ
+OWN_SECTIONS = ("track.", "checkpoint.")
 
 
 class History:
@@ -195,3 +200,58 @@ def _at_steps(steps: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.nd
         return np.where(steps == 0, 0.0, np.nan)
     place = np.searchsorted(known, steps, "right") - 1
     return np.where(place < 0, 0.0, values[np.maximum(place, 0)])
+
+
+def sampled(x: np.ndarray, y: np.ndarray, *, low: float, high: float, width: int) -> dict[str, np.ndarray]:
+    """The curve between `low` and `high`, with a neighbour at each side so that lines reach the edge.
+
+    Up to two points for each of `width` columns: {"x", "y"}, every point. Above that also "min", "max" and "n", the
+    number of points behind each: nothing that stands out is lost. NaN is left out.
+
+    Example: sampled(steps, rewards, low=0, high=100_000, width=600)["max"]
+    """
+    there = np.isfinite(x) & np.isfinite(y)
+    x, y = x[there], y[there]
+    if len(x) > 1 and (np.diff(x) < 0).any():
+        order = np.argsort(x, kind="stable")
+        x, y = x[order], y[order]
+    first = max(0, int(np.searchsorted(x, low, "left")) - 1)
+    last = int(np.searchsorted(x, high, "right")) + 1
+    x, y = x[first:last], y[first:last]
+    if len(x) <= 2 * width:
+        return {"x": _short(x), "y": _short(y)}
+    edges = np.searchsorted(x, np.linspace(low, high, width + 1)[:-1])
+    beyond = int(np.searchsorted(x, high, "right"))  # neighbours are points of their own
+    starts = np.unique(np.append(edges, [0, beyond]))
+    starts = starts[starts < len(x)]
+    n = np.diff(np.append(starts, len(x)))
+    return {
+        "x": _short(np.add.reduceat(x, starts) / n),
+        "y": _short(np.add.reduceat(y, starts) / n),
+        "min": _short(np.minimum.reduceat(y, starts)),
+        "max": _short(np.maximum.reduceat(y, starts)),
+        "n": n,
+    }
+
+
+def _short(values: np.ndarray) -> np.ndarray:
+    """To `DIGITS` significant digits, which a third of the bytes pays for."""
+    size = np.abs(values)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        scale = 10.0 ** (DIGITS - 1 - np.floor(np.log10(size)))
+        rounded = np.round(values * scale) / scale
+    return np.where(np.isfinite(rounded), rounded, values)
+
+
+def span(x: np.ndarray) -> tuple[float, float] | None:
+    known: Any = x[np.isfinite(x)]
+    return (float(known.min()), float(known.max())) if len(known) else None
+
+
+def family(run_id: str, config: Mapping[str, Any]) -> str:
+    """The same for runs that differ in their seed, their folder and in what they report; a run whose configuration
+    cannot be read is alone."""
+    if not config:
+        return run_id
+    kept = {k: v for k, v in config.items() if k not in OWN and not k.startswith(OWN_SECTIONS)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:12]

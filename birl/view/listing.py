@@ -49,22 +49,8 @@ def _row(run: Run, kept: dict[str, tuple[object, dict[str, Any]]]) -> dict[str, 
 def row(run: Run) -> dict[str, Any]:
     """What the list shows of a run; null for what is not known."""
     result = about(run.folder)
-    return {
-        "id": run.id,
-        "name": run.name,
-        "state": result.state,
-        "problem": result.problem,
-        "step": result.step,
-        "total": result.total,
-        "headline": result.headline,
-        "last": result.reward,
-        "curve": _curve(run.folder / "metrics.jsonl", result.headline),
-        "validation": None if result.best is None else {"value": result.best, "step": result.best_step},
-        "seconds": result.seconds,
-        "model": result.model,
-        "algorithm": result.algorithm,
-        "changed": result.updated or None,
-    }
+    curve = _curve(run.folder / "metrics.jsonl", result.headline)
+    return {**result.as_json(), "id": run.id, "name": run.name, "curve": curve}
 
 
 def _curve(path: Path, name: str) -> list[tuple[float, float]]:

@@ -11,13 +11,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from birl.errors import BirlError
-from birl.track.figures import described
+from birl.track.figures import described, ordered
+from birl.track.progress import rises
+from birl.track.runs import differences
 from birl.view.answer import Answer
-from birl.view.comparison import differences, figures
 from birl.view.folders import Runs
 from birl.view.history import AXES, History, Index
 
 WIDTH = (10, 4000)  # columns of pixels in a chart
+# What should rise and what should fall; of other figures, such as an entropy, neither end is better.
+RISING = ("reward/", "score/", "speed/", "accuracy", "margin")
+FALLING = ("loss", "time/", "memory/", "mismatch/", "updates/nonfinite", "updates/skipped", "packing/padding")
 
 
 def routes(runs: Runs) -> list[Route]:
@@ -40,7 +44,8 @@ def routes(runs: Runs) -> list[Route]:
     def compare(request: Request) -> Response:
         asked = index.asked(request.query_params)
         own = [{"id": h.run.id, "name": h.run.name, "state": h.run.state, "problem": h.run.problem} for h in asked]
-        return Answer({"runs": own, "keys": differences([h.run for h in asked]), "figures": figures(asked)})
+        keys = sorted(differences([h.run.config for h in asked]), key=lambda row: row["key"])
+        return Answer({"runs": own, "keys": keys, "figures": figures(asked)})
 
     served = {"metrics": metrics, "curves": curves, "values": values, "compare": compare}
     return [Route(f"/api/{name}", answer, methods=["GET"]) for name, answer in served.items()]
@@ -93,3 +98,41 @@ def _number(query: Mapping[str, str], key: str, default: float = 0.0) -> float:
         if np.isfinite(value):
             return value
     raise BirlError(f"{key}={query.get(key)}: a number is needed.")
+
+
+def figures(histories: list[History]) -> list[dict[str, Any]]:
+    """For each figure and run the last value and the best, with its step."""
+    names = dict.fromkeys(name for history in histories for name in history.names)
+    result = []
+    for name, heading in ((row.name, row.heading) for row in ordered(names)):
+        way = "" if name == "loss" and "reward/mean" in names else better(name)  # a policy's loss says little
+        values = [_figures(history, name, way) for history in histories]
+        result.append({"name": name, "heading": heading, "better": way, "values": values})
+    return result
+
+
+def better(name: str) -> str:
+    """ "high", "low", or "" where it is unknown."""
+    if name.startswith("validation/"):
+        if "/pass@" in name or name.endswith(("/score", "accuracy")):
+            return "high"
+        return "" if rises(name) else "low"
+    if name == "reward/std":
+        return ""
+    if name.startswith(RISING) or name.endswith(("/accuracy", "/margin")):
+        return "high"
+    return "low" if name.startswith(FALLING) else ""
+
+
+def _figures(history: History, name: str, direction: str) -> dict[str, Any] | None:
+    with history.lock:
+        table = history.table(name)
+        values, steps = table[name], table["step"]
+        there = np.flatnonzero(np.isfinite(values))
+        if not len(there):
+            return None
+        result: dict[str, Any] = {"last": values[there[-1]], "last_step": steps[there[-1]]}
+        if direction:
+            place = there[(np.argmax if direction == "high" else np.argmin)(values[there])]
+            result |= {"best": values[place], "best_step": steps[place]}
+        return result

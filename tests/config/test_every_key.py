@@ -34,8 +34,7 @@ from birl.learner.learner import Learner
 from birl.learner.store import Store
 from birl.parallel.ranks import AXES
 from birl.rollout.group import Rollout
-from birl.track.sink import Start
-from birl.track.sinks import KINDS, Kind
+from birl.track.sink import KINDS, Kind, Start
 from birl.train import build
 from birl.train.command import train
 from birl.types import Group

@@ -18,9 +18,9 @@ import pytest
 from birl import BirlError, Trainer, signals
 from birl.track.charts import plot
 from birl.track.console import NoView, PlainView, Terminal, open_view
+from birl.track.log import Records
 from birl.track.notebook import LINES, NotebookView
 from birl.track.progress import Progress
-from birl.track.records import Records
 from tests.track import runs
 from tests.track.runs import HOSTILE
 

@@ -13,11 +13,11 @@ from birl import regular
 from birl.config.load import flatten, load
 from birl.config.schema import DPO, RL, RM, SFT
 from birl.track.algorithm import algorithm
-from birl.view.comparison import better, differences, figures
+from birl.track.runs import differences
 from birl.view.folders import Runs
-from birl.view.history import History, Index
-from birl.view.identity import family
+from birl.view.history import History, Index, family, sampled, span
 from birl.view.listing import row
+from birl.view.metrics import better, figures
 from tests.view.runs import append, config, line, make
 
 
@@ -110,11 +110,11 @@ def test_only_keys_that_differ(tmp_path: Path) -> None:
     make(tmp_path / "d")
     (tmp_path / "d" / "config.json").write_text("{")
     runs = list(Runs([tmp_path]))
-    found = {row["key"]: row for row in differences(runs)}
+    found = {row["key"]: row for row in differences([run.config for run in runs])}
     assert set(found) == {"optimizer.lr", "seed", "more"}
     assert found["optimizer.lr"]["values"][:2] == [1e-5, 2e-5] and found["seed"]["values"] == [0, 1, 0, None]
     assert found["more"]["set"] == [False, False, True, False]
-    assert differences(runs[:1]) == [] == differences([runs[0], runs[3]])
+    assert differences([runs[0].config]) == [] == differences([runs[0].config, runs[3].config])
 
 
 def test_last_and_best(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_the_list_says_what_a_run_came_to(tmp_path: Path) -> None:
     (run,) = Runs([tmp_path])
     found = row(run)
     assert (found["step"], found["total"], found["model"], found["algorithm"]) == (30, 30, "models/tiny", "dr_grpo*")
-    assert found["validation"] == {"value": pytest.approx(0.9), "step": 30}
-    assert found["seconds"] == 135 and found["last"] == history(run.folder).steps["reward/mean"][-1]
+    assert (found["best"], found["best_step"]) == (pytest.approx(0.9), 30)
+    assert found["seconds"] == 135 and found["reward"] == history(run.folder).steps["reward/mean"][-1]
 
 
 def test_the_list_of_runs_that_hold_little(tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_the_list_of_runs_that_hold_little(tmp_path: Path) -> None:
     (tmp_path / "zero" / "metrics.jsonl").write_text("")
     (tmp_path / "zero" / "validation.jsonl").write_text('{"step":0,"validation/all/pass@1":0.0}\n{"step"')
     found = {run.name: row(run) for run in Runs([tmp_path])}
-    assert (found["empty"]["step"], found["empty"]["last"], found["empty"]["validation"]) == (0, None, None)
-    assert (found["torn"]["step"], found["torn"]["last"], found["torn"]["headline"]) == (1, 0.25, "loss")
-    assert found["zero"]["validation"]["value"] == 0.0
+    assert (found["empty"]["step"], found["empty"]["reward"], found["empty"]["best"]) == (0, None, None)
+    assert (found["torn"]["step"], found["torn"]["reward"], found["torn"]["headline"]) == (1, 0.25, "loss")
+    assert found["zero"]["best"] == 0.0
 
 
 def test_an_index_reads_a_file_once(tmp_path: Path) -> None:
@@ -213,3 +213,52 @@ def test_a_long_file_is_shown_at_once_and_read_in_the_background(
     append(run, 3001, 3003)
     made.update()
     assert made.steps.rows == 3003 and made.read == 1
+
+
+def test_a_short_curve_is_sent_as_it_is() -> None:
+    x, y = np.arange(5.0), np.array([1, np.nan, 3, 4, 123456.789])
+    found = sampled(x, y, low=0, high=4, width=10)
+    np.testing.assert_array_equal(found["x"], [0, 2, 3, 4])
+    np.testing.assert_array_equal(found["y"], [1, 3, 4, 123457])
+    assert set(found) == {"x", "y"}
+
+
+def test_a_long_curve_keeps_every_peak() -> None:
+    x, y = np.arange(100_000.0), np.zeros(100_000)
+    y[77_777], y[12] = 5, -3
+    found = sampled(x, y, low=0, high=99_999, width=600)
+    assert len(found["x"]) == 600 and found["n"].sum() == 100_000
+    assert found["max"].max() == 5 and found["min"].min() == -3
+    assert np.all(np.diff(found["x"]) > 0)
+    np.testing.assert_allclose((found["y"] * found["n"]).sum(), y.sum(), atol=1e-3)
+
+
+def test_a_zoom_has_a_neighbour_at_each_side() -> None:
+    x = np.arange(0, 100, 10.0)
+    found = sampled(x, x, low=25, high=55, width=100)
+    np.testing.assert_array_equal(found["x"], [20, 30, 40, 50, 60])
+    assert sampled(x, x, low=200, high=300, width=100)["x"].tolist() == [90]
+
+
+def test_the_neighbours_of_a_long_curve_are_points_of_their_own() -> None:
+    x = np.append(np.arange(1000.0), 5000)
+    found = sampled(x, x, low=100, high=1000, width=100)
+    assert (found["x"][0], found["n"][0], found["x"][-1], found["n"][-1]) == (99, 1, 5000, 1)
+    assert found["max"][-2] == 999 and found["n"].sum() == 902
+
+
+@pytest.mark.parametrize("y", [[], [np.nan], [np.inf, -np.inf]])
+def test_nothing_to_draw(y: list[float]) -> None:
+    assert len(sampled(np.arange(len(y)), np.array(y), low=0, high=1, width=10)["x"]) == 0
+    assert span(np.array(y)) is None
+
+
+def test_an_x_that_falls_is_put_in_order() -> None:
+    found = sampled(np.array([3.0, 1, 2]), np.array([30.0, 10, 20]), low=0, high=9, width=10)
+    np.testing.assert_array_equal(found["y"], [10, 20, 30])
+
+
+def test_tiny_and_huge_values_keep_their_digits() -> None:
+    y = np.array([1.23456789e-300, 1.23456789e300, 0.0, -9.87654321e-9])
+    found = sampled(np.arange(4.0), y, low=0, high=3, width=10)
+    np.testing.assert_allclose(found["y"], y, rtol=1e-5)

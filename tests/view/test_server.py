@@ -52,7 +52,7 @@ def test_the_report_of_a_run_is_served_and_runs_nothing_else(url: str) -> None:
     policy = headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
     assert "; sandbox allow-scripts;" in policy
-    assert len(run["curve"]) == 30 and run["curve"][-1][0] == 30 and run["curve"][-1][1] == pytest.approx(run["last"])
+    assert len(run["curve"]) == 30 and run["curve"][-1][0] == 30 and run["curve"][-1][1] == pytest.approx(run["reward"])
     for wrong in ("", "?run=none"):
         status, headers, _ = ask(url, f"/report{wrong}")
         assert status == 400 and headers["content-security-policy"].startswith("default-src 'self'")
@@ -65,9 +65,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "demo/validation.jsonl").unlink(missing_ok=True)
     with serving(tmp_path) as address:
         run = json.loads(ask(address, "/api/runs")[2])["runs"][0]["id"]
-        for path in (f"/report?run={run}", f"/api/waiting/trace?run={run}"):
-            status, _, body = ask(address, path)
-            assert status == 400 and b"metrics.jsonl, line 2: not JSON" in body
+        status, _, body = ask(address, f"/report?run={run}")
+        assert status == 400 and b"metrics.jsonl, line 2: not JSON" in body
+        assert ask(address, f"/api/waiting/trace?run={run}")[0] == 200  # it needs no other file
         (tmp_path / "demo/metrics.jsonl").write_text("")
         assert ask(address, f"/report?run={run}")[0] == 200
         os.mkfifo(tmp_path / "demo/validation.jsonl")

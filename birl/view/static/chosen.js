@@ -7,7 +7,7 @@ export async function choose(params, api) {
   const named = [...new Set(params.getAll("run"))];
   if (named.length) return named;
   const { runs } = await api("runs");
-  const newest = [...runs].sort((a, b) => (b.changed || 0) - (a.changed || 0))[0];
+  const newest = [...runs].sort((a, b) => b.updated - a.updated)[0];
   return newest ? [newest.id] : [];
 }
 

@@ -8,16 +8,16 @@ const COLUMNS = [ // key, heading, what it sorts by, number?
   ["name", "run", (run) => run.name.toLowerCase()],
   ["state", "state", (run) => run.state],
   ["step", "steps", (run) => run.step, true],
-  ["last", "reward or loss", (run) => run.last, true],
-  ["validation", "best validation", (run) => run.validation?.value, true],
+  ["reward", "reward or loss", (run) => run.reward, true],
+  ["best", "best validation", (run) => run.best, true],
   ["seconds", "time", (run) => run.seconds, true],
   ["model", "model", (run) => run.model],
   ["algorithm", "algorithm", (run) => run.algorithm],
-  ["changed", "written", (run) => run.changed, true],
+  ["updated", "written", (run) => run.updated, true],
 ];
 
 export async function show(root, params, api) {
-  const it = { runs: [], chosen: new Set(params.getAll("run")), by: "changed", down: true, find: "" };
+  const it = { runs: [], chosen: new Set(params.getAll("run")), by: "updated", down: true, find: "" };
   [it.note, it.place] = [el("p", { class: "muted small", id: "chosen" }), el("div", {})];
   const go = (path, words) => el("button", { type: "button", disabled: true, on: { click: () => {
     location.hash = `#/${path}?${new URLSearchParams([...it.chosen].map((id) => ["run", id]))}`;
@@ -72,7 +72,7 @@ function head(it, [key, words, , number]) {
 }
 
 function row(it, run) {
-  const best = run.validation, query = `run=${run.id}`;
+  const query = `run=${run.id}`;
   const pick = el("input", { type: "checkbox", checked: it.chosen.has(run.id), data: { key: `pick-${run.id}` }, "aria-label": `Choose ${visible(run.name)}`, on: { change: (e) => {
     if (e.target.checked) it.chosen.add(run.id); else it.chosen.delete(run.id);
     told(it);
@@ -84,11 +84,11 @@ function row(it, run) {
       run.problem ? el("div", { class: "small bad" }, "config.json cannot be read") : null),
     cell("state", el("span", { class: `state ${run.state}` }, run.state)),
     cell("step", el("span", {}, count(run.step), run.total ? el("span", { class: "muted" }, ` / ${count(run.total)}`) : null), progress(run)),
-    cell("last", el("span", {}, figure(run.last), run.last === null ? null : el("span", { class: "muted" }, run.headline === "loss" ? " loss" : " reward")), spark(run)),
-    cell("validation", best ? [figure(best.value), el("span", { class: "muted" }, ` at ${count(best.step)}`)] : "–"),
+    cell("reward", el("span", {}, figure(run.reward), run.reward === null ? null : el("span", { class: "muted" }, run.headline === "loss" ? " loss" : " reward")), spark(run)),
+    cell("best", run.best === null ? "–" : [figure(run.best), el("span", { class: "muted" }, ` at ${count(run.best_step)}`)]),
     cell("seconds", duration(run.seconds)),
     cell("model", name(run.model || "–")), cell("algorithm", name(run.algorithm || "–")),
-    cell("changed", run.changed ? ago(run.changed) : "–"));
+    cell("updated", run.updated ? ago(run.updated) : "–"));
 }
 
 /** A cell that says on a narrow screen which column it is of. */
