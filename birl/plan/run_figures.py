@@ -15,8 +15,7 @@ from birl.errors import BirlError
 from birl.plan.draws import Floats
 from birl.plan.scenario import Engine, step_seconds
 from birl.regular import read_json
-from birl.track.growing import Growing
-from birl.track.log import parsed, read_jsonl
+from birl.track.log import Growing, parsed, read_jsonl
 
 ENOUGH = 4  # steps for a fit
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # what other figures lead to

@@ -1,7 +1,11 @@
-"""What the terminal shows while a run goes on: a live panel, one line a step, or nothing."""
+"""What the terminal, or a notebook, shows while a run goes on: a live panel, one line a step, or nothing."""
 
+import contextvars
+import html
+import io
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -15,6 +19,10 @@ from birl.track.panel import ProgressPanel
 from birl.track.progress import Progress, failures, nothing_trained, source, validation_score
 from birl.track.units import count, duration
 from birl.visible import visible
+
+WIDTH = 96  # columns of the panel in a notebook, which does not say how wide it is
+SECONDS = 1.0  # between two looks at the progress there
+LINES = 6  # messages and validations that stay below it
 
 
 class View(Protocol):
@@ -57,8 +65,6 @@ def open_view(mode: str, progress: Progress, console: Terminal) -> View:
     if mode == "off":
         return NoView()
     if mode != "plain" and console.is_jupyter:
-        from birl.track.notebook import NotebookView
-
         return NotebookView(progress)
     if mode != "plain" and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(progress, console)
@@ -199,3 +205,74 @@ def validation_line(progress: Progress, step: int, metrics: dict[str, float]) ->
     sources = {source(name): value for name, value in metrics.items() if name.endswith(figure)}
     sources.pop("all", None)
     return line + "".join(f"  {visible(name)} {value:.3f}" for name, value in sources.items() if len(sources) > 1)
+
+
+class NotebookView:
+    """A `birl.track.console.View`: the panel of the terminal as one HTML output, with the last messages below it."""
+
+    def __init__(self, progress: Progress, display: Any = None) -> None:
+        """`display`: IPython's function, unless a test has its own."""
+        self.progress = progress
+        self._display, self._handle = display, None
+        self._said: list[str] = []
+        self._shown: dict[str, str] = {}
+        self._stopped, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._display is None:
+            from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+            self._display = display
+        self._shown = self.content()
+        self._handle = self._display(self._shown, raw=True, display_id=True)
+        # Jupyter finds the cell that an output belongs to by the context.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._watch,), name="progress", daemon=True)
+        self._thread.start()
+
+    def step(self) -> None: ...
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        self.message(validation_line(self.progress, step, metrics))
+
+    def message(self, text: str) -> None:
+        with self._lock:
+            self._said = [*self._said, visible(text)][-LINES:]
+
+    def stop(self) -> None:
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.progress.phase = ""
+        self._update()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(SECONDS):
+            self._update()
+
+    def _update(self) -> None:
+        content = self.content()
+        if self._handle is not None and content != self._shown:
+            self._handle.update(content, raw=True)
+            self._shown = content
+
+    def content(self) -> dict[str, str]:
+        """By type, as Jupyter takes it. Everything that a run says is text, never markup."""
+        with self._lock:
+            said = list(self._said)
+        console = Console(
+            file=io.StringIO(), record=True, width=WIDTH, height=24, force_terminal=True, color_system="truecolor",
+            force_jupyter=False, legacy_windows=False,
+        )  # fmt: skip
+        console.print(ProgressPanel(self.progress))
+        page = console.export_html(inline_styles=True, code_format="{code}").rstrip()
+        style = "font-family:monospace;line-height:1.2;white-space:pre;overflow-x:auto"
+        more = html.escape("\n".join(said))
+        head = step_line(self.progress) if self.progress.step else visible(self.progress.title)
+        return {
+            "text/html": f'<pre style="{style}">{page}\n{more}</pre>',
+            "text/plain": "\n".join([f"birl: {head}", *said]),
+        }

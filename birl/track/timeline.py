@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from birl.errors import BirlError
-from birl.track.growing import Growing
-from birl.track.trace import FILE, files, parsed
+from birl.regular import open_regular
+from birl.track.log import Growing
+from birl.track.trace import FILE, parsed
 
 COLUMNS: dict[str, tuple[type, Any]] = {
     "start": (np.float64, 0.0),
@@ -195,3 +196,20 @@ def exclusive(timeline: Timeline, process: str, lane: str) -> list[tuple[str, fl
         name, step = timeline.names[timeline.name[span]], int(timeline.step[span])
         result.append([name, float(start[i]), float(end[i]), step, float(end[i] - start[i])])
     return [(name, a, b, step, max(own, 0.0)) for name, a, b, step, own in result]
+
+
+def files(run: Path) -> list[Path]:
+    """Of rank 0, and of the other ranks."""
+    return [run / FILE, *sorted(run.glob("trace-rank-*.json"))]
+
+
+def joined(run: Path) -> Iterator[bytes]:
+    """The trace of all ranks as one array, with its end."""
+    before = b"[\n"
+    for path in files(run):
+        with open_regular(path) as file:
+            for line in file:
+                if line.endswith(b",\n") and parsed(line[:-1]):
+                    yield before + line[:-2]
+                    before = b",\n"
+    yield b"\n]\n" if before[0] == b","[0] else b"[]\n"

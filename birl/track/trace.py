@@ -282,20 +282,3 @@ def size_before(path: Path, until: float) -> int:
                 break
             size += len(line)
     return size
-
-
-def files(run: Path) -> list[Path]:
-    """Of rank 0, and of the other ranks."""
-    return [run / FILE, *sorted(run.glob("trace-rank-*.json"))]
-
-
-def joined(run: Path) -> Iterator[bytes]:
-    """The trace of all ranks as one array, with its end."""
-    before = b"[\n"
-    for path in files(run):
-        with open_regular(path) as file:
-            for line in file:
-                if line.endswith(b",\n") and parsed(line[:-1]):
-                    yield before + line[:-2]
-                    before = b",\n"
-    yield b"\n]\n" if before[0] == b","[0] else b"[]\n"

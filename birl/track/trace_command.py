@@ -10,8 +10,7 @@ from birl.regular import writing
 from birl.track.limit import limit, said
 from birl.track.runs import config
 from birl.track.shares import Shares, shares_of
-from birl.track.timeline import Timeline, steps_of
-from birl.track.trace import joined
+from birl.track.timeline import Timeline, joined, steps_of
 from birl.track.units import count, duration
 from birl.visible import visible
 

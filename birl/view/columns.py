@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from birl.regular import open_regular
-from birl.track.growing import Growing
+from birl.track.log import Growing
 
 BATCH = 500  # lines that are parsed at a time; other threads wait for as long as that takes
 END = 1 << 14  # bytes at the end of a file that a glimpse takes whole: a few lines

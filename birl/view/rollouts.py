@@ -21,11 +21,10 @@ from birl.view.answer import Answer
 from birl.view.episodes import BITS, Episodes
 from birl.view.export import lines
 from birl.view.folders import Run, Runs
-from birl.view.prompts import Prompts
 from birl.view.query import Query
 from birl.view.search import Search
 from birl.view.tokens import Vocabulary
-from birl.view.trajectory import group, picture, summary, trajectory
+from birl.view.trajectory import Prompts, group, picture, summary, trajectory
 from birl.visible import visible
 
 PATIENCE = 0.4  # seconds that one question works on the index, and on the search

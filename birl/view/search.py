@@ -8,9 +8,9 @@ import numpy as np
 
 from birl.view import flags
 from birl.view.episodes import BITS, OUTCOMES, Episodes
-from birl.view.prompts import Prompts
 from birl.view.query import NUMBERS, TEXTS, Query, select
 from birl.view.tokens import Vocabulary
+from birl.view.trajectory import Prompts
 
 FIRST = 4  # rows whose texts are looked at together at first, so that an expression that takes long shows early
 MOST = 1024  # twice as many each time that it was quick

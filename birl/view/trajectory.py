@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ PER_TOKEN = ("logprobs", "versions")  # of every token
 PER_TRAINED = ("advantages", "gaps", "entropies")  # of generated tokens
 ALIKE = 0.5  # below, two texts have words in common and nothing else
 WORDS = 800  # longest answer whose differences are looked for
+KEPT = 4096  # texts; the answers of a group have one prompt
 
 
 def trajectory(episodes: Episodes, vocabulary: Vocabulary, row: int) -> dict[str, Any]:
@@ -241,3 +243,30 @@ def picture(folder: Path, record: Mapping[str, Any], number: int) -> Path:
     if not path.is_file():
         raise BirlError(f"{path.relative_to(root)} is gone; it was a picture of this episode.")
     return path
+
+
+class Prompts:
+    """The prompts of a run's episodes.
+
+    Example: Prompts(episodes, Vocabulary(run / "model")).text(0) == "What is 3 + 4?"
+    """
+
+    def __init__(self, episodes: Episodes, vocabulary: Vocabulary) -> None:
+        self.episodes, self.vocabulary = episodes, vocabulary
+        self._decoded = lru_cache(KEPT)(self._decode)
+
+    def text(self, row: int) -> str:
+        """The user's messages before the model's first token; where the chat template marks none, all text there. Empty
+        where the run has no tokenizer. Raises `BirlError` for a row that there is not."""
+        return self._decoded(self.episodes.given(row))
+
+    def _decode(self, tokens: tuple[int, ...]) -> str:
+        try:
+            if not tokens or not self.vocabulary.known:
+                return ""
+            result = list(blocks(tokens, [False] * len(tokens), self.vocabulary))
+        except BirlError:
+            return ""  # a broken tokenizer: the page of one episode tells what is wrong with it
+        wanted = [one for one in result if one["role"] == "user"] or [one for one in result if one["role"] != "system"]
+        texts = (flags.plain(self.vocabulary.text(tokens[one["body"] : one["end"]])).strip() for one in wanted)
+        return "\n".join(filter(None, texts))

@@ -16,8 +16,7 @@ from starlette.routing import Route
 from birl.errors import BirlError
 from birl.track.limit import limit, said
 from birl.track.shares import Shares, shares_of
-from birl.track.timeline import Timeline
-from birl.track.trace import joined
+from birl.track.timeline import Timeline, joined
 from birl.view.answer import Answer
 from birl.view.folders import Run, Runs
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from birl.track.console import Terminal, step_line, validation_line
-from birl.track.notebook import NotebookView
+from birl.track.console import NotebookView, Terminal, step_line, validation_line
 from birl.track.panel import ProgressPanel, sparkline
 from birl.track.progress import Progress
 from birl.track.units import count, counted, duration, figure

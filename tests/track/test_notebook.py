@@ -17,9 +17,8 @@ import pytest
 
 from birl import BirlError, Trainer, signals
 from birl.track.charts import plot
-from birl.track.console import NoView, PlainView, Terminal, open_view
+from birl.track.console import LINES, NotebookView, NoView, PlainView, Terminal, open_view
 from birl.track.log import Records
-from birl.track.notebook import LINES, NotebookView
 from birl.track.progress import Progress
 from tests.track import runs
 from tests.track.runs import HOSTILE
@@ -44,7 +43,7 @@ class Display:
 
 
 def test_a_notebook_gets_one_output_that_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("birl.track.notebook.SECONDS", 0.01)
+    monkeypatch.setattr("birl.track.console.SECONDS", 0.01)
     progress, display = Progress(title="smollm2", total=1000), Display()
     view = NotebookView(progress, display)
     view.start()

@@ -13,7 +13,7 @@ from birl.config import schema
 from birl.config.load import flatten
 from birl.errors import BirlError
 from birl.track import listing
-from birl.track.growing import Growing
+from birl.track.log import Growing
 from birl.track.runs import about, config, find, last_record, problem, running, state
 from tests.track import runs
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from birl.spans import Span
-from birl.track.trace import FILE, Threads, about, joined
+from birl.track.timeline import joined
+from birl.track.trace import FILE, Threads, about
 
 ZERO = 1_760_000_000.0
 CONFIG = {"engine.kind": "birl", "engine.count": 2, "rollout.max_staleness": 1}

@@ -102,7 +102,7 @@ def test_a_file_that_was_cut_back_and_grew_beyond_is_read_again(tmp_path: Path) 
 
 
 def test_names_that_come_late_and_blocks_that_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("birl.track.growing.BLOCK", 37)
+    monkeypatch.setattr("birl.track.log.BLOCK", 37)
     monkeypatch.setattr("birl.view.columns.BATCH", 3)
     rows = [{"step": i, "a": i / 7, **({"late": float(i)} if i > 50 else {})} for i in range(1, 101)]
     found = table(tmp_path / "m.jsonl", *(json.dumps(row) + "\n" for row in rows))

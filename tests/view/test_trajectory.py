@@ -5,11 +5,10 @@ import pytest
 
 from birl.errors import BirlError
 from birl.view.episodes import Episodes
-from birl.view.prompts import Prompts
 from birl.view.query import Query
 from birl.view.search import Search
 from birl.view.tokens import Vocabulary
-from birl.view.trajectory import called, differences, group, picture, trajectory
+from birl.view.trajectory import Prompts, called, differences, group, picture, trajectory
 from tests.tiny import tiny_tokenizer
 from tests.view.made import QUESTION, record, run_folder, spoken, write
 

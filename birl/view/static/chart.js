@@ -130,12 +130,12 @@ function options(it, hooks, width, series, bands) {
         incrs: way.incrs, values: (u, marks) => marks.map(way.text) },
       { ...own, size: LEFT, gap: 6, space: 32, grid: lines, ticks: { show: false }, values: (u, marks) => labels(marks, log) },
     ],
-    cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false }, bind: {
-      dblclick: () => () => hooks.reset(),
-      mousemove: (u, over, act) => (event) => { act(event); hooks.mark(u.posToVal(event.clientX - over.getBoundingClientRect().left, "x")); },
-      mouseleave: (u, over, act) => (event) => { act(event); hooks.mark(null); },
-    } },
+    cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => hooks.reset() } },
     hooks: {
+      init: [({ over }) => {
+        over.addEventListener("pointermove", (event) => hooks.mark(it.plot.posToVal(event.clientX - over.getBoundingClientRect().left, "x")));
+        over.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hooks.mark(null)); // a touch is told until the next
+      }],
       setSelect: [(u) => {
         const { left, width: wide } = u.select;
         u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
