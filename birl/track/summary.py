@@ -182,7 +182,9 @@ def change(validation: Mapping[str, Any]) -> str:
 
 
 def shown(all_pairs: list[Pair], number: int) -> list[Pair]:
-    """A few pairs that hide no loss: answers that became right, and always one that became wrong, if there is one."""
+    """A few pairs that hide no loss: answers that became right, and always one that became wrong, if there is one. Of
+    equal ones one is shown."""
+    all_pairs = list({(pair.prompt, pair.before, pair.after): pair for pair in all_pairs}.values())
     better = [pair for pair in all_pairs if pair.change > 0]
     worse = [pair for pair in all_pairs if pair.change < 0][:1]
     same = [pair for pair in all_pairs if pair.change == 0]

@@ -148,6 +148,7 @@ def test_pairs_are_matched_by_prompt_and_no_loss_is_hidden() -> None:
     found = pairs([first, {"step": 5}, last])
     assert [(pair.before, pair.after) for pair in found] == [("a", "A"), ("b", "B"), ("c", "C"), ("e", "E")]
     assert [pair.change for pair in shown(found, 3)] == [1, 1, -1]
+    assert [pair.change for pair in shown([found[0], *found], 4)] == [1, 1, 1, -1]  # equal ones once
     assert tally(found) == "of 4 answers 3 became right, 1 became wrong, 0 stayed right, 0 stayed wrong"
     assert pairs([first]) == []
 
