@@ -2,13 +2,16 @@
 
     birl launch slurm sft data.train=texts.jsonl parallel.fsdp=16 launch.nodes=2 launch.gpus=1 launch.time=240
 
-`slurm_script.py` writes the batch script, `slurm_queue.py` asks Slurm about it.
+The learner is one step with a task for each rank; each engine is a step of its own beside it. The batch script (the end
+of it is slurm.sh) waits for them. It is controlled by signals alone: USR1 comes before the time limit, USR2 from `birl
+stop`, and TERM from Slurm, which has told the steps already. `slurm_queue.py` asks Slurm about it.
 """
 
 import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import TypedDict
 
@@ -16,12 +19,11 @@ from birl.config.sweep import job_names, sweep, swept_keys
 from birl.errors import BirlError
 from birl.launch import job as jobs
 from birl.launch import slurm_queue as queue
-from birl.launch.job import Job, derive, placed
+from birl.launch.job import Job, Role, derive, placed
 from birl.launch.launcher import FILE, Handle, find
 from birl.launch.slurm_queue import logs as logs
 from birl.launch.slurm_queue import status as status
 from birl.launch.slurm_queue import stop as stop
-from birl.launch.slurm_script import Places, options, places, script
 
 SCRIPT = "slurm.sh"
 #: variables that a job gets without being asked for, where they are set; everything else stays here
@@ -58,19 +60,26 @@ class Keys(jobs.Keys):
     """Further options of sbatch, such as --constraint=h200, each in a line of its own."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the processes of a job go. `ranks`: those of the learner on each node that has any, the last may have
+    fewer; `engines`: the node of each engine; `most`, `gpus`: processes and GPUs of the fullest node.
+
+    Example: Places(nodes=2, ranks=1, engines=(0, 1), most=2, gpus=2) has one rank and one engine on each of two nodes
+    """
+
+    nodes: int
+    ranks: int
+    engines: tuple[int, ...]
+    most: int
+    gpus: int
+
+
 def render(job: Job, keys: Keys) -> dict[str, str]:
     """Raises `BirlError` for what Slurm cannot give, without asking it."""
     elements = combinations(job, keys)
     result = places(job, keys.nodes)
-    text = script(
-        elements,
-        result,
-        directives(job, keys, result, len(elements)),
-        gres=keys.gres,
-        restarts=keys.restarts,
-        signal=keys.signal,
-        requeue=keys.requeue,
-    )
+    text = script(elements, result, directives(job, keys, result, len(elements)), keys)
     return {str(folder(job.run) / SCRIPT): text, "commands": f"{shlex.join(submission(job))}\n"}
 
 
@@ -171,3 +180,93 @@ def environment(names: Sequence[str]) -> dict[str, str]:
     """What sbatch sees, and so the job: nothing that was not named. Raises `BirlError` for a name that is not set."""
     own = [name for name in os.environ if name in PASSED or name.startswith("SBATCH_")]
     return jobs.given((*own, *names))
+
+
+# --- the batch script
+
+
+def places(job: Job, nodes: int) -> Places:
+    """Spread evenly; engines go where there are fewest GPUs in use. Raises `BirlError`."""
+    roles = job.roles
+    processes = sum(role.count for role in roles)
+    if not 1 <= nodes <= processes:
+        raise BirlError(f"launch.nodes={nodes}: the job has {processes} processes; give it 1 to {processes} nodes")
+    each = {role.name: whole(role) for role in roles}
+    learner, engine = job.learner, job.engine
+    ranks = ceil(learner.count / nodes)
+    count = [min(ranks, max(0, learner.count - node * ranks)) for node in range(nodes)]
+    gpus = [n * each["learner"] for n in count]
+    engines: list[int] = []
+    for _ in range(engine.count if engine else 0):
+        node = min(range(nodes), key=lambda n: (gpus[n], count[n]))
+        engines.append(node)
+        count[node] += 1
+        gpus[node] += each["engine"]
+    return Places(nodes=nodes, ranks=ranks, engines=tuple(engines), most=max(count), gpus=max(gpus))
+
+
+def whole(role: Role) -> int:
+    if role.gpus != int(role.gpus):
+        raise BirlError(f"launch.gpus: the {role.name} would have {role.gpus:g} GPUs; Slurm gives whole ones")
+    return int(role.gpus)
+
+
+def gpus(style: str, count: int) -> list[str]:
+    """How a number of GPUs on each node is asked for."""
+    if not count:
+        return []
+    return [f"--gres={style}:{count}" if style else f"--gpus-per-node={count}"]
+
+
+def memory(role: Role, processes: int) -> list[str]:
+    """On each node."""
+    return [f"--mem={ceil(role.memory_gb * 1024) * processes}M"] if role.memory_gb else []
+
+
+def options(job: Job, found: Places, gres: str) -> list[str]:
+    """What the whole job needs."""
+    return [
+        f"--nodes={found.nodes}",
+        f"--ntasks-per-node={found.most}",
+        f"--cpus-per-task={job.learner.cpus}",
+        *memory(job.learner, found.most),
+        *gpus(gres, found.gpus),
+    ]
+
+
+def step(role: Role, nodes: int, tasks: int, each: int, gres: str) -> list[str]:
+    """What one step needs: `tasks` on `nodes`, `each` on one of them. Without --mem a step takes all memory of the job
+    on its nodes, and the next step waits for ever."""
+    return [
+        f"--nodes={nodes}",
+        f"--ntasks={tasks}",
+        f"--ntasks-per-node={each}",
+        f"--cpus-per-task={role.cpus}",
+        *(memory(role, each) or ["--mem=0"]),
+        *gpus(gres, each * whole(role)),
+    ]
+
+
+def script(jobs: Sequence[Job], found: Places, directives: Sequence[str], keys: Keys) -> str:
+    """`jobs`: one, or those of an array, which differ in their words and run folders."""
+    first = jobs[0]
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives), ""]
+    lines += ['case "${SLURM_ARRAY_TASK_ID:-0}" in']
+    for number, job in enumerate(jobs):
+        lines += [f"{number})", f"    run={shlex.quote(str(job.run.absolute()))}"]
+        lines += [f"    {role.name}=({shlex.join(role.command)})" for role in job.roles]
+        lines += ["    ;;"]
+    nodes = ceil(first.learner.count / found.ranks)
+    values = {
+        "ranks": str(first.learner.count),
+        "learner_nodes": str(nodes),
+        "learner_step": f"({shlex.join(step(first.learner, nodes, first.learner.count, found.ranks, keys.gres))})",
+        "engine_nodes": f"({' '.join(map(str, found.engines))})",
+        "engine_step": f"({shlex.join(step(first.engine, 1, 1, 1, keys.gres))})" if first.engine else "()",
+        "restarts": str(keys.restarts),
+        "signal": str(keys.signal),
+        "requeue": "yes" if keys.requeue else "",
+        "own_cache": "yes" if first.engine and "BIRL_CACHE" not in first.env else "",
+    }
+    body = Path(__file__).with_name("slurm.sh").read_text(encoding="utf-8")
+    return "\n".join([*lines, "esac", *(f"{name}={value}" for name, value in values.items()), "", body])

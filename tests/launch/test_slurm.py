@@ -17,8 +17,7 @@ from birl.errors import BirlError
 from birl.launch import slurm
 from birl.launch.job import Job, Role, derive
 from birl.launch.launcher import Handle, find
-from birl.launch.slurm import Keys
-from birl.launch.slurm_script import Places, places
+from birl.launch.slurm import Keys, Places, places
 from tests.launch.slurm_cluster import Cluster, cluster, missing, until
 from tests.train import test_offline as offline
 
