@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypedDict
 
@@ -22,48 +21,12 @@ from birl.launch import external
 from birl.launch import job as jobs
 from birl.launch.job import Job
 from birl.launch.launcher import Handle, Status, find
-from birl.launch.modal_plan import VARIABLE, ModalPlan, prepare
+from birl.launch.modal_plan import VARIABLE, Keys, ModalPlan, prepare
 
 MODULE = "birl.launch.modal_app"
 REWARDS = "birl.launch.modal_rewards"  # where a reward function that stays on this machine is found in the cloud
 SILENT = 60.0  # s without a note after which a container's state is unknown
 POLL = 2.0  # s
-
-
-@dataclass(kw_only=True)
-class Keys(jobs.Keys):
-    gpus: float = 1.0
-    """GPUs of each rank of the learner, and of each engine. 0: none."""
-    gpu: str = "A100"
-    """Kind of the learner's GPUs, in Modal's words: T4, L4, A10G, L40S, A100, A100-80GB, H100, H200, B200."""
-    engine_gpu: str = "A10G"
-    """Kind of the engines' GPUs."""
-    learner: str = "modal"
-    """Where the learner runs: modal | here (only the engines are in the cloud; then `birl rl` runs on this machine with
-    their addresses, and rewards are computed here)."""
-    engines: str = "apart"
-    """Where engines run: apart (each in a container of its own; engine.kind=birl) | inside (in the learner's container,
-    on its GPUs, as `birl rl` starts them)."""
-    volume: str = "birl"
-    """Modal volume with run folders and downloaded models; it is made where there is none."""
-    secrets: list[str] = field(default_factory=list)
-    """Names of Modal secrets whose variables the processes get."""
-    files: list[str] = field(default_factory=list)
-    """Files and folders of this machine that processes need. Those that the configuration names are found without."""
-    package: str = ""
-    """What pip installs as birl, such as birl==0.1.0. Empty: this installation's own source."""
-    packages: list[str] = field(default_factory=list)
-    """Further packages for pip, such as reasoning-gym."""
-    vllm: str = ""
-    """vLLM for an environment of its own in the image, as pip takes it: vllm==0.32.0. For launch.engines=inside."""
-    hours: float = 23.0
-    """Longest life of a container [h], at most 23; then the run saves and goes on in the next (launch.restarts)."""
-    idle: float = 30.0
-    """An engine without requests for so long ends [min]."""
-    stop_timeout: float = 900.0
-    """`birl stop` waits for so long until the run has saved, before it ends the containers [s]."""
-    environment: str = ""
-    """Modal environment. Empty: the client's own choice."""
 
 
 def render(job: Job, keys: Keys) -> dict[str, str]:

@@ -8,12 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from birl.config.decided import weights_method
 from birl.errors import BirlError
+from birl.launch import job as jobs
 from birl.launch import package
 from birl.launch.job import Job, Role
 from birl.launch.plan import typed
@@ -26,6 +27,42 @@ LARGEST = 8  # GPUs that one container can have
 LONGEST = 24 * 3600  # s that Modal lets a function run
 
 SAVING = 1200  # s of a container's life that are kept for saving
+
+
+@dataclass(kw_only=True)
+class Keys(jobs.Keys):
+    gpus: float = 1.0
+    """GPUs of each rank of the learner, and of each engine. 0: none."""
+    gpu: str = "A100"
+    """Kind of the learner's GPUs, in Modal's words: T4, L4, A10G, L40S, A100, A100-80GB, H100, H200, B200."""
+    engine_gpu: str = "A10G"
+    """Kind of the engines' GPUs."""
+    learner: str = "modal"
+    """Where the learner runs: modal | here (only the engines are in the cloud; then `birl rl` runs on this machine with
+    their addresses, and rewards are computed here)."""
+    engines: str = "apart"
+    """Where engines run: apart (each in a container of its own; engine.kind=birl) | inside (in the learner's container,
+    on its GPUs, as `birl rl` starts them)."""
+    volume: str = "birl"
+    """Modal volume with run folders and downloaded models; it is made where there is none."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of Modal secrets whose variables the processes get."""
+    files: list[str] = field(default_factory=list)
+    """Files and folders of this machine that processes need. Those that the configuration names are found without."""
+    package: str = ""
+    """What pip installs as birl, such as birl==0.1.0. Empty: this installation's own source."""
+    packages: list[str] = field(default_factory=list)
+    """Further packages for pip, such as reasoning-gym."""
+    vllm: str = ""
+    """vLLM for an environment of its own in the image, as pip takes it: vllm==0.32.0. For launch.engines=inside."""
+    hours: float = 23.0
+    """Longest life of a container [h], at most 23; then the run saves and goes on in the next (launch.restarts)."""
+    idle: float = 30.0
+    """An engine without requests for so long ends [min]."""
+    stop_timeout: float = 900.0
+    """`birl stop` waits for so long until the run has saved, before it ends the containers [s]."""
+    environment: str = ""
+    """Modal environment. Empty: the client's own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +138,7 @@ class ModalPlan:
         return ["birl", *kept[3:], f"engine.attach=[{','.join(addresses)}]"]
 
 
-def prepare(job: Job, keys: Any) -> ModalPlan:
+def prepare(job: Job, keys: Keys) -> ModalPlan:
     """Raises `BirlError` for what Modal cannot do, with the key and what to write instead."""
     check(keys)
     config = job.config
@@ -154,7 +191,7 @@ def prepare(job: Job, keys: Any) -> ModalPlan:
     )
 
 
-def check(keys: Any) -> None:
+def check(keys: Keys) -> None:
     for name, values in (("learner", ("modal", "here")), ("engines", ("apart", "inside"))):
         if getattr(keys, name) not in values:
             raise BirlError(f"launch.{name}={getattr(keys, name)}: must be {' or '.join(values)}")
