@@ -335,6 +335,26 @@ def test_a_band_keeps_every_peak(chromium: Any, url: str) -> None:  # noqa: F811
     assert found == {"x": [0, 1, 2, 5], "y": [2, 2, 2, 3], "min": [0, 0.5, 1, 3], "max": [9, 5, 3, 3]}
 
 
+def test_marks_of_an_axis_are_told_apart(chromium: Any, url: str) -> None:  # noqa: F811
+    with opened(chromium, url) as page:
+        told = lambda *given: page.evaluate(  # noqa: E731
+            "(given) => import('/static/chart.js').then((m) => m.labels(...given))", list(given)
+        )
+        assert told([0, 0.025, 0.05], False) == ["0.000", "0.025", "0.050"]
+        assert told([0, 0.00025, 0.001], False) == ["0", "2.5e-4", "1e-3"]
+        assert told([0, 20_000, 1_500_000], False) == ["0", "20k", "1.5M"]
+        assert told([1e-4, 0.001, None, 0.0596, 0.1, 1, 100, 20_000], True) == [
+            "1e-4",
+            "0.001",
+            "",
+            "",
+            "0.1",
+            "1",
+            "100",
+            "20k",
+        ]
+
+
 def test_the_pointer_shows_the_figure_the_runs_and_short_numbers(chromium: Any, tmp_path: Path) -> None:  # noqa: F811
     for name, value in (("one", 0.00000836823), ("two", 0.25)):
         run = make(tmp_path / "runs" / name, steps=0)

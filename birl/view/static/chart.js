@@ -133,7 +133,8 @@ function options(it, hooks, width, series, bands) {
     cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => hooks.reset() } },
     hooks: {
       init: [({ over }) => {
-        over.addEventListener("pointermove", (event) => hooks.mark(it.plot.posToVal(event.clientX - over.getBoundingClientRect().left, "x")));
+        const tell = (event) => hooks.mark(it.plot.posToVal(event.clientX - over.getBoundingClientRect().left, "x"));
+        for (const kind of ["pointerdown", "pointermove"]) over.addEventListener(kind, tell);
         over.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hooks.mark(null)); // a touch is told until the next
       }],
       setSelect: [(u) => {
@@ -155,14 +156,14 @@ function reach(low, high, log) {
 }
 
 /** The marks of a y-axis in as few characters as tell them apart; null is a mark without a word. */
-function labels(marks, log) {
+export function labels(marks, log) {
   const known = marks.filter((mark) => mark !== null), size = Math.max(...known.map(Math.abs));
   const digits = Math.max(...known.map((mark) => (String(Number(mark.toPrecision(6))).split(".")[1] || "").length));
   return marks.map((mark) => {
-    if (mark === null) return "";
-    if (log) return Math.abs(mark) < 1e-3 ? mark.toExponential(0) : count(mark);
-    if (size < 0.1 && digits > 4) return mark ? Number(mark.toPrecision(2)).toExponential() : "0";
-    return size >= 1e4 ? count(mark) : mark.toFixed(digits);
+    if (mark === null || (log && Number(mark.toPrecision(1)) !== Number(mark.toPrecision(6)))) return ""; // the scale's own end
+    if (log ? mark < 1e-3 : size < 0.1 && digits > 4) return mark ? Number(mark.toPrecision(2)).toExponential() : "0";
+    if (log ? mark >= 1e4 : size >= 1e4) return count(mark);
+    return log ? String(Number(mark.toPrecision(3))) : mark.toFixed(digits);
   });
 }
 
