@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -131,12 +132,19 @@ def parse_json(data: bytes | str) -> Any:
         raise ValueError("it is nested too deep") from error
 
 
+def clear(path: Path) -> None:
+    """Remove a folder with all that is in it, or whatever else is there; what cannot be removed stays. `shutil.rmtree`
+    opens the path, and would wait for the writer of a pipe."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn a full or failing disk, and what is no regular file, into an error that names the file and the fix."""
     try:
-        if not path.is_dir():
-            check_target(path)
         yield
     except NotRegular as error:
         raise BirlError(
@@ -153,6 +161,6 @@ def write_whole(path: Path, data: bytes) -> None:
     """Old content or new content, never half of it."""
     new = path.with_name(path.name + ".new")
     with writing(path):
-        check_target(new)
+        new.unlink(missing_ok=True)
         new.write_bytes(data)
         os.replace(new, path)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from birl.cli import main
+from birl.config.schema import Track
 from birl.errors import BirlError
 from birl.launch.launcher import find
 from birl.learner.store import COMPLETE
 from birl.process import ProcessGroup
-from birl.regular import write_whole
+from birl.regular import clear, write_whole
+from birl.track.tracker import Tracker
 from tests.tiny import tiny_model_folder
 from tests.track.traces import ahead, write
 from tests.view.runs import make
@@ -204,10 +206,17 @@ def test_what_is_no_regular_file_is_not_written(
     assert "pipe.jsonl" in (err := capsys.readouterr().err) and "a named pipe, not a regular file" in err
 
 
-def test_a_pipe_under_the_name_of_a_half_written_file_is_told(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.yaml.new")
-    with pytest.raises(BirlError, match=r"config\.yaml\.new: it is a named pipe.* Remove it"):
-        write_whole(tmp_path / "config.yaml", b"x")
+def test_pipes_under_the_names_of_a_runs_files_keep_nobody_waiting(tmp_path: Path) -> None:
+    for name in ("config.yaml", "config.yaml.new"):
+        os.mkfifo(tmp_path / name)
+    write_whole(tmp_path / "config.yaml", b"x")
+    assert (tmp_path / "config.yaml").read_bytes() == b"x"
+    os.mkfifo(tmp_path / "model")
+    clear(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(BirlError, match="tensorboard"):
+        Tracker(tmp_path, Track(console="plain"), title="x", total_steps=1, config={}).rewind(None, 0)
     os.mkfifo(tmp_path / "engine.log")
     with pytest.raises(OSError, match="a named pipe"):
         ProcessGroup(["true"], log=tmp_path / "engine.log", env={})

@@ -32,7 +32,7 @@ from birl.errors import BirlError, first_line
 from birl.learner.tensors import INDEX, Reader, Writer, read_index
 from birl.models.manifest import damage, digest
 from birl.parallel.ranks import Ranks
-from birl.regular import read_json
+from birl.regular import clear, read_json
 
 T = TypeVar("T")
 FORMAT = 2
@@ -101,14 +101,15 @@ def save(
         whole = {"step": step, **state}
         agreed(lambda: complete(part, target, whole, entries) if ranks.rank == 0 else None, ranks, group)
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
         before = [entry.path.name for entry in saved(root)] if root.is_dir() else []
         rest = (
             f"{before[-1]}, the newest complete checkpoint, is untouched. Make room, for example with "
-            f"`birl checkpoints {root.parent} prune 1`, and run the same command again to go on from it."
+            f"`birl checkpoints {root.parent} prune 1`, or make the folder writable, and run the same command again to "
+            "go on from it."
             if before
-            else "There is no complete checkpoint yet. Make room, as with `birl checkpoints OTHER_RUN prune 1`, "
-            "and run the same command again to begin anew."
+            else "There is no complete checkpoint yet. Make room, as with `birl checkpoints OTHER_RUN prune 1`, or "
+            "make the folder writable, and run the same command again to begin anew."
         )
         raise BirlError(
             f"Could not save the checkpoint {target}: {_reason(error)} ({_free(root)} free on that disk). {rest}"
@@ -289,7 +290,10 @@ def prune(root: Path, keep_last: int, keep: set[int]) -> list[Path]:
         removed += [s.path for s in result[:-keep_last] if s.step not in keep]
     sweep(root, "step-*.part")
     for path in removed:
-        shutil.rmtree(path)
+        if path.suffix == ".part":
+            clear(path)
+        else:
+            shutil.rmtree(path)
     return removed
 
 
@@ -297,20 +301,12 @@ def set_aside(path: Path) -> Path:
     """A damaged checkpoint gets a name under which it counts no more: going on from an older one would otherwise leave
     it the newest. Nothing of it is deleted."""
     aside = path.with_name(f"{path.name}.damaged")
-    _remove(aside)
+    clear(aside)
     return path.rename(aside)
 
 
-def _remove(path: Path) -> None:
-    """A folder with all that is in it, or a link or file of that name."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _prepare(part: Path) -> None:
-    shutil.rmtree(part, ignore_errors=True)
+    clear(part)
     part.mkdir(parents=True)
 
 
@@ -328,7 +324,7 @@ def complete(part: Path, target: Path, state: dict[str, Any], entries: dict[str,
     (part / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}, indent=1))
     for file in _files(part):
         _sync(file)
-    _remove(target)
+    clear(target)
     part.rename(target)
     _sync(target.parent)
 

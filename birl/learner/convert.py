@@ -8,7 +8,6 @@ import io
 import os
 import pathlib
 import pickle
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from birl.errors import BirlError, first_line
 from birl.learner import checkpoint
 from birl.learner.tensors import DTYPES, memory, write_index
-from birl.regular import inside, open_regular
+from birl.regular import clear, inside, open_regular
 
 OLD = ".metadata"
 ALLOWED: dict[tuple[str, str], Any] = {
@@ -73,7 +72,7 @@ def convert(path: Path) -> bool:
     if problems := checkpoint.verify(path):
         raise BirlError(f"The checkpoint {path} is damaged: {'; '.join(problems)}.")
     state, part = checkpoint.read_state(path), path.with_name(f"{path.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    clear(part)
     try:
         (part / "tensors").mkdir(parents=True)
         _rewrite(path / "tensors", part / "tensors")
@@ -85,7 +84,7 @@ def convert(path: Path) -> bool:
     except Exception as error:  # whatever a hostile index makes of the classes that it may name
         raise BirlError(f"{path} is no checkpoint that birl has written: {first_line(error)}.") from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
     return True
 
 

@@ -24,7 +24,7 @@ from birl.learner.optimizer import on_grid
 from birl.learner.tensors import Reader
 from birl.models.heads import HEADS
 from birl.models.load import load_model, load_tokenizer, quiet, resolve, skeleton
-from birl.regular import inside, open_regular, read_json
+from birl.regular import clear, inside, open_regular, read_json
 
 
 def resolved(path: str, key: str = "model.path", weights: bool = True, say: Callable[[str], None] = print) -> Path:
@@ -233,7 +233,7 @@ def written(target: Path, anew: bool = True) -> Iterator[Path]:
             if anew or not target.is_dir():
                 raise
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
 
 
 def adapters(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

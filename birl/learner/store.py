@@ -18,7 +18,7 @@ from birl.errors import BirlError, first_line
 from birl.learner import checkpoint
 from birl.models.manifest import digest, files
 from birl.parallel.ranks import Ranks
-from birl.regular import inside
+from birl.regular import clear, inside
 
 T = TypeVar("T")
 COMPLETE = "COMPLETE"
@@ -78,7 +78,7 @@ class Store:
     def take(self, step: int, root: Path) -> Path:
         """Copy a complete checkpoint into `root`. Raises `BirlError` where what arrives is not what was written."""
         target, part = root / f"step-{step:06d}", root / f"step-{step:06d}.part"
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
         part.mkdir(parents=True)
         try:
             listed = files(self._content(step, "manifest.json"))

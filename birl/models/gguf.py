@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from birl.cache import cache_folder, sweep
 from birl.errors import BirlError
 from birl.models.manifest import damage, digest
-from birl.regular import open_regular
+from birl.regular import clear, open_regular
 
 MANIFEST = "birl-manifest.json"
 EDGE = 2**20  # bytes at each end of a file that, with its size, identify it
@@ -71,7 +71,7 @@ def make(source: Path, target: Path) -> None:
             if verify(target, digests=False):
                 raise
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
 
 
 def convert(source: Path, folder: Path) -> None:

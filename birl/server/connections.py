@@ -5,13 +5,16 @@ import asyncio
 import os
 import resource
 from contextlib import suppress
+from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import h11
+from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
 HEAD = 20.0  # seconds until the head of the first request is there
 KEEP = 75.0  # seconds until that of the next one is
 RESERVE = 64  # file descriptors for files, engines and clients
 WANTED = 8192  # connections
+PIECES, SMALL = 10_000, 64  # pieces of a body of less than so many bytes: reading each takes 30 microseconds
 
 
 def room() -> int:
@@ -29,8 +32,27 @@ def room() -> int:
     return WANTED if soft < 0 else max(min(WANTED, soft - used - RESERVE), 8)
 
 
+class Whole(h11.Connection):
+    """h11's, which would read a body byte by byte, and hold everything else up meanwhile."""
+
+    small = 0  # pieces of this body
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.small = 0
+        self.small += isinstance(event, h11.Data) and len(event.data) < SMALL
+        if self.small > PIECES:
+            raise h11.RemoteProtocolError("the body comes in too many small pieces")
+        return event
+
+
 class Patient(H11Protocol):
     """uvicorn's protocol, which would wait for the head of a request for ever."""
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.conn = Whole(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
 
     most = 0  # connections at a time; 0: not counted yet
     late: asyncio.TimerHandle | None = None
@@ -47,7 +69,7 @@ class Patient(H11Protocol):
         self.wait(HEAD)
         if len(self.connections) > self.most:
             others = (c for c in self.connections if isinstance(c, Patient) and c is not self)
-            idle = [c for c in others if not c.asking and not c.transport.is_closing()]
+            idle = [c for c in others if not (c.asking and not c.cycle.more_body) and not c.transport.is_closing()]
             min(idle, key=lambda c: c.since, default=self).transport.abort()
 
     def wait(self, seconds: float) -> None:
@@ -68,6 +90,12 @@ class Patient(H11Protocol):
         super().handle_events()
         if self.asking:
             self.patience_over()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # an answer has begun
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from birl.errors import BirlError, did_you_mean
-from birl.regular import NotRegular, open_regular, parse_json, read_bytes, writing
+from birl.regular import NotRegular, check_target, open_regular, parse_json, read_bytes, writing
 
 #: what ends a line for `str.splitlines` and editors, and is allowed in a JSON string
 LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
@@ -102,6 +102,7 @@ class JsonLog:
         self.path, self.array = path, array
         with writing(path):
             # Unbuffered: a failed write leaves nothing behind that a later close would try to write again.
+            check_target(path)
             self._file = path.open("ab", buffering=0)
 
     def cut(self, size: int) -> bool:

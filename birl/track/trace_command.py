@@ -6,7 +6,7 @@ from textwrap import wrap
 
 from birl.errors import BirlError
 from birl.flags import Flag, taken
-from birl.regular import writing
+from birl.regular import check_target, writing
 from birl.track.limit import limit, said
 from birl.track.runs import config
 from birl.track.shares import Shares, shares_of
@@ -37,8 +37,10 @@ def run(words: list[str]) -> int:
     for line in describe(timeline):
         print(line)
     if output is not None:
-        with writing(output), output.open("wb") as file:
-            file.writelines(joined(folder))
+        with writing(output):
+            check_target(output)
+            with output.open("wb") as file:
+                file.writelines(joined(folder))
         print(f"\n{count(len(timeline))} spans in {output}: open it in chrome://tracing or https://ui.perfetto.dev.")
     return 0
 

@@ -72,8 +72,9 @@ class Tracker:
     def _open(self, step: int, resumed: bool) -> None:
         start = Start(run=self.run, mode="offline", id=secrets.token_hex(16), config={}, step=step, resumed=resumed)
         if self.track.tensorboard:
-            self._events = TensorBoard()
-            self._events.start(start)
+            events = TensorBoard()
+            events.start(start)
+            self._events = events  # only now is there something to close
         for name, kind in KINDS.items():
             mode: str = getattr(self.track, name)
             if mode == "off":

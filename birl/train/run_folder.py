@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from birl.learner.policy import Policy
 from birl.learner.resume import chosen_checkpoint, fetched, recovered
 from birl.learner.store import location
 from birl.models.load import save_hf_config
-from birl.regular import read_json, write_whole
+from birl.regular import clear, read_json, write_whole
 from birl.track.folder_lock import unwritable
 from birl.track.runs import COMMAND_KEYS
 
@@ -85,16 +84,16 @@ def claim(run: Path, config: schema.RL | schema.Stage, policy: Policy) -> None:
     part, model = run / "model.part", run / "model"
     try:
         run.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
         save_hf_config(policy.model, policy.tokenizer, part)
-        shutil.rmtree(model, ignore_errors=True)
+        clear(model)
         part.rename(model)
         write_whole(run / "config.yaml", to_yaml(config).encode())
         write_whole(run / "config.json", json.dumps(_plain(config), indent=1).encode())
     except BirlError:
         raise
     except Exception as error:  # the tokenizers library has no error type of its own
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
         raise unwritable(run, error) from error
 
 

@@ -98,7 +98,8 @@ def _export(search: "Search", target: Path, limit: int | None) -> int:
         raise BirlError(f"{target} is the run's own file. Choose another name.")
     part = target.with_name(target.name + ".part")
     with writing(target):
-        check_target(part)
+        check_target(target)
+        part.unlink(missing_ok=True)
         with part.open("wb") as file:
             _write(file, result)
         os.replace(part, target)

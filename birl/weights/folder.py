@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from birl.errors import BirlError, WeightsFailed, first_line
-from birl.regular import inside, read_json
+from birl.regular import clear, inside, read_json
 from birl.types import Update
 from birl.weights.gathered import Gathered
 
@@ -31,7 +31,7 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
     part = root / f".{target.name}.{os.getpid()}.part"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
         part.mkdir()
         for file in beside.iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".gguf")):
@@ -40,10 +40,10 @@ def write(root: Path, version: int, tensors: Mapping[str, Tensor] | Gathered, be
             tensors.write(part / "model.safetensors")
         else:
             save_file({n: t.contiguous() for n, t in tensors.items()}, part / "model.safetensors", {"format": "pt"})
-        shutil.rmtree(target, ignore_errors=True)  # of a life before this one, with other weights of that number
+        clear(target)  # of a life before this one, with other weights of that number
         part.rename(target)
     except Exception as error:  # safetensors has an error of its own for a full disk
-        shutil.rmtree(part, ignore_errors=True)
+        clear(part)
         reason = getattr(error, "strerror", None) or first_line(error)
         raise WeightsFailed(
             "truncated",
@@ -84,16 +84,16 @@ def prune(root: Path, newest: int) -> None:
     kept = sorted((v for v in result.values() if v <= newest), reverse=True)[:KEPT]
     for path, version in result.items():
         if version not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            clear(path)
     for path in root.glob(".v*.part"):
         if path.name.split(".")[2] != str(os.getpid()):
-            shutil.rmtree(path, ignore_errors=True)
+            clear(path)
 
 
 def remove(root: Path) -> None:
     """Everything that this file writes; the folder itself only where nothing else is in it."""
     for path in (*root.glob("v[0-9]*"), *root.glob(".v*.part")):
-        shutil.rmtree(path, ignore_errors=True)
+        clear(path)
     with suppress(OSError):
         (root / LATEST).unlink(missing_ok=True)
         root.rmdir()

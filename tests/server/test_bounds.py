@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,9 @@ HUGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "ids": ("completions", {"prompt": [1] * 200_000}, "200000 tokens"),
     "lists": ("completions", {"prompt": [[]] * 300_001}, "more than 300,000 lists, objects and keys"),
     "keys": ("completions", {str(i): 1 for i in range(300_001)}, "more than 300,000 lists, objects and keys"),
+    "numbers": ("completions", {"prompt": [1] * 1_200_001}, "or 1,200,000 numbers"),
+    "fractions": ("completions", {"prompt": [0.5] * 300_001}, "or 1,200,000 numbers"),
+    "marks of text": ("completions", {"prompt": '\\",[{:' * 200_000}, "characters cannot fit"),
     "brackets": ("completions", {"prompt": "[" * 300_001}, "300001 characters cannot fit"),
     "stop strings": ("completions", {"prompt": "x", "stop": ["x"] * 1000}, "at most 256 strings"),
     "a stop string": ("completions", {"prompt": "x", "stop": ["x" * 9000]}, "at most 4096 characters"),
@@ -118,18 +122,28 @@ def test_half_a_head_is_not_waited_for(server: Running, monkeypatch) -> None:
 
 def test_idle_connections_make_room(server: Running, monkeypatch) -> None:
     monkeypatch.setattr(connections.Patient, "most", 4)
-    idle = [half(server) for _ in range(12)]
+    body = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    idle = [half(server) for _ in range(12)] + [half(server, body) for _ in range(12)]
     assert httpx.get(f"{server.url}/health").status_code == 200
-    assert closed(idle[0])
+    assert closed(idle[0]) and closed(idle[12])
     for one in idle:
         one.close()
     assert 8 <= connections.room() <= connections.WANTED
 
 
 def test_half_a_body_is_not_waited_for(server: Running, monkeypatch) -> None:
-    monkeypatch.setattr(limits, "QUIET", 0.1)
-    with half(server, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{") as one:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    monkeypatch.setattr(limits, "QUIET", 0.5)
+    with half(server, head + b"Content-Length: 9999\r\n\r\n{") as one:
+        with contextlib.suppress(OSError):
+            for _ in range(100):  # a byte at a time keeps it open no longer
+                one.sendall(b" ")
+                time.sleep(0.05)
         assert b"408" in one.recv(4096)
+    monkeypatch.undo()
+    monkeypatch.setattr(connections, "PIECES", 100)
+    with half(server, head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 200) as one:
+        assert one.recv(4096).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize(
