@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from birl.cli import main
 from birl.config.schema import Track
 from birl.errors import BirlError
-from birl.launch.launcher import find
+from birl.launch.launcher import Handle, find, launcher
 from birl.learner.store import COMPLETE
 from birl.process import ProcessGroup
 from birl.regular import clear, write_whole
@@ -228,6 +229,32 @@ def test_a_copy_of_a_launched_run_is_not_the_run(tmp_path: Path, capsys: pytest.
     (tmp_path / "copy/launch.json").write_text(json.dumps(GOOD_LAUNCH | {"run": str(tmp_path / "run")}))
     assert find(str(tmp_path / "copy")).run == str(tmp_path / "copy")
     assert main(["stop", str(tmp_path / "copy")]) == 2 and f"{tmp_path}/copy does not run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["status RUN", "logs RUN", "stop RUN", "scale RUN engines=+1"])
+@pytest.mark.parametrize("where", ["aws", "ray", "slurm", "skypilot", "kubernetes", "modal"])
+def test_a_launched_run_from_elsewhere_runs_nothing(
+    where: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's cluster.yaml names commands, squeue takes any job, ssh any machine."""
+    bait = {"cluster": str(tmp_path / "cluster.yaml"), "place": ".", "bucket": "s3://x", "keep": False, "region": "x"}
+    bait |= {"address": "ray://127.0.0.1:1", "without_token": True}
+    bait |= {"array": False, "folders": [str(tmp_path / "other")], "roles": {}, "ranks": 1}
+    bait |= {"learner": "fc-1", "app": "a", "environment": "", "count": 1, "stop_timeout": 1.0, "volume": "v"}
+    kind = getattr(launcher(where), "More", None)
+    more = {name: bait[name] for name in kind.__annotations__} if kind else {}
+    handle = Handle(where=where, id="1", run=str(tmp_path / "run"), name="x", more=more)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/launch.json").write_text(json.dumps(asdict(handle)))
+    for program in ("ray", "aws", "squeue", "scancel", "sky", "ssh", "modal"):
+        (tmp_path / program).write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("BIRL_CACHE", str(tmp_path / "cache"))
+    assert main(words.replace("RUN", str(tmp_path / "run")).split()) == 2
+    assert "add --trust" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+    handle.save()
+    assert find(str(tmp_path / "run")).id == "1"
 
 
 def test_what_the_file_system_refuses_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,12 @@ ALL = (
         run="birl.launch.command:run",
     ),
     Command(name="status", brief="the processes of a launched training", run="birl.launch.command:status"),
-    Command(name="logs", brief="what they print", run="birl.launch.command:logs", offered=("--follow", "--help")),
+    Command(
+        name="logs",
+        brief="what they print",
+        run="birl.launch.command:logs",
+        offered=("--follow", "--trust", "--help"),
+    ),
     Command(name="stop", brief="let them save and end", run="birl.launch.command:stop"),
     Command(name="scale", brief="more engines, or fewer", run="birl.launch.command:scale"),
     Command(

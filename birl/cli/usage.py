@@ -2,19 +2,20 @@
 
 USAGE = {
     "status": """\
-Usage: birl status RUN
+Usage: birl status RUN [--trust]
 
-Every process of a training that `birl launch` started; exits with 1 where one has failed.""",
+Every process of a training that `birl launch` started; exits with 1 where one has failed. --trust: also where another
+account launched it, whose launch.json says which cluster is asked.""",
     "logs": """\
-Usage: birl logs RUN [ROLE] [--follow]
+Usage: birl logs RUN [ROLE] [--follow] [--trust]
 
 What the processes of a launched training have printed.""",
     "stop": """\
-Usage: birl stop RUN
+Usage: birl stop RUN [--trust]
 
 Lets a launched training save and end.""",
     "scale": """\
-Usage: birl scale RUN engines=+2 | engines=-1 | engines=4
+Usage: birl scale RUN engines=+2 | engines=-1 | engines=4 [--trust]
 
 Adds engines to a launched training that runs, or takes some away. A new one gets the current weights before
 its first request; one that leaves answers what it has.""",

@@ -12,12 +12,13 @@ from birl.config.schema import TRAINING
 from birl.errors import BirlError, did_you_mean
 from birl.flags import Flag, taken
 from birl.launch.job import Job, derive
-from birl.launch.launcher import FILE, WHERE, find, launcher
+from birl.launch.launcher import FILE, WHERE, Handle, find, launcher
 from birl.preflight import check_names
 
 PREFIX = "launch."
 HERE = ("local", "torchrun")  # what a configuration names must be on this machine
 DRY, HELP, FOLLOW = Flag(name="--dry-run"), Flag(name="--help"), Flag(name="--follow")
+TRUST = Flag(name="--trust")  # a run folder that was launched on another account
 
 
 def run(words: list[str]) -> int:
@@ -97,7 +98,7 @@ def usage(where: str) -> str:
 
 def status(words: list[str]) -> int:
     """`birl status RUN`; 1 where a process has failed."""
-    handle = find(one(words, "status"))
+    handle = one(words, "status")
     result = launcher(handle.where).status(handle)
     print(f"{handle.name}: {handle.where} {handle.id}")
     for line in result:
@@ -106,11 +107,11 @@ def status(words: list[str]) -> int:
 
 
 def logs(words: list[str]) -> int:
-    flags, rest = taken("logs", [FOLLOW.name if word == "-f" else word for word in words], (FOLLOW,))
+    flags, rest = taken("logs", [FOLLOW.name if word == "-f" else word for word in words], (FOLLOW, TRUST))
     run, *roles = rest or [""]
     if not run or len(roles) > 1:
         raise BirlError(f"Name a run folder with {FILE}, as in `birl logs runs/NAME [ROLE] [--follow]`")
-    handle = find(run)
+    handle = find(run, TRUST.name in flags)
     for line in launcher(handle.where).logs(handle, roles[0] if roles else "", FOLLOW.name in flags):
         sys.stdout.write(line if line.endswith("\n") else line + "\n")
         sys.stdout.flush()
@@ -118,7 +119,7 @@ def logs(words: list[str]) -> int:
 
 
 def stop(words: list[str]) -> int:
-    handle = find(one(words, "stop"))
+    handle = one(words, "stop")
     if state := launcher(handle.where).stop(handle):
         print(f"{handle.name} had ended before: it is {state}.")
         return 0
@@ -130,10 +131,11 @@ def stop(words: list[str]) -> int:
 
 def scale(words: list[str]) -> int:
     """`birl scale RUN engines=+2`."""
-    run, change, *more = [*words, "", ""]
+    flags, rest = taken("scale", words, (TRUST,))
+    run, change, *more = [*rest, "", ""]
     if not run or not change.startswith("engines=") or any(more):
         raise BirlError("Name a run folder and the engines, as in `birl scale runs/NAME engines=+2`")
-    handle = find(run)
+    handle = find(run, TRUST.name in flags)
     place = launcher(handle.where)
     if not hasattr(place, "scale"):
         raise BirlError(f"{handle.where} keeps the number of engines that a job was started with")
@@ -142,7 +144,8 @@ def scale(words: list[str]) -> int:
     return 0
 
 
-def one(words: list[str], command: str) -> str:
-    if len(words) != 1:
+def one(words: list[str], command: str) -> Handle:
+    flags, rest = taken(command, words, (TRUST,))
+    if len(rest) != 1:
         raise BirlError(f"birl {command}: name a run folder with {FILE}, as in `birl {command} runs/NAME`")
-    return words[0]
+    return find(rest[0], TRUST.name in flags)

@@ -1,19 +1,22 @@
 """One word says where a job runs. A launcher is a module of this folder with `Keys` and these functions; what it needs
 to find the job again is in launch.json of the run folder, without any secret."""
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from birl.cache import cache_folder
 from birl.errors import BirlError, did_you_mean
 from birl.launch.job import Job
 from birl.launch.plan import typed
 from birl.named import module
-from birl.regular import read_json, write_whole
+from birl.regular import parse_json, read_bytes, write_whole
 
 FILE = "launch.json"
 #: modules of birl.launch, and what they start a job on
@@ -27,7 +30,8 @@ WHERE = {
     "kubernetes": "pods of a Kubernetes cluster, by SkyPilot",
     "skypilot": "machines of whichever cloud has them, by SkyPilot",
 }
-HERE = ("local", "torchrun", "slurm", "ray")  # the run folder is where `birl status` is asked for it
+PROCESSES = ("local", "torchrun")  # of this machine
+HERE = (*PROCESSES, "slurm", "ray")  # the run folder is where `birl status` is asked for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,12 @@ class Handle:
     def save(self) -> None:
         folder = Path(self.run)
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / FILE, f"{json.dumps(asdict(self), indent=1)}\n".encode())
+        text = f"{json.dumps(asdict(self), indent=1)}\n".encode()
+        write_whole(folder / FILE, text)
+        with suppress(OSError):  # without a note, --trust is needed
+            note = _note(text)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +102,30 @@ def launcher(where: str) -> Launcher:
     return module(f"birl launch {where}", f"birl.launch.{where}")
 
 
-def find(run: str) -> Handle:
+def _note(launch: bytes) -> Path:
+    """Exists where this account launched the job of this launch.json."""
+    return cache_folder("launched") / hashlib.sha256(launch).hexdigest()
+
+
+def find(run: str, trusted: bool = False) -> Handle:
     """The job of a run folder. Raises `BirlError` where none was launched from there. A folder that is read here may be
-    a copy, and is none of the run that it was copied from."""
+    a copy, and is none of the run that it was copied from. It may be of a stranger, whose cluster Ray or ssh would ask,
+    or whose files they would follow: one of a place beyond this machine is believed if this account launched it, or
+    `trusted`."""
     file = Path(run) / FILE
     try:
-        handle: Handle = typed(Handle, read_json(file))
+        text = read_bytes(file)
+        handle: Handle = typed(Handle, parse_json(text))
         if handle.id.startswith("-"):
             raise ValueError(f"the id {handle.id!r} would be an option of the programs that ask for the job")
         if kind := getattr(launcher(handle.where), "More", None):
             handle = replace(handle, more=typed(kind, handle.more))
+        if handle.where not in PROCESSES and not trusted and not _note(text).exists():
+            raise BirlError(
+                f"{file} was not written by `birl launch` of this account ({_note(text).parent} has no note of it). It "
+                f"says which {handle.where} job is asked, by programs that can run anything here: if you know who "
+                "wrote the folder, add --trust."
+            )
         return replace(handle, run=os.path.abspath(run)) if handle.where in HERE else handle
     except FileNotFoundError:
         if not Path(run).exists():

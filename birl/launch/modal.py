@@ -87,7 +87,7 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 def refuse_second(job: Job) -> None:
     try:
-        earlier = find(str(job.run))
+        earlier = find(str(job.run), trusted=True)
     except BirlError:  # nothing was launched from this folder yet
         return
     if earlier.where == "modal" and any(line.state in ("running", "restarting") for line in status(earlier)):

@@ -151,7 +151,8 @@ class More(TypedDict):
 
 def submit(job: Job, keys: Keys) -> Handle:
     """Raises `BirlError` where the run is under way already, or with what Slurm says."""
-    if (job.run / FILE).exists() and (before := find(str(job.run))).where == "slurm" and queue.active(before):
+    before = find(str(job.run), trusted=True) if (job.run / FILE).exists() else None
+    if before and before.where == "slurm" and queue.active(before):
         raise BirlError(f"{job.run} runs already, as the job {before.id}: `birl stop {job.run}` ends it")
     rendered = render(job, keys)
     elements = combinations(job, keys)

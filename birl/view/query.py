@@ -9,6 +9,8 @@ of a text than it is. What runs is written anew from the tree.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +31,9 @@ TEXTS = ("text", "prompt", "answer", "detail")  # are read from the file for eac
 COLUMNS = (*NUMBERS, *NAMES, *TEXTS)
 LONGEST = 1000  # characters
 PATIENCE = 5.0  # s for one table
+REGEX = (
+    2000  # length times counted repetitions: RE2 takes that many steps a character, and is not interrupted in a text
+)
 SHAPES = {
     "BETWEEN",
     "CASE",
@@ -179,6 +184,17 @@ def _check(one: Node) -> None:
             f"{what} is not for conditions here; there are comparisons, and, or, not, in, between, like, case and the "
             f"functions {', '.join(functions)}."
         )
+    if name.startswith("regexp_"):
+        second = [argument["expression"] for argument in one["arguments"]][1:2]
+        pattern = second[0].get("literal", {}).get("text") if second else None
+        if not isinstance(pattern, str):
+            raise BirlError(f"{name} takes a column and a regular expression in single quotes. {HINT}")
+        counts = (max(1, int(count)) for count in re.findall(r"(\d{1,9}),?\}", pattern))
+        if len(pattern) * math.prod(counts) > REGEX:
+            raise BirlError(
+                f"This regular expression repeats too much: its {len(pattern)} characters times its counted "
+                f"repetitions are at most {REGEX:,}. Write * or + in place of counts such as {{1,500}}."
+            )
 
 
 def _expressions(tree: Any) -> Iterator[Node]:

@@ -94,6 +94,8 @@ def test_words_are_text_and_nothing_else(episodes: Episodes, words: str, wanted:
         ("group = 1", 'write it in double quotes, "group"'),
         ("text::integer = 1", "Could not convert string"),
         ("regexp_matches(text, '(')", "missing \\)"),
+        ("regexp_matches(text, '(.{1,90}x){90,}')", "repeats too much"),
+        ("regexp_matches(text, prompt)", "a regular expression in single quotes"),
         ("order by text", "order by text: the order is of row"),
         ("not " * 200 + "true", "nesting depth"),
         ("1 = 1 and " * 150 + "true", "at most 1000 characters"),
