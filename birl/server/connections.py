@@ -4,6 +4,7 @@ file descriptors for. Those that ask nothing make room for others."""
 import asyncio
 import os
 import resource
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,9 @@ HEAD = 20.0  # seconds until the head of the first request is there
 KEEP = 75.0  # seconds until that of the next one is
 RESERVE = 64  # file descriptors for files, engines and clients
 WANTED = 8192  # connections
-PIECES, SMALL = 10_000, 64  # pieces of a body of less than so many bytes: reading each takes 30 microseconds
+PIECES, SMALL = 2000, 64  # pieces of a body of less than so many bytes: reading each takes 30 microseconds
+BURST = 100  # of them are read before others have their turn
+LINES = 200  # of a head
 
 
 def room() -> int:
@@ -33,14 +36,25 @@ def room() -> int:
 
 
 class Whole(h11.Connection):
-    """h11's, which would read a body byte by byte, and hold everything else up meanwhile."""
+    """h11's, which would read a head of thousands of lines and a body byte by byte, and hold everything else up
+    meanwhile."""
 
     small = 0  # pieces of this body
 
+    def __init__(self, later: Callable[[], object]) -> None:
+        super().__init__(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
+        self.later, self.burst = later, 0
+
     def next_event(self) -> Any:
+        if self.their_state is h11.IDLE and self.trailing_data[0].partition(b"\r\n\r\n")[0].count(b"\n") > LINES:
+            raise h11.RemoteProtocolError("the head has too many lines")
+        if self.small - self.burst >= BURST:
+            self.burst = self.small
+            self.later()
+            return h11.NEED_DATA
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self.small = 0
+            self.small = self.burst = 0
         self.small += isinstance(event, h11.Data) and len(event.data) < SMALL
         if self.small > PIECES:
             raise h11.RemoteProtocolError("the body comes in too many small pieces")
@@ -52,7 +66,7 @@ class Patient(H11Protocol):
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
-        self.conn = Whole(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
+        self.conn = Whole(self.give_way)
 
     most = 0  # connections at a time; 0: not counted yet
     late: asyncio.TimerHandle | None = None
@@ -86,6 +100,16 @@ class Patient(H11Protocol):
             self.late.cancel()
             self.late = None
 
+    def give_way(self) -> None:
+        """Others have their turn; what the client sends meanwhile stays with the kernel."""
+        self.flow.pause_reading()
+        self.loop.call_soon(self.go_on)
+
+    def go_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self.handle_events()
+
     def handle_events(self) -> None:
         super().handle_events()
         if self.asking:
@@ -94,6 +118,8 @@ class Patient(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
+            if self.cycle is not None:  # whoever reads the body has no answer to give any more
+                self.cycle.disconnected = True
         else:  # an answer has begun
             self.transport.abort()
 

@@ -67,7 +67,7 @@ class Gateway:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 Starlette(routes=[Route("/{path:path}", self._endpoint, methods=["GET", "POST"])]),
-                http=Patient, ws="none", lifespan="off", log_level="warning", access_log=False,
+                http=Patient, ws="none", lifespan="off", log_level="error", access_log=False,
                 timeout_graceful_shutdown=1, timeout_keep_alive=75, server_header=False, backlog=4096,
             )
         )  # fmt: skip

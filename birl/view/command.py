@@ -66,7 +66,7 @@ def server(runs: "Runs", listener: socket.socket) -> "uvicorn.Server":
 
     return uvicorn.Server(
         uvicorn.Config(
-            app(runs, listener.getsockname()[1]), http=Patient, ws="none", lifespan="off", log_level="warning",
+            app(runs, listener.getsockname()[1]), http=Patient, ws="none", lifespan="off", log_level="error",
             access_log=False, server_header=False, timeout_graceful_shutdown=1,
         )
     )  # fmt: skip

@@ -144,6 +144,15 @@ def test_half_a_body_is_not_waited_for(server: Running, monkeypatch) -> None:
     monkeypatch.setattr(connections, "PIECES", 100)
     with half(server, head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 200) as one:
         assert one.recv(4096).startswith(b"HTTP/1.1 400")
+    with half(server, head + b"a: b\r\n" * 999) as one:
+        assert one.recv(4096).startswith(b"HTTP/1.1 400")
+
+
+def test_bodies_in_small_pieces_arrive_whole(server: Running) -> None:
+    """More of them than are read at a turn."""
+    body = json.dumps({"prompt": "a" * 50, "max_tokens": 1}).encode()
+    pieces = (bytes([byte]) for byte in body + b" " * 700)
+    assert server.http.post("/v1/completions", content=pieces).status_code == 200
 
 
 @pytest.mark.parametrize(
