@@ -71,10 +71,10 @@ def missing(error: BaseException) -> str:
 
 
 def make_importable(folder: Path) -> None:
-    """After the standard library, before installed packages: a user's math.py must not take the place of Python's."""
+    """After the standard library and what is installed: a user's math.py must not take the place of Python's, and an
+    agents.py that imports the package agents must not get itself."""
     if str(folder) not in sys.path:
-        installed = (i for i, place in enumerate(sys.path) if place.endswith(("site-packages", "dist-packages")))
-        sys.path.insert(next(installed, len(sys.path)), str(folder))
+        sys.path.append(str(folder))
 
 
 def from_file(path: Path) -> ModuleType:

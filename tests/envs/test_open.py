@@ -186,3 +186,13 @@ def test_a_file_imports_what_is_beside_it(kind: str, tmp_path: Path, monkeypatch
         (folder / f"beside_{name}.py").write_text("REWARD = 1.0\n")
         (folder / f"agent_{name}.py").write_text(f"import beside_{name} as b\n\ndef play(task): return b.REWARD\n")
     check_world(Keys(kind=kind))
+
+
+def test_a_file_named_as_a_package_imports_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """agents.py, which imports the package agents."""
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place] + [str(tmp_path / "installed")])
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed/agent_package.py").write_text("REWARD = 1.0\n")
+    file = tmp_path / "agent_package.py"
+    file.write_text("from agent_package import REWARD\n\ndef play(task): return REWARD\n")
+    check_world(Keys(kind=f"{file}:play"))
