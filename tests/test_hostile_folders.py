@@ -216,8 +216,11 @@ def test_pipes_under_the_names_of_a_runs_files_keep_nobody_waiting(tmp_path: Pat
     clear(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     (tmp_path / "tensorboard").touch()
-    with pytest.raises(BirlError, match="tensorboard"):
-        Tracker(tmp_path, Track(console="plain"), title="x", total_steps=1, config={}).rewind(None, 0)
+    with (
+        pytest.raises(BirlError, match="tensorboard"),
+        Tracker(tmp_path, Track(console="plain"), title="x", total_steps=1, config={}) as tracker,
+    ):
+        tracker.rewind(None, 0)
     os.mkfifo(tmp_path / "engine.log")
     with pytest.raises(OSError, match="a named pipe"):
         ProcessGroup(["true"], log=tmp_path / "engine.log", env={})
