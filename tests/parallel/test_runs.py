@@ -142,12 +142,12 @@ def test_nobody_waits_when_rank_0_ends_between_two_calls(tiny: Path, tmp_path: P
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 1 + 1?", "response": "It is 2."}\n')
     config = load(schema.SFT, [f"model.path={tiny}", f"data.train={rows}", FSDP, "threads=1", f"run={tmp_path}/run"])
-    began = time.monotonic()
+    began, before = time.monotonic(), {*children(os.getpid())}
     with pytest.raises(BirlError, match="a broken row"), crew(config, tmp_path / "run"):
-        assert len(children(os.getpid())) == 1
+        assert len({*children(os.getpid())} - before) == 1
         time.sleep(5)  # in which rank 1 gets there
         raise BirlError("a broken row")
-    assert not children(os.getpid())
+    assert {*children(os.getpid())} <= before
     assert time.monotonic() - began < 300
 
 
