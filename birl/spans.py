@@ -82,12 +82,12 @@ def done(
         listener(span)
 
 
-def answered(found: Completion, began: float, session: str, process: str = "engine") -> None:
+def answered(completion: Completion, began: float, session: str, process: str = "engine") -> None:
     """Record a request as its caller sees it: from sent to answered, and by which weights at the end. The session
     of a group is its number."""
     if LISTENERS:
         group = int(session) if session.isdecimal() else None
-        version, tokens = max(found.versions, default=None), len(found.tokens)
+        version, tokens = max(completion.versions, default=None), len(completion.tokens)
         done("generate", began, process=process, lane="requests", version=version, tokens=tokens, group=group)
 
 

@@ -62,8 +62,8 @@ def nearest_keys(key: str, schema: type) -> list[str]:
     return _few([k for word in words for w in peers.spelt_like(word) for k in _keys(peers.named(w), keys)])
 
 
-def _few(found: list[str]) -> list[str]:
-    return list(dict.fromkeys(found))[:3]
+def _few(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(names))[:3]
 
 
 def _spelt_like(key: str, keys: list[str]) -> list[str]:

@@ -59,7 +59,7 @@ class Lookup:
         context, guessed = text[-LONGEST:], 0
         while guessed < count:
             grams = (tuple(context[-n:]) for n in range(min(LONGEST, len(context)), SHORTEST - 1, -1))
-            hit = next((found for gram in grams if (found := self.follows.get(gram))), None)
+            hit = next((after for gram in grams if (after := self.follows.get(gram))), None)
             if hit is None:
                 break
             source, place = hit

@@ -105,14 +105,14 @@ def layout(shape: Sequence[int], dtype: torch.dtype | str) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def check_layouts(what: str, found: Mapping[str, str], own: Mapping[str, str]) -> None:
+def check_layouts(what: str, layouts: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Layouts by name, of tensors that are to take the place of a model's own. Raises `WeightsFailed` that names the
     first that differ."""
-    problems = [f"{name} is missing" for name in sorted(own.keys() - found.keys())]
-    problems += [f"{name} is not in the model" for name in sorted(found.keys() - own.keys())]
+    problems = [f"{name} is missing" for name in sorted(own.keys() - layouts.keys())]
+    problems += [f"{name} is not in the model" for name in sorted(layouts.keys() - own.keys())]
     if problems:
         raise WeightsFailed("missing", _told(what, problems))
-    problems = [f"{n} is {found[n]} and should be {own[n]}" for n in sorted(own) if found[n] != own[n]]
+    problems = [f"{n} is {layouts[n]} and should be {own[n]}" for n in sorted(own) if layouts[n] != own[n]]
     if problems:
         raise WeightsFailed("mismatch", _told(what, problems))
 

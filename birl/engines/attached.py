@@ -24,7 +24,7 @@ LOOK = 1.0  # seconds between two looks at who has a name
 WAIT = 0.2  # the same before the first has it
 
 
-async def found(engine: schema.Engine, wanted: Wanted, token: str) -> list[Remote]:
+async def look_up(engine: schema.Engine, wanted: Wanted, token: str) -> list[Remote]:
     """Those behind the words of `engine.attach`. Raises `BirlError` where no server has a name in time."""
     remotes: dict[str, Remote] = {}
     for word in engine.attach:

@@ -173,9 +173,9 @@ class Client:
         return result
 
 
-def refusal(what: str, response: httpx.Response, found: Any) -> EngineDown | BirlError:
+def refusal(what: str, response: httpx.Response, body: Any) -> EngineDown | BirlError:
     """What an answer that is none means: the engine is not well, or the request was not."""
-    status, told = response.status_code, found.get("error") if isinstance(found, dict) else None
+    status, told = response.status_code, body.get("error") if isinstance(body, dict) else None
     error: Mapping[str, Any] = told if isinstance(told, dict) else {}
     why = _first(error["message"], 1000) if "message" in error else _first(response.text)
     message = f"{what}: {status} {why}"
@@ -238,8 +238,8 @@ def packed(bucket: Mapping[str, Tensor]) -> bytes:
     return save({name: t.detach().cpu().contiguous() for name, t in bucket.items()})
 
 
-def _first(found: Any, most: int = 200) -> str:
-    return " ".join(str(found).split())[:most]
+def _first(text: Any, most: int = 200) -> str:
+    return " ".join(str(text).split())[:most]
 
 
 def _seconds(header: str) -> float:

@@ -101,8 +101,8 @@ class BroadcastGroup:
         future: asyncio.Future[T] = loop.create_future()
         self._waits.add(future)
 
-        def told(*found: Any) -> None:
-            loop.call_soon_threadsafe(partial(_settle, future, *found))
+        def told(*results: Any) -> None:
+            loop.call_soon_threadsafe(partial(_settle, future, *results))
 
         self._jobs.put((work, told))
         try:

@@ -332,6 +332,6 @@ class Fleet:
         return old is not remote
 
 
-def gone(found: object) -> bool:
+def gone(error: object) -> bool:
     """Whether it is the failure of an engine that does not answer."""
-    return isinstance(found, WeightsFailed) and found.cause == "unreachable"
+    return isinstance(error, WeightsFailed) and error.cause == "unreachable"

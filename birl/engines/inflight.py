@@ -34,17 +34,17 @@ class Asked:
         seed = ((self.params.seed or 0) * 0x9E3779B1 + len(done)) % 2**31
         return self.prompt + done, replace(self.params, max_tokens=left, forced=forced, seed=seed)
 
-    def join(self, engine: str, found: Completion) -> Completion:
+    def join(self, engine: str, completion: Completion) -> Completion:
         """The part with its own log-probs and versions, then what is new. Raises `EngineDown` where the engine did not
         go on from the part."""
         n = len(self.part.tokens)
         skip = n if engine == "birl" else 0
-        if skip and found.tokens[:n] != self.part.tokens[: len(found.tokens)]:
+        if skip and completion.tokens[:n] != self.part.tokens[: len(completion.tokens)]:
             raise EngineDown("it did not begin with the tokens that were given")
-        full = n + len(found.tokens[skip:]) >= self.params.max_tokens
+        full = n + len(completion.tokens[skip:]) >= self.params.max_tokens
         return Completion(
-            tokens=self.part.tokens + found.tokens[skip:],
-            logprobs=self.part.logprobs + found.logprobs[skip:],
-            versions=self.part.versions + found.versions[skip:],
-            stop=Stop.LENGTH if full and found.stop is Stop.ABORT else found.stop,
+            tokens=self.part.tokens + completion.tokens[skip:],
+            logprobs=self.part.logprobs + completion.logprobs[skip:],
+            versions=self.part.versions + completion.versions[skip:],
+            stop=Stop.LENGTH if full and completion.stop is Stop.ABORT else completion.stop,
         )

@@ -285,17 +285,17 @@ class Router:
             self._loads.put(member)
             task.cancel()
 
-    async def _admit(self, member: Member, gone: "asyncio.Future[None]", found: Completion, lowest: int) -> None:
+    async def _admit(self, member: Member, gone: "asyncio.Future[None]", completion: Completion, lowest: int) -> None:
         """Only tokens of weights that were given and are proven; where a load is not over yet, after its end."""
         try:
-            check_versions(found, lowest, max(self.fleet.arriving, member.version))
+            check_versions(completion, lowest, max(self.fleet.arriving, member.version))
         except EngineDown as error:
             member.proven = False
             self.fleet.become(member, State.STALE, str(error))
             member.poke.set()
             raise
-        if max(found.versions, default=-1) > member.version:
+        if max(completion.versions, default=-1) > member.version:
             async with member.lock:
                 pass
-        if gone.done() or max(found.versions, default=-1) > member.version:
+        if gone.done() or max(completion.versions, default=-1) > member.version:
             raise EngineDown(f"its weights were in doubt when it had answered: {member.error}")

@@ -20,7 +20,7 @@ from birl.config import schema
 from birl.config.decided import ENGINES, LAUNCHED, NAME, SERVERS, kind_of, weights_method
 from birl.data.tasks import Tasks
 from birl.engine.open import cache_bytes
-from birl.engines.attached import Following, found, other_kind, take
+from birl.engines.attached import Following, look_up, other_kind, take
 from birl.engines.kinds import Wanted, child, speak
 from birl.engines.remote import Remote
 from birl.engines.router import Router
@@ -117,7 +117,7 @@ async def open_servers(engine: schema.Engine, wanted: Wanted) -> Servers:
     """Start or find them; returns when each answers. Raises `BirlError`, and then none is left running."""
     if engine.attach:
         token = os.environ.get("BIRL_TOKEN", "")
-        remotes, children = await found(engine, wanted, token), []
+        remotes, children = await look_up(engine, wanted, token), []
     elif engine.kind not in SERVERS:
         remotes, children = [speak(engine, wanted, "", "", number) for number in range(engine.count)], []
     else:

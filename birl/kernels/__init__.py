@@ -547,7 +547,7 @@ def problem() -> str:
 
 def compiler() -> str | None:
     wanted = os.environ.get("CC")
-    return next((found for name in (wanted, "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+    return next((path for name in (wanted, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
 
 
 @functools.cache

@@ -179,8 +179,8 @@ def submit(job: Job, keys: Keys) -> Handle:
 
 def status(handle: Handle) -> list[Status]:
     # `birl status` fails where a process has failed, and that is an answer too
-    said = external.run(there(handle, f"birl status {shlex.quote(handle.run)} || true"))
-    return elsewhere.statuses(said) or [Status(role="job", index=0, state="unknown", detail=said.strip()[-200:])]
+    output = external.run(there(handle, f"birl status {shlex.quote(handle.run)} || true"))
+    return elsewhere.statuses(output) or [Status(role="job", index=0, state="unknown", detail=output.strip()[-200:])]
 
 
 def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
@@ -191,5 +191,5 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 def stop(handle: Handle) -> str:
     """The machines are given back even where the job cannot be reached any more."""
     hint = f"look into AWS's console whether machines are left, tagged {aws_access.TAG}={handle.id}."
-    said = external.run_all(end(handle), hint, {"AWS_DEFAULT_REGION": handle.more["region"]})
-    return elsewhere.ended(said)
+    output = external.run_all(end(handle), hint, {"AWS_DEFAULT_REGION": handle.more["region"]})
+    return elsewhere.ended(output)

@@ -54,8 +54,8 @@ def run(words: Sequence[str], timeout: float = 600.0, shown: bool = False, env: 
     except subprocess.TimeoutExpired:
         raise BirlError(f"`{shlex.join(words)}` took longer than {timeout:g} s.") from None
     if done.returncode:
-        said = ((done.stderr or "") + (done.stdout or "")).strip()[-SHOWN:]
-        raise BirlError(f"`{shlex.join(words)}` ended with code {done.returncode}. {said}".rstrip())
+        output = ((done.stderr or "") + (done.stdout or "")).strip()[-SHOWN:]
+        raise BirlError(f"`{shlex.join(words)}` ended with code {done.returncode}. {output}".rstrip())
     return done.stdout or ""
 
 

@@ -127,8 +127,8 @@ def begin(where: str, plan: LaunchPlan) -> Handle:
     while (state := read_state(plan.folder)) is None or state.pid != process.pid:
         if process.poll() is not None or time.monotonic() > until:
             process.kill()
-            said = (plan.folder / LOG).read_bytes()[start:].decode(errors="replace").strip()
-            raise BirlError(f"The supervisor did not start: {said or 'it printed nothing'}")
+            output = (plan.folder / LOG).read_bytes()[start:].decode(errors="replace").strip()
+            raise BirlError(f"The supervisor did not start: {output or 'it printed nothing'}")
         time.sleep(POLL)
     return Handle(where=where, id=str(process.pid), run=str(plan.home), name=plan.name)
 

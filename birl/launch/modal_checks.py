@@ -73,13 +73,13 @@ def rollout(model: str, prompt: str, max_tokens: int, words: tuple[str, ...] = (
                 f"{result[0]}/v1/chat/completions", json=body | {"return_token_ids": True}, timeout=600.0,
                 headers={"Authorization": f"Bearer {token}"}, trust_env=False,
             )  # fmt: skip
-            said = answer.raise_for_status().json()["choices"][0]
+            choice = answer.raise_for_status().json()["choices"][0]
             seconds = time.monotonic() - began - ready
         finally:
             child.end(30.0)
     result = {
-        "text": said["message"]["content"],
-        "tokens": len(said["token_ids"]),
+        "text": choice["message"]["content"],
+        "tokens": len(choice["token_ids"]),
         "seconds": round(seconds, 3),
         "ready_after": round(ready, 1),
     }

@@ -201,7 +201,7 @@ def _files(config: Any) -> list[str]:
     for path in result:  # which grows
         folders = dict.fromkeys((Path(path).parent, Path()))
         beside = (str(folder / name) for name in _imports(path) for folder in folders)
-        result += [found for name in beside if (found := _module(name)) and found not in result]
+        result += [file for name in beside if (file := _module(name)) and file not in result]
     return result
 
 

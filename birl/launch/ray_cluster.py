@@ -164,9 +164,9 @@ def begin(*, private: bool = False) -> str:
         while (noted(Path(folder)) if private else running()) != address or not listens(address):
             if _guard.poll() is not None or time.monotonic() > until:
                 log.seek(0)
-                said = " ".join(log.read().strip().splitlines()[-3:])
+                tail = " ".join(log.read().strip().splitlines()[-3:])
                 end()
-                raise BirlError(f"`{' '.join(command)}` failed: {said or f'it did not listen within {START:g} s'}")
+                raise BirlError(f"`{' '.join(command)}` failed: {tail or f'it did not listen within {START:g} s'}")
             time.sleep(0.1)
     return address
 
@@ -210,8 +210,8 @@ def _call(command: list[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=START)
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-3:]
-        raise BirlError(f"`{' '.join(command)}` failed: {' '.join(said)}") from error
+        tail = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-3:]
+        raise BirlError(f"`{' '.join(command)}` failed: {' '.join(tail)}") from error
 
 
 def room(ray: Any) -> str:

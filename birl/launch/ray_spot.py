@@ -138,8 +138,8 @@ class Spot:
         """How its process ended, for messages."""
         code = self.code or 0
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        said = f": {self.seen.last}" if self.seen is not None and self.seen.last else ""
-        return f"{self.role.name} {self.index} {how}{said}"
+        last = f": {self.seen.last}" if self.seen is not None and self.seen.last else ""
+        return f"{self.role.name} {self.index} {how}{last}"
 
 
 def summary(error: BaseException) -> str:

@@ -169,8 +169,8 @@ def submit(job: Job, keys: Keys, where: str = "skypilot") -> Handle:
 
 
 def status(handle: Handle) -> list[Status]:
-    said = external.run(("sky", "queue", handle.id))
-    words = {word for line in said.splitlines() for word in line.split()}
+    output = external.run(("sky", "queue", handle.id))
+    words = {word for line in output.splitlines() for word in line.split()}
     state = next((state for name, state in JOB_STATES.items() if name in words), "waiting")
     return [Status(role="job", index=0, state=state, where=handle.id)]
 
@@ -184,5 +184,5 @@ def logs(handle: Handle, role: str, follow: bool) -> Iterator[str]:
 
 def stop(handle: Handle) -> str:
     """The machines are given back even where the job cannot be reached any more."""
-    said = external.run_all(end(handle.id, handle.run), "`sky status` shows whether machines are left.")
-    return elsewhere.ended(said)
+    output = external.run_all(end(handle.id, handle.run), "`sky status` shows whether machines are left.")
+    return elsewhere.ended(output)

@@ -112,7 +112,7 @@ def combinations(job: Job, keys: Keys) -> list[Job]:
     return result
 
 
-def directives(job: Job, keys: Keys, found: Places, elements: int) -> list[str]:
+def directives(job: Job, keys: Keys, places: Places, elements: int) -> list[str]:
     """The #SBATCH lines. Raises `BirlError`."""
     if keys.time and keys.signal >= keys.time * 60:
         raise BirlError(
@@ -137,7 +137,7 @@ def directives(job: Job, keys: Keys, found: Places, elements: int) -> list[str]:
     return [
         *(f"--{name}={shlex.quote(value)}" for name, value in named.items() if value),
         "--requeue" if keys.requeue else "--no-requeue",
-        *options(job, found, keys.gres),
+        *options(job, places, keys.gres),
         *keys.extra,
     ]
 
@@ -224,14 +224,14 @@ def memory(role: Role, processes: int) -> list[str]:
     return [f"--mem={ceil(role.memory_gb * 1024) * processes}M"] if role.memory_gb else []
 
 
-def options(job: Job, found: Places, gres: str) -> list[str]:
+def options(job: Job, places: Places, gres: str) -> list[str]:
     """What the whole job needs."""
     return [
-        f"--nodes={found.nodes}",
-        f"--ntasks-per-node={found.most}",
+        f"--nodes={places.nodes}",
+        f"--ntasks-per-node={places.most}",
         f"--cpus-per-task={job.learner.cpus}",
-        *memory(job.learner, found.most),
-        *gpus(gres, found.gpus),
+        *memory(job.learner, places.most),
+        *gpus(gres, places.gpus),
     ]
 
 
@@ -248,7 +248,7 @@ def step(role: Role, nodes: int, tasks: int, each: int, gres: str) -> list[str]:
     ]
 
 
-def script(jobs: Sequence[Job], found: Places, directives: Sequence[str], keys: Keys) -> str:
+def script(jobs: Sequence[Job], places: Places, directives: Sequence[str], keys: Keys) -> str:
     """`jobs`: one, or those of an array, which differ in their words and run folders."""
     first = jobs[0]
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives), ""]
@@ -257,12 +257,12 @@ def script(jobs: Sequence[Job], found: Places, directives: Sequence[str], keys: 
         lines += [f"{number})", f"    run={shlex.quote(str(job.run.absolute()))}"]
         lines += [f"    {role.name}=({shlex.join(role.command)})" for role in job.roles]
         lines += ["    ;;"]
-    nodes = ceil(first.learner.count / found.ranks)
+    nodes = ceil(first.learner.count / places.ranks)
     values = {
         "ranks": str(first.learner.count),
         "learner_nodes": str(nodes),
-        "learner_step": f"({shlex.join(step(first.learner, nodes, first.learner.count, found.ranks, keys.gres))})",
-        "engine_nodes": f"({' '.join(map(str, found.engines))})",
+        "learner_step": f"({shlex.join(step(first.learner, nodes, first.learner.count, places.ranks, keys.gres))})",
+        "engine_nodes": f"({' '.join(map(str, places.engines))})",
         "engine_step": f"({shlex.join(step(first.engine, 1, 1, 1, keys.gres))})" if first.engine else "()",
         "restarts": str(keys.restarts),
         "signal": str(keys.signal),

@@ -140,13 +140,13 @@ def copy_files(source: Path, target: Path) -> None:
                 raise BirlError(f"{path} cannot be copied: {error.strerror or error}.") from error
 
 
-def check_names(path: Path, run: Path, model: nn.Module, found: set[str]) -> None:
+def check_names(path: Path, run: Path, model: nn.Module, stored: set[str]) -> None:
     """Tied weights are there once. Raises `BirlError`."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    absent = [min(alias) for alias in names.values() if not alias & found]
-    unexpected = found - {n for alias in names.values() for n in alias} - set(model.state_dict())
+    absent = [min(alias) for alias in names.values() if not alias & stored]
+    unexpected = stored - {n for alias in names.values() for n in alias} - set(model.state_dict())
     if unexpected or absent:
         raise BirlError(
             f"{path} does not fit {run}/model: missing {sorted(absent)[:5]}, unexpected {sorted(unexpected)[:5]}."
@@ -250,9 +250,9 @@ def alpha_of(path: Path) -> float:
     return checkpoint.read_tensors(path, "lora.")["alpha"].item()
 
 
-def merged_weights(base: nn.Module, found: dict[str, dict[str, Tensor]], alpha: float) -> dict[str, Tensor]:
+def merged_weights(base: nn.Module, adapters: dict[str, dict[str, Tensor]], alpha: float) -> dict[str, Tensor]:
     weights = {**base.state_dict()}
-    for name, parts in found.items():
+    for name, parts in adapters.items():
         a, b = parts["lora_A"], parts["lora_B"]
         weight = weights[f"{name}.weight"]
         weights[f"{name}.weight"] = merged(weight, a, b, parts.get("lora_magnitude"), alpha / len(a))

@@ -43,7 +43,7 @@ class Watch:
 
         return watched
 
-    def found(self, batches: Sequence[Batch], samples: Sequence[Sample], ranks: Ranks) -> dict[Key, Tensor]:
+    def compute(self, batches: Sequence[Batch], samples: Sequence[Sample], ranks: Ranks) -> dict[Key, Tensor]:
         """(every rank) [T, 2] for each sample: log-prob and entropy of its trained tokens."""
         each = ranks.each(range(len(batches)), lambda n: self.kept[n])
         return dict(zip(map(key, samples), by_sample(batches, each, len(samples)), strict=True))

@@ -84,9 +84,9 @@ def sketched(
     names = {id(t): n for n, t in targets.items()}
     missing = {names[id(t)] for t in targets.values()} - {names[id(targets[n])] for n in boxes} - without
     mismatched = {
-        (name, _extent(found), tuple(targets[name].shape))
-        for name, found in boxes.items()
-        if _extent(found) != tuple(targets[name].shape)
+        (name, _extent(pieces), tuple(targets[name].shape))
+        for name, pieces in boxes.items()
+        if _extent(pieces) != tuple(targets[name].shape)
     }
     ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
     report = {

@@ -121,11 +121,11 @@ def _own_seconds(m: Mapping[str, Any]) -> float:
 
 
 def _engine(
-    found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], engines: int, name: str
+    scenario: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], engines: int, name: str
 ) -> None:
     """time/generate = base x (decoding steps) + per_sequence x (tokens) + (prompt tokens) / prefill, each engine with
     its share of the tokens."""
-    engine, sources = found["engine"], found["sources"]
+    engine, sources = scenario["engine"], scenario["sources"]
     seconds = np.array([m["time/generate"] for m in steps])
     wanted = _work(steps, rolled, engine["max_batch"] * engines) / [1, engines, engines]
     # an answer of several turns takes more steps than is seen here
@@ -169,7 +169,7 @@ def _undisturbed(steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], max_
     return [m for m, slow in zip(steps, pace > 2 * np.median(pace), strict=True) if not slow]
 
 
-def _learner(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], name: str) -> None:
+def _learner(scenario: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], name: str) -> None:
     """time/train = constant + per_token x tokens/trained."""
     computed = [m for m in steps if m["tokens/trained"] > 0]
     if not computed:
@@ -181,17 +181,17 @@ def _learner(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping
         source = f"{name}, fit off by {error:.0%} on average"
     else:
         constant, each, source = 0.0, float(seconds.sum() / tokens.sum()), f"{name}, the constant part in it"
-    found["learner"] |= {"constant": constant, "per_token": each}
-    found["sources"] |= dict.fromkeys(("learner.constant", "learner.per_token"), source)
+    scenario["learner"] |= {"constant": constant, "per_token": each}
+    scenario["sources"] |= dict.fromkeys(("learner.constant", "learner.per_token"), source)
     samples = sum(rolled[m["step"]].samples for m in steps if m["step"] in rolled)
     trained = sum(m["tokens/trained"] for m in steps if m["step"] in rolled)
     if samples:
-        found["learner"]["trained"] = min(trained / samples, 1.0)
-        found["sources"]["learner.trained"] = name
+        scenario["learner"]["trained"] = min(trained / samples, 1.0)
+        scenario["sources"]["learner.trained"] = name
 
 
-def _episodes(found: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], config: Any) -> None:
-    episodes, sources = found["episodes"], found["sources"]
+def _episodes(scenario: dict[str, Any], steps: list[dict[str, Any]], rolled: Mapping[int, Rolled], config: Any) -> None:
+    episodes, sources = scenario["episodes"], scenario["sources"]
     if rolled:
         episodes["tokens"] = [group for its in rolled.values() for group in its.groups.values() if group]
         episodes["prompt"] = float(np.mean([n for its in rolled.values() for n in its.prompts]))
@@ -244,10 +244,10 @@ def _rolled(path: Path, steps: set[int]) -> dict[int, Rolled]:
     return {step: its for step, its in result.items() if any(its.groups.values())}
 
 
-def _add(record: dict[str, Any], found: dict[int, Rolled], steps: set[int]) -> None:
+def _add(record: dict[str, Any], rolled: dict[int, Rolled], steps: set[int]) -> None:
     if record.get("step") not in steps or not record.get("samples"):
         return
-    its = found.setdefault(record["step"], Rolled())
+    its = rolled.setdefault(record["step"], Rolled())
     if record["group"] not in its.groups:
         its.prompts.append(record["samples"][0]["mask"].index(1) if 1 in record["samples"][0]["mask"] else 0)
     turns = 0

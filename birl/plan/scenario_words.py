@@ -128,14 +128,14 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _numbers(key: str, found: Any) -> None:
-    flat = list(_flat(found))
+def _numbers(key: str, value: Any) -> None:
+    flat = list(_flat(value))
     if any(not math.isfinite(x) or x < 0 for x in flat):
         raise BirlError(f"{key}: must not be negative, nor infinite.")
     if key in POSITIVE and any(x == 0 for x in flat):
         raise BirlError(f"{key}: must be above 0.")
-    if key in ("episodes.turns", "episodes.wait", "episodes.reward") and found[0] > found[1]:
-        raise BirlError(f"{key}={list(found)}: the least is above the most.")
+    if key in ("episodes.turns", "episodes.wait", "episodes.reward") and value[0] > value[1]:
+        raise BirlError(f"{key}={list(value)}: the least is above the most.")
 
 
 def _flat(value: Any) -> Iterator[float]:

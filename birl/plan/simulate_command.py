@@ -137,14 +137,14 @@ def _waits(row: Row) -> str:
     return ", ".join(waiting) or "none"
 
 
-def _verdict(found: Row, rows: list[Row]) -> str:
-    what = "shared" if found.shared else f"{found.engines:,} engines + {found.learners:,} learners"
-    text = f"Fastest: {what}, max_staleness {found.max_staleness}: {found.seconds_per_step:.4g} s a step"
+def _verdict(row: Row, rows: list[Row]) -> str:
+    what = "shared" if row.shared else f"{row.engines:,} engines + {row.learners:,} learners"
+    text = f"Fastest: {what}, max_staleness {row.max_staleness}: {row.seconds_per_step:.4g} s a step"
     turns = [r for r in rows if r.max_staleness == 0]
-    if found.max_staleness and turns:
+    if row.max_staleness and turns:
         other = best_of(turns)
         where = "on shared GPUs" if other.shared else f"with {other.engines:,} engines"
-        text += f", {other.seconds_per_step / found.seconds_per_step:.2f} times as fast as synchronous {where}"
+        text += f", {other.seconds_per_step / row.seconds_per_step:.2f} times as fast as synchronous {where}"
     return text + "."
 
 

@@ -19,7 +19,7 @@ Points = list[tuple[int, float]]  # (step, value), in the order of the steps
 class Finding:
     """One figure of a run beside its band.
 
-    Example: Finding(stage="rl", metric="reward/mean", steps="1 to 8", low=0.1, high=0.3, found=0.22)
+    Example: Finding(stage="rl", metric="reward/mean", steps="1 to 8", low=0.1, high=0.3, measured=0.22)
     """
 
     stage: str
@@ -27,12 +27,12 @@ class Finding:
     steps: str
     low: float
     high: float
-    found: float
+    measured: float
     """NaN where the run has no such figure."""
 
     @property
     def within(self) -> bool:
-        return isfinite(self.found) and self.low <= self.found <= self.high
+        return isfinite(self.measured) and self.low <= self.measured <= self.high
 
 
 def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]:
@@ -56,10 +56,10 @@ def compare(expected: Expectation, measured: Points, seed: int) -> list[Finding]
     return findings
 
 
-def _finding(expected: Expectation, steps: str, before: Sequence[float], found: float) -> Finding:
+def _finding(expected: Expectation, steps: str, before: Sequence[float], measured: float) -> Finding:
     slack = expected.tolerance + 1e-9  # of adding up decimals
     low, high = min(before) - slack, max(before) + slack
-    return Finding(stage=expected.stage, metric=expected.metric, steps=steps, low=low, high=high, found=found)
+    return Finding(stage=expected.stage, metric=expected.metric, steps=steps, low=low, high=high, measured=measured)
 
 
 def _own_or_all(by_seed: Mapping[int, T], seed: int) -> list[T]:

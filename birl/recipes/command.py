@@ -124,24 +124,24 @@ def _figures(expected: Expectation) -> str:
     return f"{expected.metric}{at} {low:.3f}{f' to {high:.3f}' * (high > low)} {those}"
 
 
-def _compared(attempt: Attempt, found: list[Finding]) -> Iterator[str]:
+def _compared(attempt: Attempt, findings: list[Finding]) -> Iterator[str]:
     recipe = attempt.recipe
     yield ""
-    if not found:
+    if not findings:
         yield f"{recipe.name}, seed {attempt.seed}: no band to compare with, as it never ran before ({recipe.not_run})."
         yield f"  its figures are in {attempt.folder}"
         return
     heads = ("stage", "metric", "step", "band", "found", "")
-    rows = [(f.stage, f.metric, f.steps, f"{f.low:.3f} to {f.high:.3f}", *_verdict(f)) for f in found]
+    rows = [(f.stage, f.metric, f.steps, f"{f.low:.3f} to {f.high:.3f}", *_verdict(f)) for f in findings]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     for row in [heads, *rows]:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-    wrong = sum(not finding.within for finding in found)
+    wrong = sum(not finding.within for finding in findings)
     changed = f" (changed by {' '.join(attempt.words)})" if attempt.words else ""
-    verdict = f"OUTSIDE the band: {wrong} of {len(found)} figures" if wrong else "within the band"
+    verdict = f"OUTSIDE the band: {wrong} of {len(findings)} figures" if wrong else "within the band"
     yield f"\n{recipe.name}, seed {attempt.seed}{changed}: {verdict}"
 
 
 def _verdict(finding: Finding) -> tuple[str, str]:
-    missing = finding.found != finding.found
-    return "none" if missing else f"{finding.found:.3f}", "within" if finding.within else "OUTSIDE"
+    missing = finding.measured != finding.measured
+    return "none" if missing else f"{finding.measured:.3f}", "within" if finding.within else "OUTSIDE"

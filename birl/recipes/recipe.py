@@ -201,13 +201,13 @@ class _Reader:
             window=window,
         )
 
-    def values(self, found: Any, where: str) -> dict[int, float]:
-        if found is None:
+    def values(self, table: Any, where: str) -> dict[int, float]:
+        if table is None:
             return {}
-        if not (isinstance(found, dict) and found and all(type(s) is int and _is_number(v) for s, v in found.items())):
-            self.wrong.append(f"{where}values: must be numbers by seed, as in {{0: 0.9, 1: 0.92}}, not {found!r}")
+        if not (isinstance(table, dict) and table and all(type(s) is int and _is_number(v) for s, v in table.items())):
+            self.wrong.append(f"{where}values: must be numbers by seed, as in {{0: 0.9, 1: 0.92}}, not {table!r}")
             return {}
-        return {seed: float(value) for seed, value in found.items()}
+        return {seed: float(value) for seed, value in table.items()}
 
     def curves(self, pattern: Any, where: str) -> dict[int, Path]:
         """The files that there are, by the number that stands for {seed}."""

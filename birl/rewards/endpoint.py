@@ -31,14 +31,14 @@ def _talk(prompt: Any, completion: str) -> list[dict[str, str]]:
     return [*asked, {"role": "assistant", "content": completion}]
 
 
-def _score(found: Any) -> float:
+def _score(reply: Any) -> float:
     try:
-        value = found["data"][0]["data"]
+        value = reply["data"][0]["data"]
         while isinstance(value, list):
             value = value[-1]
         score = float(value)
     except (KeyError, IndexError, TypeError, ValueError):
         score = math.nan
     if not math.isfinite(score):
-        raise ValueError(f"gave no score: {json.dumps(found)[:200]}")
+        raise ValueError(f"gave no score: {json.dumps(reply)[:200]}")
     return score

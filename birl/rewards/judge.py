@@ -65,7 +65,7 @@ async def judge(
         for words in asked
     }
     files = {words: kept(place, body) for words, body in bodies.items()}
-    known = {words: found for words, file in files.items() if cache and (found := recall(file)) is not None}
+    known = {words: old for words, file in files.items() if cache and (old := recall(file)) is not None}
     new = [words for words in bodies if words not in known]
     replies = await ask_all(place, [bodies[w] for w in new], reply_text, concurrency=concurrency, timeout=timeout)
     scores: dict[str, float | NoAnswer] = {words: score(reply) for words, reply in known.items()}
@@ -82,7 +82,7 @@ async def judge(
 
 def question(template: str, parts: Mapping[str, str]) -> str:
     """In one pass: what an answer says in braces stays as it is."""
-    return PLACES.sub(lambda found: parts[found[1]], template)
+    return PLACES.sub(lambda match: parts[match[1]], template)
 
 
 def text(prompt: Any) -> str:
@@ -91,16 +91,16 @@ def text(prompt: Any) -> str:
     return "\n".join(m["content"] if m["role"] == "user" else f"({m['role']}) {m['content']}" for m in prompt)
 
 
-def reply_text(found: Any) -> str:
+def reply_text(reply: Any) -> str:
     """What the judge says. Raises `ValueError`."""
     try:
-        choice = found["choices"][0]
+        choice = reply["choices"][0]
         words = choice["message"]["content"]
         cut = choice.get("finish_reason") == "length"
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise ValueError(f"gave no chat completion: {json.dumps(found)[:200]}") from None
+        raise ValueError(f"gave no chat completion: {json.dumps(reply)[:200]}") from None
     if not isinstance(words, str):
-        raise ValueError(f"the judge's reply is empty: {json.dumps(found)[:200]}")
+        raise ValueError(f"the judge's reply is empty: {json.dumps(reply)[:200]}")
     if cut:
         raise ValueError(f"the judge was cut after reward.judge_tokens, at {words[-80:]!r}")
     return words

@@ -128,10 +128,10 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _equal(want: list[Any], found: list[Any]) -> bool:
-    if not found or not _computed(want, found):
+def _equal(want: list[Any], answers: list[Any]) -> bool:
+    if not answers or not _computed(want, answers):
         return False
-    return want[0] == found[0] if _open(found[0]) else verify(want, found, timeout_seconds=None)
+    return want[0] == answers[0] if _open(answers[0]) else verify(want, answers, timeout_seconds=None)
 
 
 def _open(expression: Any) -> bool:
@@ -196,13 +196,13 @@ def _parse(text: str, *how: Any) -> list[Any]:
     return parse(text, *how, parsing_timeout=None)  # type: ignore[arg-type]
 
 
-def _computed(want: list[Any], found: list[Any]) -> bool:
+def _computed(want: list[Any], answers: list[Any]) -> bool:
     """Whether an answer to a numeric question is a number, and not a sum that still has to be done."""
-    asked, stated = _number(want[0]), _number(found[0])
+    asked, stated = _number(want[0]), _number(answers[0])
     if asked is None or stated is None:
         return asked is None
     # the text counts as well: of \frac{14}{2}, sympy has already done the division
-    numerals = len(NUMERAL.findall(BASE.sub("", str(found[-1]).rpartition("=")[2])))
+    numerals = len(NUMERAL.findall(BASE.sub("", str(answers[-1]).rpartition("=")[2])))
     return numerals <= 1 or asked != int(asked)
 
 

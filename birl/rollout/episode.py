@@ -107,16 +107,16 @@ async def _play(env: Env, session: Session, played: Played) -> None:
         conversation = following(conversation, reply, feedback.messages) if feedback.prompt is None else feedback.prompt
 
 
-def _checked(found: Any) -> Feedback:
+def _checked(feedback: Any) -> Feedback:
     """What `step` returned. Raises `BirlError`."""
-    if not isinstance(found, Feedback):
-        raise BirlError(f"step returned {found!r:.100}; it must return a birl.types.Feedback.")
-    if isinstance(found.messages, str) or not all(isinstance(m, Message) for m in found.messages):
+    if not isinstance(feedback, Feedback):
+        raise BirlError(f"step returned {feedback!r:.100}; it must return a birl.types.Feedback.")
+    if isinstance(feedback.messages, str) or not all(isinstance(m, Message) for m in feedback.messages):
         raise BirlError(
-            f"Feedback(messages={found.messages!r:.100}): must be birl.types.Message, as in "
+            f"Feedback(messages={feedback.messages!r:.100}): must be birl.types.Message, as in "
             'messages=(Message(role="user", content="Again."),).'
         )
-    return found
+    return feedback
 
 
 def _number(value: Any, what: str) -> float:

@@ -110,8 +110,8 @@ class Rollout:
         if not judged:
             return result
         with waiting(f"group {task.id}", "rewards", "reward workers"):
-            found = await self.score(task, replies)
-        for i, scored in zip(judged, found, strict=True):
+            scores = await self.score(task, replies)
+        for i, scored in zip(judged, scores, strict=True):
             before = trajectories[i]
             good = scored.outcome is Outcome.OK
             result[i] = replace(

@@ -113,8 +113,8 @@ class Solution:
         return {}
 
     def packed(self, value: Any) -> Any:
-        def keep(found: Any) -> Any:
-            self.objects.append(found)
+        def keep(item: Any) -> Any:
+            self.objects.append(item)
             return {"t": "object", "v": len(self.objects) - 1}
 
         return pack(value, keep)
@@ -215,12 +215,12 @@ class Link:
         return reply
 
     def packed(self, value: Any) -> Any:
-        def keep(found: Any) -> Any:
-            if type(found) is Remote:
-                return {"t": "object", "v": found._number}
-            if not callable(found):
-                raise TypeError(f"a test cannot hand a {type(found).__name__} to the solution")
-            self.functions.append(found)
+        def keep(item: Any) -> Any:
+            if type(item) is Remote:
+                return {"t": "object", "v": item._number}
+            if not callable(item):
+                raise TypeError(f"a test cannot hand a {type(item).__name__} to the solution")
+            self.functions.append(item)
             return {"t": "function", "v": len(self.functions) - 1}
 
         return pack(value, keep)

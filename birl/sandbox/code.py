@@ -77,7 +77,7 @@ def last_block(text: str) -> str:
 
     Example: last_block("So:\\n```python\\nprint(7)\\n```") == "print(7)\\n"
     """
-    blocks = [(found[2].lower(), found[3]) for found in BLOCK.finditer(text)]
+    blocks = [(match[2].lower(), match[3]) for match in BLOCK.finditer(text)]
     for wanted in (PYTHON, ("",)):
         result = [content for language, content in blocks if language in wanted]
         if result:
@@ -212,14 +212,14 @@ def _failure_of_output(result: Result, case: Case) -> str:
 def _failure_of_job(result: Result, case: Case, nonce: str) -> str:
     """Empty where the checker itself says so: its message has the nonce, which the solution never sees."""
     try:
-        found = json.loads(result.stdout[:LONGEST])
+        verdict = json.loads(result.stdout[:LONGEST])
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not secrets.compare_digest(str(found.get("nonce")).encode(), nonce.encode()):
+        verdict = None
+    if not isinstance(verdict, dict) or not secrets.compare_digest(str(verdict.get("nonce")).encode(), nonce.encode()):
         return "the test did not come to its end"
-    if "unfit" in found:
-        raise BirlError(f"the test {case.snippet[:100]!r} is unfit: {found['unfit']}.")
-    return "" if found.get("passed") is True else str(found.get("detail") or "did not pass")
+    if "unfit" in verdict:
+        raise BirlError(f"the test {case.snippet[:100]!r} is unfit: {verdict['unfit']}.")
+    return "" if verdict.get("passed") is True else str(verdict.get("detail") or "did not pass")
 
 
 def _no_object(value: Any) -> Any:

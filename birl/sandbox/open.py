@@ -109,13 +109,13 @@ def _seen(result: Result, kind: str) -> str:
         errors = result.stderr.decode(errors="replace").strip().splitlines()[-1:]
         return result.detail or f"the trial run ended with exit code {result.exit_code}: {' '.join(errors)}"
     try:
-        found: dict[str, Any] = json.loads(result.stdout)
+        report: dict[str, Any] = json.loads(result.stdout)
     except ValueError:
         return "the trial run printed something else than it should"
-    if found.get("answer") != 42:
+    if report.get("answer") != 42:
         return "the trial run computed something else than it should"
-    if found["worked"] and kind != "process":
-        return f"a program in it could {', '.join(found['worked'])}"
+    if report["worked"] and kind != "process":
+        return f"a program in it could {', '.join(report['worked'])}"
     return ""
 
 

@@ -154,7 +154,7 @@ class Watch:
                     break
 
     def told(self) -> dict[str, Any]:
-        out, err = (base64.b64encode(bytes(found)).decode() for found in self.pipes.values())
+        out, err = (base64.b64encode(bytes(data)).decode() for data in self.pipes.values())
         status = self.status if self.status is not None else signal.SIGKILL
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number and not self.ending:

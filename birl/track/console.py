@@ -262,7 +262,7 @@ class NotebookView:
     def content(self) -> dict[str, str]:
         """By type, as Jupyter takes it. Everything that a run says is text, never markup."""
         with self._lock:
-            said = list(self._said)
+            messages = list(self._said)
         console = Console(
             file=io.StringIO(), record=True, width=WIDTH, height=24, force_terminal=True, color_system="truecolor",
             force_jupyter=False, legacy_windows=False,
@@ -270,9 +270,9 @@ class NotebookView:
         console.print(ProgressPanel(self.progress))
         page = console.export_html(inline_styles=True, code_format="{code}").rstrip()
         style = "font-family:monospace;line-height:1.2;white-space:pre;overflow-x:auto"
-        more = html.escape("\n".join(said))
+        more = html.escape("\n".join(messages))
         head = step_line(self.progress) if self.progress.step else visible(self.progress.title)
         return {
             "text/html": f'<pre style="{style}">{page}\n{more}</pre>',
-            "text/plain": "\n".join([f"birl: {head}", *said]),
+            "text/plain": "\n".join([f"birl: {head}", *messages]),
         }

@@ -177,13 +177,13 @@ def ordered(names: Iterable[str]) -> list[Figure]:
     sections = [*_TABLE, OTHER]
     sections.insert(1, SOURCES)
 
-    def place(found: Figure) -> tuple[int, int, str]:
-        row, _ = _row(found.name)
-        return sections.index(found.section), _PLACES[row.name] if row else 0, found.name
+    def place(one: Figure) -> tuple[int, int, str]:
+        row, _ = _row(one.name)
+        return sections.index(one.section), _PLACES[row.name] if row else 0, one.name
 
     return sorted(map(figure, dict.fromkeys(names)), key=place)
 
 
 def described(names: Iterable[str]) -> list[dict[str, str]]:
     """`ordered`, for JSON."""
-    return [{**asdict(found), "heading": found.heading} for found in ordered(names)]
+    return [{**asdict(one), "heading": one.heading} for one in ordered(names)]

@@ -34,7 +34,7 @@ def limit(shares: Shares | None, config: Mapping[str, Any]) -> Limit:
     most, share = next(iter(shares.learner.items()))
     return Limit(
         side="unknown",
-        sentence=f"No clear limit: no part waits for long; most of the learner's time is {said(most)} ({share:.0%}).",
+        sentence=f"No clear limit: no part waits for long; most of the learner's time is {phrase(most)} ({share:.0%}).",
     )
 
 
@@ -174,6 +174,6 @@ SAID = {
 }
 
 
-def said(name: str) -> str:
+def phrase(name: str) -> str:
     """A span's name as words. Example: said("wait:environment") == "waiting for environment" """
     return SAID.get(name) or (f"waiting for {name[5:]}" if name.startswith("wait:") else name)

@@ -46,31 +46,31 @@ def report(run: Path) -> str:
     return charts.page(title, "".join(body))
 
 
-def _head(run: Path, title: str, found: Mapping[str, Any]) -> str:
-    cards = [_fact(*card) for card in _fact_cards(found)]
+def _head(run: Path, title: str, facts: Mapping[str, Any]) -> str:
+    cards = [_fact(*card) for card in _fact_cards(facts)]
     state = "not finished"
-    if "ended" in found:
-        verb = "finished" if found.get("finished") else "stopped"
-        state = f"{verb} {escape(found['ended'])[:16].replace('T', ' ')} UTC"
-    idle = f"<p><b>Warning:</b> {idle_words(found['idle'], found['steps'])}.</p>" if found.get("idle") else ""
+    if "ended" in facts:
+        verb = "finished" if facts.get("finished") else "stopped"
+        state = f"{verb} {escape(facts['ended'])[:16].replace('T', ' ')} UTC"
+    idle = f"<p><b>Warning:</b> {idle_words(facts['idle'], facts['steps'])}.</p>" if facts.get("idle") else ""
     return (
         f'<h1>{escape(title)}</h1><p class="muted">{escape(run)} · {state}</p>{idle}'
         f'<div class="facts">{"".join(cards)}</div>'
     )
 
 
-def _fact_cards(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
-    if v := found.get("validation"):
+def _fact_cards(facts: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+    if v := facts.get("validation"):
         label = "validation" if rises(v["name"]) else f"held-out {v['name']}"
         note = f"{label}, step {v['first_step']} → {v['last_step']} ({change(v)})"
         yield decimal(v["first"]), decimal(v["last"]), note
-    name = found.get("headline", "loss")
-    if curve := found.get(name):
+    name = facts.get("headline", "loss")
+    if curve := facts.get(name):
         label = "training reward" if name == "reward/mean" else "training loss"
         yield decimal(curve["first"]), decimal(curve["last"]), f"{label}, first → last step"
-    yield "", duration(found["seconds"]) if "seconds" in found else "?", f"for {counted(found.get('steps', 0), 'step')}"
-    if "generated" in found:
-        yield "", count(found["generated"]), f"tokens generated, {trained_on(found)}"
+    yield "", duration(facts["seconds"]) if "seconds" in facts else "?", f"for {counted(facts.get('steps', 0), 'step')}"
+    if "generated" in facts:
+        yield "", count(facts["generated"]), f"tokens generated, {trained_on(facts)}"
 
 
 def _fact(before: str, value: str, note: str) -> str:
@@ -147,9 +147,9 @@ def _side_by_side(pair: Pair) -> str:
 
 
 def _side(when: str, text: str, score: float, threshold: float) -> str:
-    said = f'<div class="judged">{when}: {told(score, threshold)}</div>'
+    score_line = f'<div class="judged">{when}: {told(score, threshold)}</div>'
     kind = verdict(score, threshold) or "unscored"
-    return f'<div class="side {kind}">{said}<div class="text">{escape(text)}</div></div>'
+    return f'<div class="side {kind}">{score_line}<div class="text">{escape(text)}</div></div>'
 
 
 def _counts(steps: Records) -> str:

@@ -140,39 +140,39 @@ def facts(run: Path) -> dict[str, Any]:
     return result
 
 
-def figures(found: Mapping[str, Any]) -> dict[str, float]:
+def figures(facts: Mapping[str, Any]) -> dict[str, float]:
     """The facts as trackers keep them, one number each: {"steps": 30.0, "validation/best": 0.74, ...}."""
     flat: dict[str, float] = {}
     for key in ("headline", "validation", "steps", "seconds", "generated", "trained", "learned"):
-        name = found.get("headline", "") if key == "headline" else key
-        value = found.get(name)
+        name = facts.get("headline", "") if key == "headline" else key
+        value = facts.get(name)
         parts = value if isinstance(value, Mapping) else {"": value}
         flat |= {f"{name}/{part}".rstrip("/"): float(v) for part, v in parts.items() if isinstance(v, (int, float))}
     return flat
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Label and words for each fact."""
-    if v := found.get("validation"):
+    if v := facts.get("validation"):
         label = "validation" if rises(v["name"]) else f"held-out {v['name']}"
         best = f"({change(v)}, best {decimal(v['best'])})"
         yield label, f"{decimal(v['first'])} before  ->  {decimal(v['last'])} after  {best}"
-    name = found.get("headline", "loss")
-    if curve := found.get(name):
+    name = facts.get("headline", "loss")
+    if curve := facts.get(name):
         label = "reward" if name == "reward/mean" else name
         yield label, f"{decimal(curve['first'])} first step  ->  {decimal(curve['last'])} last step"
-    if "idle" in found:
-        yield "warning", idle_words(found["idle"], found["steps"])
-    if "seconds" in found:
-        yield "time", f"{duration(found['seconds'])} for {counted(found['steps'], 'step')}"
-    if "generated" in found:
-        yield "tokens", f"{count(found['generated'])} generated, {trained_on(found)}"
+    if "idle" in facts:
+        yield "warning", idle_words(facts["idle"], facts["steps"])
+    if "seconds" in facts:
+        yield "time", f"{duration(facts['seconds'])} for {counted(facts['steps'], 'step')}"
+    if "generated" in facts:
+        yield "tokens", f"{count(facts['generated'])} generated, {trained_on(facts)}"
 
 
-def trained_on(found: Mapping[str, Any]) -> str:
+def trained_on(facts: Mapping[str, Any]) -> str:
     """Prompts are computed with each answer, and nothing is learned from them: both figures are shown."""
-    trained = f"{count(found.get('trained', 0))} trained on"
-    return f"{trained}: {count(found['learned'])} of answers, the rest prompts" if "learned" in found else trained
+    trained = f"{count(facts.get('trained', 0))} trained on"
+    return f"{trained}: {count(facts['learned'])} of answers, the rest prompts" if "learned" in facts else trained
 
 
 def change(validation: Mapping[str, Any]) -> str:
@@ -207,20 +207,20 @@ def tally(all_pairs: list[Pair]) -> str:
 
 
 def closing(
-    run: Path, shown_as: Path, title: str, found: Mapping[str, Any], report: Path | None, ascii_only: bool
+    run: Path, shown_as: Path, title: str, facts: Mapping[str, Any], report: Path | None, ascii_only: bool
 ) -> Iterator[RenderableType]:
     """The end of a run as the terminal shows it."""
-    how = "done" if found.get("finished", True) else f"stopped after step {found.get('step', 0)}"
+    how = "done" if facts.get("finished", True) else f"stopped after step {facts.get('step', 0)}"
     yield Text(f"\n{visible(title)}: {how}", style="bold")
     grid = Table.grid(padding=(0, 2))
-    for label, words in [*lines(found), ("run folder", str(shown_as)), *([("report", str(report))] if report else [])]:
+    for label, words in [*lines(facts), ("run folder", str(shown_as)), *([("report", str(report))] if report else [])]:
         grid.add_row(Text("  " + label, style="bright_black"), Text(words, overflow="fold"))
     yield grid
     all_pairs = pairs(stored(run / "validation.jsonl"))
     if all_pairs:
         yield Text(f"\n{tally(all_pairs)}; for example")
         yield _side_by_side(shown(all_pairs, 3), ascii_only)
-    commands = [str(command) for command in found.get("next") or []]
+    commands = [str(command) for command in facts.get("next") or []]
     if commands:
         yield Text("\nnext", style="bold")
         yield Text("\n".join("  " + visible(command) for command in commands))

@@ -7,7 +7,7 @@ from textwrap import wrap
 from birl.errors import BirlError
 from birl.flags import Flag, taken
 from birl.regular import check_target, writing
-from birl.track.limit import limit, said
+from birl.track.limit import limit, phrase
 from birl.track.runs import config
 from birl.track.shares import Shares, shares_of
 from birl.track.timeline import Timeline, joined, steps_of
@@ -71,7 +71,8 @@ def table(shares: Shares) -> Iterator[str]:
     for process, its in blocks.items():
         rows = [(name, share) for name, share in its.items() if share >= SMALL]
         for i, (name, share) in enumerate(rows):
-            yield f"{visible(process) if i == 0 else '':<32}{share:>6.1%}  {bar(share)}  {visible(said(name))}".rstrip()
+            label, words = visible(process) if i == 0 else "", visible(phrase(name))
+            yield f"{label:<32}{share:>6.1%}  {bar(share)}  {words}".rstrip()
 
 
 def bar(share: float, width: int = 20) -> str:

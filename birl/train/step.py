@@ -132,7 +132,7 @@ class RLWorker(Worker):
             watched = losses if watch is None else watch.over(losses)
             self.learner.learn(list(zip(batches, watched, strict=True)), stats)
             if watch is not None:
-                self.seen = watch.found(batches, [s for s, _ in useful], self.learner.ranks) | self.seen
+                self.seen = watch.compute(batches, [s for s, _ in useful], self.learner.ranks) | self.seen
             if stats.updates == 0:
                 self.compare(everything, sum(len(b.tokens) for b in batches), stats)
             stats.grad_norm = self.learner.optim_step(self.rate)

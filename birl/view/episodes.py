@@ -209,13 +209,13 @@ class Episodes:
             flags.key(text),
         )
 
-    def _append(self, found: list[tuple[Any, ...]]) -> None:
-        new = self.count + len(found)
+    def _append(self, new_rows: list[tuple[Any, ...]]) -> None:
+        new = self.count + len(new_rows)
         if new > len(self._rows):
             rows = np.zeros(max(new, 2 * len(self._rows)), ROW)
             rows[: self.count] = self.rows
             self._rows = rows
-        self._rows[self.count : new] = np.array(found, ROW)
+        self._rows[self.count : new] = np.array(new_rows, ROW)
         self.count = new
 
     def _compare(self, first: int) -> None:

@@ -100,9 +100,9 @@ def format_gaming(text: str) -> str:
             if len(different) > 1:
                 reasons.append(f"{len(different)} different {name}")
     if "nswer is" in text:
-        said = set(_SAID.findall(text))
-        if len(said) >= 4:
-            reasons.append(f"{len(said)} different values behind “answer is”")
+        statements = set(_SAID.findall(text))
+        if len(statements) >= 4:
+            reasons.append(f"{len(statements)} different values behind “answer is”")
     return "; ".join(reasons)
 
 

@@ -63,7 +63,7 @@ def _curves(histories: list[History], query: QueryParams) -> dict[str, Any]:
         return {**answer, "unchanged": True}
     kind, wanted = _axis(query), query.getlist("metric")
     width = int(min(max(_number(query, "width", 600), WIDTH[0]), WIDTH[1]))
-    spans = [found for history in histories if (found := _locked(history, History.span, kind))]
+    spans = [span for history in histories if (span := _locked(history, History.span, kind))]
     whole = (min(r[0] for r in spans), max(r[1] for r in spans)) if spans else (0.0, 1.0)
     low, high = _number(query, "from", whole[0]), _number(query, "to", whole[1])
     result = {}

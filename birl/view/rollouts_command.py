@@ -107,6 +107,6 @@ def _export(search: "Search", target: Path, limit: int | None) -> int:
     return 0
 
 
-def _write(file: BinaryIO, found: Iterator[bytes]) -> None:
-    for line in found:
+def _write(file: BinaryIO, lines: Iterator[bytes]) -> None:
+    for line in lines:
         file.write(line)

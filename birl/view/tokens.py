@@ -111,13 +111,13 @@ def _alone(data: Sequence[bytes]) -> Iterator[bool]:
             yield False
 
 
-def _split(data: Sequence[bytes], found: list[Shown]) -> None:
+def _split(data: Sequence[bytes], shown: list[Shown]) -> None:
     """Fill in the tokens with parts of characters, run by run."""
-    for is_part, run in groupby(range(len(data)), lambda n: found[n] == []):
+    for is_part, run in groupby(range(len(data)), lambda n: shown[n] == []):
         if is_part:
             tokens = list(run)
             for n, pieces in zip(tokens, _pieces([data[n] for n in tokens]), strict=True):
-                found[n] = pieces
+                shown[n] = pieces
 
 
 def _pieces(data: Sequence[bytes]) -> list[list[Any]]:

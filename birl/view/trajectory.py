@@ -140,11 +140,11 @@ def blocks(tokens: Sequence[int], mask: Sequence[bool], vocabulary: Vocabulary) 
     for n, start in enumerate(order):
         end = order[n + 1] if n + 1 < len(order) else len(tokens)
         role, body = starts[start]
-        said = "".join(data[body:end])
-        if role == "user" and any(mark in said[:80] for mark in TOOL_ANSWER):
+        words = "".join(data[body:end])
+        if role == "user" and any(mark in words[:80] for mark in TOOL_ANSWER):
             role = "tool"
         model = any(mask[start:end])
-        made = called(said) if role == "assistant" else ()
+        made = called(words) if role == "assistant" else ()
         yield {
             "role": role,
             "model": model,
@@ -176,10 +176,10 @@ def _headers(data: Sequence[str], start: int, end: int) -> dict[int, tuple[str, 
 
 def called(text: str) -> tuple[ToolCall, ...]:
     """Tool calls in a text, in the first of the known formats that it has."""
-    said = flags.plain(text)
+    words = flags.plain(text)
     for mark, read in READERS:
-        if mark in said:
-            return read(said, ())[1]
+        if mark in words:
+            return read(words, ())[1]
     return ()
 
 

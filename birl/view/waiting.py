@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from birl.errors import BirlError
-from birl.track.limit import limit, said
+from birl.track.limit import limit, phrase
 from birl.track.shares import Shares, shares_of
 from birl.track.timeline import Timeline, joined
 from birl.view.answer import Answer
@@ -64,7 +64,7 @@ def shown(run: Run, traced: _Traced) -> dict[str, Any]:
         "spans": len(timeline),
         "limit": limit(shares, run.config).sentence,
         "shares": None if shares is None else asdict(shares),
-        "words": {name: said(name) for its in _tables(shares) for name in its},
+        "words": {name: phrase(name) for its in _tables(shares) for name in its},
         "broken": timeline.broken[:5],
     }
 

@@ -100,8 +100,8 @@ class Canary:
                 f"a token apart, {self.why(most)} is allowed. It uses a stale copy, leaves an adapter out, or its "
                 "kernels compute something else.",
             )
-        pairs = [pair for found in drawn for pair in found or ()]
-        if not any(found is None or found for found in drawn):
+        pairs = [pair for pairs_of_one in drawn for pair in pairs_of_one or ()]
+        if not any(pairs_of_one is None or pairs_of_one for pairs_of_one in drawn):
             raise WeightsFailed("numbers", f"{name} samples no tokens, though it may not stop before {DRAWN}.")
         own, most = _mean(pairs), self.allowed(len(pairs))
         if not own <= most:

@@ -91,7 +91,7 @@ def test_a_name_is_waited_for(
     config = schema.Engine(kind="birl", attach=["birl-launch/test"], count=3, start_timeout=0.5)
     began = time.monotonic()
     with pytest.raises(BirlError, match=r"no server has that name now, .* engine\.start_timeout=0\.5 s"):
-        asyncio.run(attached.found(config, wanted, ""))
+        asyncio.run(attached.look_up(config, wanted, ""))
     assert 0.5 <= time.monotonic() - began < 50 and "waiting for 3 servers" in capsys.readouterr().out
 
 

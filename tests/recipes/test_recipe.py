@@ -101,10 +101,10 @@ def test_the_step_chooses_the_point() -> None:
     points = [(0, 0.1), (4, 0.9), (8, 0.5), (9, float("nan"))]
     for step, found in (("first", 0.1), ("last", 0.5), ("best", 0.9), ("4", 0.9)):
         (finding,) = compare(expected(values={0: 0.5}, step=step), points, 0)
-        assert finding.found == found
+        assert finding.measured == found
     for step, nothing in (("5", points), ("last", []), ("best", [(0, float("nan"))])):
         (finding,) = compare(expected(values={0: 0.5}, step=step), nothing, 0)
-        assert not finding.within and finding.found != finding.found
+        assert not finding.within and finding.measured != finding.measured
 
 
 def test_curves_are_compared_by_windows(tmp_path: Path) -> None:

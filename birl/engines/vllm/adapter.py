@@ -188,7 +188,7 @@ class VLLM(Adapter):
         """Let vLLM's workers read the folder and compare it, while they sample. Nothing is changed."""
         try:
             if not self.hash:
-                shared = set.intersection(*(set(found) for found in await self.workers("birl_hashes")))
+                shared = set.intersection(*(set(reply) for reply in await self.workers("birl_hashes")))
                 self.hash = "xxh3_128" if "xxh3_128" in shared else "sha256"
             digests = dict(update.digests)
             if self.hash != "xxh3_128" and digests:
@@ -196,7 +196,7 @@ class VLLM(Adapter):
             where = {"folder": str(Path(update.folder).absolute()), "hash": self.hash, "digests": digests}
             await self.workers("birl_stage", **where)
             deadline = time.monotonic() + self.peer.timeout
-            while not all(found["done"] for found in await self.workers("birl_staged")):
+            while not all(reply["done"] for reply in await self.workers("birl_staged")):
                 if time.monotonic() > deadline:
                     raise EngineDown(f"its workers did not read the folder within {self.peer.timeout:.0f} s")
                 await asyncio.sleep(0.02)
@@ -208,7 +208,7 @@ class VLLM(Adapter):
         body = {"method": method, "kwargs": keys}
         answer = await self.peer.json("POST", "/collective_rpc", json=body)
         results = answer.get("results") if isinstance(answer, dict) else None
-        if not results or not all(isinstance(found, dict | list) for found in results):
+        if not results or not all(isinstance(reply, dict | list) for reply in results):
             self.peer.strange("/collective_rpc", answer)
         for result in results:
             if isinstance(result, dict) and "refused" in result:

@@ -32,8 +32,8 @@ def main() -> None:
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
 
-    def answer(found: dict[str, Any]) -> None:
-        wire.write(json.dumps(found) + "\n")
+    def answer(reply: dict[str, Any]) -> None:
+        wire.write(json.dumps(reply) + "\n")
         wire.flush()
 
     settings = json.loads(lines.get() or "{}")
