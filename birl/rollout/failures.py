@@ -46,8 +46,8 @@ VARIES = re.compile(r"\S*\d\S*")  # numbers, addresses and temporary names in wh
 class Start:
     """Stops a run whose episodes all fail alike from the start (a command that is missing, say): after the first
     `ALIKE`, or more where rollout.max_failure_rate allows so many failures that these may be chance. They are of
-    `tasks` tasks at least, those of `rows`, ids of tasks, among them: what fails at once may be one bad task, or one
-    kind of row, and the others still be at work."""
+    `tasks` tasks at least, those of `rows`, ids of tasks, among them: what fails at once may be a few bad rows, and the
+    others still be at work."""
 
     most: float = 0.0  # rollout.max_failure_rate
     rows: frozenset[str] = frozenset()
@@ -67,6 +67,12 @@ class Start:
                 f"All of the first {counted(n, 'episode')} failed alike ({n} {trajectory.outcome}), so the run stops"
                 f"{chance}:\n{reasons(self.failed)}"
             )
+
+
+def start(most: float, prompts: int, rows: int) -> Start:
+    """Of a training on so many rows: more of a step's `prompts` must fail than `most`, rollout.max_failure_rate,
+    allows, and two at least."""
+    return Start(most, tasks=min(rows, prompts, max(2, int(most * prompts) + 1)))
 
 
 def reasons(failed: Sequence[tuple[Task, Trajectory]]) -> str:

@@ -32,7 +32,7 @@ from birl.models.heads import add_score_head
 from birl.parallel.crew import RankGroup
 from birl.rollout.assemble import Usage
 from birl.rollout.evaluate import EvaluationPlan, plan
-from birl.rollout.failures import Start
+from birl.rollout.failures import start
 from birl.rollout.group import Rollout
 from birl.rollout.scorer import Progress, scorer
 from birl.rollout.tasks import Loaded, limits_of, load_rows, total_steps
@@ -117,7 +117,7 @@ async def training(setup: Setup[schema.RL]) -> Parts:
             engine=engine,
             limits=limits_of(config.env, tokens=data.context),
             seed=config.seed,
-            saw=Start(config.rollout.max_failure_rate, tasks=min(2, sum(map(len, data.train)))).saw,
+            saw=start(config.rollout.max_failure_rate, config.rollout.prompts, sum(map(len, data.train))).saw,
         )
         return Parts(
             run=run,

@@ -18,7 +18,7 @@ from birl.cli import evaluation
 from birl.config import schema
 from birl.config.load import load
 from birl.errors import BirlError
-from birl.rollout.failures import Start
+from birl.rollout.failures import Start, start
 from birl.train.command import train
 from birl.types import Outcome, Task, Trajectory
 
@@ -371,6 +371,18 @@ def test_failures_of_one_task_stop_a_run_only_where_there_is_no_other(tasks: int
     if tasks == 2:
         start.saw(Task(id="other", prompt="Go"), replace(bad, outcome=Outcome.OK, detail=""))
         start.saw(Task(id="other", prompt="Go"), bad)
+
+
+@pytest.mark.parametrize(("prompts", "rows", "bad"), [(16, 100, 9), (2, 100, 2), (1, 100, 1), (16, 1, 1), (16, 5, 5)])
+def test_a_few_bad_rows_that_fail_at_once_stop_no_training(prompts: int, rows: int, bad: int) -> None:
+    """The other rows of the step may still be at work; with more than a half that failed it would stop anyway."""
+    first = start(0.5, prompts, rows)
+    failed = Trajectory(turns=(), reward=0.0, score=0.0, parts={}, outcome=Outcome.ENV_ERROR, detail="no file")
+    for row in [row for row in range(bad - 1) for _ in range(8)]:
+        first.saw(Task(id=str(row), prompt="Go"), failed)
+    with pytest.raises(BirlError, match="failed alike"):
+        for _ in range(8):
+            first.saw(Task(id="last", prompt="Go"), failed)
 
 
 def test_episodes_that_all_fail_alike_stop_the_run_early(
