@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -124,6 +125,27 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
 def test_make_target_exists(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_a_compiler_make_test_installs_only_what_has_wheels(tmp_path: Path) -> None:
+    """reasoning-gym requires pycosat, which has none."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    bare = tmp_path / "bin"
+    bare.mkdir()
+    for program in ("make", "sh"):
+        (bare / program).symlink_to(str(shutil.which(program)))
+
+    def commands() -> str:
+        make = subprocess.run(
+            ["make", "-n", "test"], cwd=tmp_path, env={"PATH": str(bare)}, capture_output=True, text=True
+        )
+        assert make.returncode == 0, make.stderr
+        return make.stdout
+
+    assert "gymnasium" in commands() and not re.search("gyms|reasoning-gym|gem", commands())
+    (bare / "cc").symlink_to("/bin/true")
+    assert "reasoning-gym" in commands()
 
 
 def test_an_old_python_is_refused_in_words(tmp_path: Path) -> None:

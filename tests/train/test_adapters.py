@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from birl.envs.adapters import openenv
+from tests.envs.adapters.play import installed
 from tests.envs.adapters.test_verifiers import ENVS
 from tests.train.test_environments import run
 
@@ -29,10 +30,6 @@ KINDS = {
 }
 
 
-if sys.version_info >= (3, 12):  # gem-llm can be installed on Python 3.11 only
-    KINDS = {name: words for name, words in KINDS.items() if not name.startswith("gem")}
-
-
 @pytest.fixture(scope="module")
 def long(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a context that holds the rules of a game."""
@@ -44,7 +41,10 @@ def long(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(name: str) -> tuple[str, ...]:
-    return (f"env={name.partition(',')[0]}", *KINDS[name], "steps=1", "model.max_length=3000")
+    kind = name.partition(",")[0]
+    if kind in ("gem", "reasoning_gym"):
+        installed(kind)
+    return (f"env={kind}", *KINDS[name], "steps=1", "model.max_length=3000")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -70,7 +70,7 @@ def test_a_step_is_trained(name: str, long: Path, tmp_path: Path, monkeypatch: p
         assert {"reward/agent/player_0", "reward/agent/player_1"} <= metrics.keys()
 
 
-@pytest.mark.parametrize("name", [name for name in ("gem", "textarena_self_play") if name in KINDS])
+@pytest.mark.parametrize("name", ["gem", "textarena_self_play"])
 def test_the_same_seed_gives_the_same_run(name: str, long: Path, tmp_path: Path) -> None:
     """Games are played at once, in threads, and draw from global generators."""
     first, second = (run(long, tmp_path / folder, *words(name)) for folder in ("a", "b"))

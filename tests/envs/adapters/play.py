@@ -15,6 +15,13 @@ from birl.errors import BirlError
 from birl.types import Feedback, Message, Task
 
 
+def installed(name: str) -> Any:
+    """reasoning_gym or gem, which `make test` has only with a C compiler; the test is skipped without it."""
+    if name == "gem" and sys.version_info >= (3, 12):
+        pytest.skip("gem-llm can be installed on Python 3.11 only", allow_module_level=True)
+    return pytest.importorskip(name, reason="reasoning-gym and gem-llm need a C compiler")
+
+
 def world(kind: str, **options: Any) -> World:
     return asyncio.run(open_world(Keys(kind=kind, options=options), str))
 

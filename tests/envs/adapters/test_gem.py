@@ -2,19 +2,15 @@
 
 import asyncio
 import random
-import sys
 
 import numpy as np
 import pytest
 
 from birl.envs.calls import called
 from birl.errors import BirlError
-from tests.envs.adapters.play import mistake, play, reply, task, told, without, world
+from tests.envs.adapters.play import installed, mistake, play, reply, task, told, without, world
 
-if sys.version_info >= (3, 12):
-    pytest.skip("gem-llm can be installed on Python 3.11 only", allow_module_level=True)
-import gem
-
+gem = installed("gem")
 EASY = "game:GuessTheNumber-v0-easy"
 
 

@@ -2,10 +2,9 @@
 
 import asyncio
 
-import reasoning_gym
-from reasoning_gym.utils import SYSTEM_PROMPTS
+from tests.envs.adapters.play import installed, mistake, play, task, without, world
 
-from tests.envs.adapters.play import mistake, play, task, without, world
+reasoning_gym = installed("reasoning_gym")
 
 
 def test_scores_are_the_packages() -> None:
@@ -45,7 +44,10 @@ def test_the_answer_is_asked_for_as_the_package_does() -> None:
     made = world("reasoning_gym", system="direct")
     assert made.rows is not None
     said = asyncio.run(made.open(task(made.rows("train")[0])).start())
-    assert said[0].content == SYSTEM_PROMPTS["direct"] and [m.role for m in said] == ["system", "user"]
+    assert said[0].content == reasoning_gym.utils.SYSTEM_PROMPTS["direct"] and [m.role for m in said] == [
+        "system",
+        "user",
+    ]
 
 
 def test_mistakes_are_told() -> None:
