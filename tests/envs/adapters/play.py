@@ -30,6 +30,11 @@ def task(row: dict[str, Any]) -> Task:
     return Task(id="t", prompt=row["prompt"], answer=row.get("answer"), columns=row)
 
 
+def opened(world: World, row: dict[str, Any]) -> Any:
+    """One episode's environment or agent."""
+    return world.open(task(row))
+
+
 def reply(text: str) -> Message:
     return Message(role="assistant", content=text)
 

@@ -8,7 +8,7 @@ import pytest
 
 from birl.envs.calls import called
 from birl.errors import BirlError
-from tests.envs.adapters.play import installed, mistake, play, reply, task, told, without, world
+from tests.envs.adapters.play import installed, mistake, opened, play, reply, task, told, without, world
 
 gem = installed("gem")
 EASY = "game:GuessTheNumber-v0-easy"
@@ -68,7 +68,7 @@ def test_unfinished_games_hold_up_nobody() -> None:
     made = world("gem", task=EASY)
 
     async def many() -> int:
-        left = [made.open(task({"prompt": "x", "seed": i})) for i in range(100)]
+        left = [opened(made, {"prompt": "x", "seed": i}) for i in range(100)]
         for env in left:
             await called(env.start)
             await called(env.step, reply(guess(99)))
@@ -80,7 +80,7 @@ def test_unfinished_games_hold_up_nobody() -> None:
 
 def test_it_is_closed() -> None:
     made = world("gem", task=EASY)
-    env = made.open(task({"prompt": "x", "seed": 1}))
+    env = opened(made, {"prompt": "x", "seed": 1})
     asyncio.run(called(env.start))
     closed = []
     env.env.close = lambda: closed.append(True)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.envs.adapters.play import installed, mistake, play, task, without, world
+from tests.envs.adapters.play import installed, mistake, opened, play, without, world
 
 reasoning_gym = installed("reasoning_gym")
 
@@ -43,7 +43,7 @@ def test_problems_come_from_the_seed_and_validation_has_others() -> None:
 def test_the_answer_is_asked_for_as_the_package_does() -> None:
     made = world("reasoning_gym", system="direct")
     assert made.rows is not None
-    said = asyncio.run(made.open(task(made.rows("train")[0])).start())
+    first = asyncio.run(opened(made, made.rows("train")[0]).start())
     assert said[0].content == reasoning_gym.utils.SYSTEM_PROMPTS["direct"] and [m.role for m in said] == [
         "system",
         "user",
