@@ -44,10 +44,8 @@ def test_the_answer_is_asked_for_as_the_package_does() -> None:
     made = world("reasoning_gym", system="direct")
     assert made.rows is not None
     first = asyncio.run(opened(made, made.rows("train")[0]).start())
-    assert said[0].content == reasoning_gym.utils.SYSTEM_PROMPTS["direct"] and [m.role for m in said] == [
-        "system",
-        "user",
-    ]
+    assert first[0].content == reasoning_gym.utils.SYSTEM_PROMPTS["direct"]
+    assert [m.role for m in first] == ["system", "user"]
 
 
 def test_mistakes_are_told() -> None:
